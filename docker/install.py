@@ -149,6 +149,10 @@ def build(kind: str, vllm_wheel: str) -> None:
 
 
 def main(kind: str) -> None:
+    if VENV.is_symlink():
+        raise SetupError(
+            f"{VENV} is a link to {VENV.readlink()}, and a set-up would change that folder; remove the link."
+        )
     vllm_wheel = os.environ.get("VLLM_WHEEL", "")
     wanted = fingerprint(kind, ROOT, vllm_wheel)
     if _text(STAMP) == wanted:

@@ -67,12 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = get_close_matches(given.job, jobs, n=1)
         parser.error(f"{given.job} is no job" + (f"; did you mean {near[0]}?" if near else "; t2g lists them"))
     if given.job == "init":
-        if rest in (["-h"], ["--help"]):
-            print(purpose_of("init"))
-            return 0
-        if len(rest) != 1 or rest[0].startswith("-"):
-            parser.error("init needs one folder: t2g init my-run")
-        return init(Path(rest[0]))
+        init_parser = argparse.ArgumentParser(prog="t2g init", description=purpose_of("init"))
+        init_parser.add_argument("folder", type=Path, metavar="FOLDER")
+        return init(init_parser.parse_args(rest).folder)
     if given.job == "demo" and "--config" not in rest:
         rest = ["--config", str(DEMO), *rest]
     sys.argv[1:] = rest

@@ -55,15 +55,23 @@ def run(unresolved: CompareJob, data: Any) -> None:
     from jobs.common.comparison_runs import finish, make_reward_models, run_all
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import read_data, run_references
-    from jobs.common.stages import demo_of, make_reviser, make_stages, resolve_stages, reviser_job
+    from jobs.common.stages import (
+        FOLLOWER,
+        REVISER,
+        corrector_job,
+        demo_of,
+        make_corrector,
+        make_stages,
+        resolve_stages,
+    )
 
     demo = demo_of(unresolved)
     job = resolve_stages(unresolved, demo)
     check(arms := Arms(job, str(demo.run.folder)) if demo else Arms(job))
     revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
     policy_jobs = [arms.arm(name, 0) for name in arms.methods]
-    sources = {policy_job.feedback.source for policy_job in (job, *policy_jobs)}
-    reward = "reward_model" in sources and not job.compare.rewards
+    models = {model for policy_job in (job, *policy_jobs) for model in policy_job.feedback.models}
+    reward = "reward_model" in models and not job.compare.rewards
     rewards = {}
     with sole_process(job.run.folder):
         begin_folder(job)
@@ -71,8 +79,10 @@ def run(unresolved: CompareJob, data: Any) -> None:
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets, reward=reward)
-                if revises and job.compare.reviser == str(reviser_job(demo).run.folder / "model"):
-                    make_reviser(demo)
+                used = {REVISER: job.compare.reviser if revises else None, FOLLOWER: job.model.policy}
+                for name, model in used.items():
+                    if model == str(corrector_job(demo, name).run.folder / "model"):
+                        make_corrector(demo, name)
                 rewards = make_reward_models(arms, demo) if job.compare.rewards else {}
             search = run_all(arms, run_references(job, data or read_data(job, policy_jobs)), stop_flag())
         finish(arms, search, rewards)

@@ -19,6 +19,12 @@ from t2g.study.tables import markdown
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
 SIDE_METRICS = ("repeated", "length_mean")  # printed beside F1: values that a policy that games F1 would change
+PURPOSES: dict[Placement, str] = {  # for the log
+    "span": "PPO with a reward at the end of each span that a critique praises or criticises: the method",
+    "step": "PPO with the same rewards, summed at the end of each sentence: rewards for steps",
+    "scalar": "PPO with the same rewards, summed on the last token: what one number for each response achieves",
+    "shuffled": "PPO with the same rewards on random tokens: a control that shows whether their places matter",
+}
 
 
 def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
@@ -82,6 +88,7 @@ def run(demo: DemoJob) -> None:
     from jobs.common.policy_runs import finished, read_data, report_steps_done, train
     from jobs.common.run_folder import sole_process
     from jobs.common.stages import make_stages
+    from t2g.runs.progress import format_duration, log_duration
 
     if demo.task != "tiny":
         raise UserError(f"task={demo.task} has no reward model to train arms with; jobs.compare compares methods on it")
@@ -92,12 +99,12 @@ def run(demo: DemoJob) -> None:
     with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
         stages = make_stages(demo, fleets)
         data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all
-        arms = {
-            arm: finished(job) or train(job, data, *fleets.for_policy(job, data.task), stop)
-            for arm, job in jobs.items()
-        }
+        arms = dict[str, dict[str, Any]]()
+        for arm, job in jobs.items():
+            with log_duration(f"phase {arm}", PURPOSES[arm]):
+                arms[arm] = finished(job) or train(job, data, *fleets.for_policy(job, data.task), stop)
     finish(demo, summarise(demo, stages, arms))
-    print(f"{time.monotonic() - started:.0f} s in all")
+    print(f"all phases: {format_duration(time.monotonic() - started)}")
     print_outputs(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
 
 
@@ -113,7 +120,7 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
         folder / REPORT_FILE,
         title="Text2Grad on the tiny world",
         summary=summary,
-        arms={arm: [r for _, r in read_records(folder / ARMS / arm / METRICS_FILE)] for arm in demo.arms},
+        arms={arm: list(read_records(folder / ARMS / arm / METRICS_FILE)) for arm in demo.arms},
         examples=examples(folder / ARMS / demo.arms[0] / SAMPLES_FILE),
         made=how_made(folder / ARMS / demo.arms[0]),
     )

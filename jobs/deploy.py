@@ -15,18 +15,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.common.cli import exit_code
+from jobs.common.cli import exit_code, program_name
 from t2g.config import ClusterConfig, PolicyJob
 from t2g.config.loading import load
 from t2g.deploy import check_config, render_manifests
 from t2g.deploy.check import path_warnings
 from t2g.deploy.doctor import findings
 from t2g.deploy.manifests import mount_of
-from t2g.deploy.preflight import Findings, preflight
 from t2g.deploy.status import format_status
 from t2g.deploy.submission import STAGES, Submission, read_config, submission, uploaded_path
 from t2g.errors import UserError
 from t2g.report.run_page import SUMMARY_FILE
+from t2g.resources.preflight import Findings, preflight
 from t2g.runs.control import TargetSizes, now, read_status, write_target_sizes
 from t2g.runs.progress import log_duration
 
@@ -154,7 +154,7 @@ def raise_findings(found: Findings, *more: str) -> None:
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser with its subcommands."""
     top = argparse.ArgumentParser(
-        prog="python -m jobs.deploy",
+        prog=program_name("jobs.deploy"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

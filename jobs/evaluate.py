@@ -7,7 +7,8 @@
 
 reward: serves the reward model as PPO does; spans are compared on the tokens of its own tokenizer. policy: samples all
 policies on the same prompts and seeds, measures and compares them; the same command goes on after any crash. Both leave
-evaluation.json and evaluation.html in the run folder. run.smoke=true does the same with three records.
+evaluation.json and evaluation.html in the run folder. run.smoke=true does the same with three records. teacher: takes
+the config of jobs.train_policy and measures whether a critique in the prompt helps the policy, for objective.teacher.
 """
 
 import sys
@@ -18,17 +19,24 @@ from functools import partial
 from typing import Any
 
 from jobs.common.cli import main, print_outputs, stop_flag
-from jobs.common.run_folder import begin_folder
-from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob
+from jobs.common.run_folder import begin_folder, sole_process
+from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob
 
-WHAT = {"choices": ["reward", "policy"], "default": "reward", "help": "what is evaluated"}
+WHAT = {
+    "choices": ["reward", "policy", "teacher"],
+    "default": "reward",
+    "help": "what is evaluated; `--what policy --help` lists the keys of that one",
+}
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     first = ArgumentParser(add_help=False, allow_abbrev=False)  # decides what keys there are
     first.add_argument("--what", default=WHAT["default"])
     shared = partial(main, argv=argv, options={"--what": WHAT})
-    if first.parse_known_args(argv)[0].what == "policy":
+    what = first.parse_known_args(argv)[0].what
+    if what == "teacher":
+        return shared(PolicyJob, run_teacher, read="jobs.common.policy_runs:read_data")
+    if what == "policy":
         return shared(PolicyEvaluationJob, run_policy, read="jobs.common.policy_evaluation:read_questions")
     return shared(EvaluateJob, run_reward, read="jobs.common.reward_models:read_heldout")
 
@@ -47,10 +55,26 @@ def run_reward(config: EvaluateJob, records: Any, what: str) -> None:
     print_outputs(report=folder / HTML_FILE, numbers=folder / JSON_FILE)
 
 
+def run_teacher(config: PolicyJob, data: Any, what: str) -> None:
+    from jobs.common.fleets import Fleets, on_cluster
+    from jobs.common.policy_runs import read_data
+    from jobs.common.stages import demo_of, make_stages, resolve_stages
+    from jobs.common.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
+
+    demo = demo_of(config)
+    resolved = resolve_stages(config, demo)
+    with sole_process(config.run.folder):
+        folder = begin_folder(config)
+        with on_cluster(resolved), Fleets() as fleets:
+            if demo:
+                make_stages(demo, fleets, reward="reward_model" in resolved.feedback.models)
+            print(format_result(evaluate_teacher(resolved, data or read_data(resolved), fleets)))
+    print_outputs(numbers=folder / TEACHER_FILE)
+
+
 def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> None:
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_evaluation import Evaluation
-    from jobs.common.run_folder import sole_process
 
     @contextmanager
     def serve(model: ModelConfig) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from t2g.concurrency import run_with_background
 from t2g.config import DemoJob, PolicyJob, ShapeConfig, loading, with_overrides
 from t2g.deploy.check import check_config
 from t2g.errors import RunStopped
-from t2g.files import write_atomic
+from t2g.files import write_json
 from t2g.interfaces import Sampling
 from t2g.runs.progress import log_duration
 from t2g.runs.versions import collect_versions
@@ -155,7 +155,7 @@ async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
 
 
 def half_a_billion(machine: Machine) -> Figures:
-    """Measure weight sync by ipc, speed and memory of a real size, beside the estimates of `t2g.deploy.memory`."""
+    """Measure weight sync by ipc, speed and memory of a real size, beside the estimates of `t2g.resources.memory`."""
     import torch
 
     from jobs.stopwatch.random_models import make_model
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with log_duration(item):
             result["items"].append(found := answer(item, machine))
         print(f"{item}: {found['answer']}, {found.get('why') or found.get('on')}", flush=True)
-        write_atomic(machine.out / "gpu_check.json", json.dumps(result, indent=1).encode())
+        write_json(machine.out / "gpu_check.json", result)
     print_outputs(numbers=machine.out / "gpu_check.json")
     return 0 if all(found["answer"] != "no" for found in result["items"]) else 3
 

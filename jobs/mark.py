@@ -15,7 +15,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from jobs.common.cli import exit_code, print_outputs, stop_flag
+from jobs.common.cli import exit_code, print_outputs, program_name, stop_flag
 from jobs.common.run_folder import sole_process
 from t2g.config import DataConfig
 from t2g.errors import UserError
@@ -23,7 +23,7 @@ from t2g.errors import UserError
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.mark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program_name("jobs.mark"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, metavar="DATA")
     parser.add_argument("--by", type=_name, required=True, metavar="NAME", help="who marks")

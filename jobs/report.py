@@ -8,12 +8,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from jobs.common.cli import exit_code, print_outputs
+from jobs.common.cli import exit_code, print_outputs, program_name
 from t2g.report.run_page import find_run, report_beside, report_run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jobs.report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program_name("jobs.report"), description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="a run's folder")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="the same")
     given = parser.parse_args(arguments)

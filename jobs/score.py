@@ -32,10 +32,14 @@ def describe(config: ScoreJob) -> str:
 
 
 def run(config: ScoreJob, prompt: str, text: str) -> None:
-    from jobs.common.reward_models import with_trained_style
+    from jobs.common.reward_models import connected_model, with_trained_style
 
-    prompt_text, response = read_text("--prompt", prompt), read_text("--text", text)
-    show(judge(with_trained_style(config), prompt_text, response), response)
+    config = with_trained_style(config)
+    item = Prompt(prompt_id="score", prompt_text=read_text("--prompt", prompt), task=config.task)
+    response = read_text("--text", text)
+    with connected_model(config) as model:
+        feedback = asyncio.run(model.judge(item, response))
+    show(feedback, response)
 
 
 def read_text(option: str, value: str) -> str:
@@ -49,15 +53,6 @@ def read_text(option: str, value: str) -> str:
     except UnicodeError as error:
         raise UserError(f"{option} {value[:40]!r} is no UTF-8 text") from error
     return text
-
-
-def judge(config: ScoreJob, prompt_text: str, response: str) -> SpanFeedback:
-    """Serve the reward model and print its answer."""
-    from jobs.common.reward_models import connected_model
-
-    prompt = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)
-    with connected_model(config) as model:
-        return asyncio.run(model.judge(prompt, response))
 
 
 def show(feedback: SpanFeedback, response: str) -> None:

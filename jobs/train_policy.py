@@ -26,8 +26,8 @@ def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
     )
     if summary["unlabelled"]:
         text += (
-            f"\nno token of these responses was labelled: feedback.source={config.feedback.source} quoted nothing of "
-            "them, so no span was paid; samples.jsonl has its critiques"
+            f"\nno token of these responses was labelled: feedback.source={config.feedback.describe()} quoted nothing "
+            "of them, so no span was paid; samples.jsonl has its critiques"
         )
     return text
 
@@ -66,7 +66,7 @@ def run(unresolved: PolicyJob, data: Any) -> None:
         with sole_process(folder), publish_phases(folder, config.num_steps) as say, on_cluster(config):
             if demo:
                 with Fleets() as fleets:
-                    make_stages(demo, fleets, reward=config.feedback.source == "reward_model")
+                    make_stages(demo, fleets, reward="reward_model" in config.feedback.models)
             data = run_references(config, data or read_data(config))
             say("loading")
             stop = stop_flag()  # before the engines start: a signal during their start ends the run as well

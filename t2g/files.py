@@ -1,11 +1,13 @@
 """Atomic writes, hashes and fsync of files, and messages that explain why a file cannot be written."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ def write_atomic(path: Path, data: bytes) -> None:
             raise
         temporary.replace(path)
         sync_path(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON; see `write_atomic`."""
+    write_atomic(path, json.dumps(value, indent=1).encode())
 
 
 @contextmanager
@@ -102,10 +109,8 @@ def _hash_bytes(file: Path, size: int, mtime_ns: int) -> str:
 
 def describe_file(path: Path) -> dict[str, Any]:
     """Return the manifest entry of a file: its size and its hash."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+        digest = file_digest(file, xxhash.xxh3_128)
     return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, UpdateResult, WeightSyncResult
+from t2g.types import (
+    Prompt,
+    Rollout,
+    SpanFeedback,
+    TeacherQuery,
+    TeacherStats,
+    TokenStats,
+    TrainBatch,
+    UpdateResult,
+    WeightSyncResult,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +44,18 @@ class FeedbackSource(Protocol):
 
     name: str  # written to SpanFeedback.source
     fleet: Any = None  # the source's own engines, for scaling; None: it has none
+    journal_version: str = (
+        ""  # version of judgements that cost money or time, see `t2g.runs.judgements`; "": they do not
+    )
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Return critique and spans of one response. A bad answer does not raise: it is in the status."""
 
 
 class Aligner(Protocol):
+    fleet: Any = None  # as in `FeedbackSource`
+    journal_version: str = ""
+
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """Return the spans that a given critique is about, with that critique; else as `FeedbackSource.judge`."""
 
@@ -50,6 +66,9 @@ class Learner(Protocol):
 
         Old logprobs and entropy are 0 where nothing needs them before the update; `UpdateResult.stats` has them then.
         """
+
+    def score_teacher(self, queries: Sequence[TeacherQuery]) -> list[TeacherStats]:
+        """Return the frozen reference's log-probabilities after the teacher's prompts, in the order of `queries`."""
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Run every optimizer step of the batch; policy_version grows by one, also in the critic's warm-up."""

@@ -17,6 +17,7 @@ from t2g.config.validation_errors import format_first_error
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
 Severity = Annotated[int, Field(strict=True, ge=1, le=3)]
+MAX_FIX_CHARS = 4000
 USABLE = ("ok", "empty")
 LABELS: dict[str, Literal[-1, 1]] = {"good": 1, "poor": -1}
 
@@ -31,6 +32,7 @@ class Prompt:
     # [P] int32, chat template applied; empty if the policy is not sampled
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     payload: dict[str, Any] = field(default_factory=dict)  # other fields of the record: reference, facts, tests
+    messages: tuple[dict[str, str], ...] = ()  # the chat that the policy answers, for feedback functions; (): unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +40,24 @@ class Rollout:
     """One sampled response. `response_text` is decoded by `t2g.text.offsets`, not by the engine."""
 
     prompt_id: str
-    sample_index: int  # 0 .. samples per prompt - 1
+    sample_index: int  # 0, 1, ...: which of the step's responses to this prompt
     prompt_ids: np.ndarray  # [P] int32
     response_ids: np.ndarray  # [R] int32, EOS included if it was sampled
     rollout_logprobs: np.ndarray  # [R] float32, by the engine, of softmax(logits / temperature)
     response_text: str
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int, int], ...]  # (start, end, version) of tokens [start, end)
+    answer_start: int | None = 0  # first character of the answer; None: the response ended within its thinking
+
+    @property
+    def answer(self) -> str:
+        """Return the response without its thinking: what is judged and measured; "" if it ended within its thinking."""
+        return "" if self.answer_start is None else self.response_text[self.answer_start :]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether the response pays the truncation penalty: it was truncated, or ended within its thinking."""
+        return self.is_truncated or self.answer_start is None
 
     @property
     def is_truncated(self) -> bool:
@@ -63,6 +76,27 @@ class Span:
     label: Literal[-1, 1]  # +1 good, -1 poor
     severity: Severity = 1
     critique_range: tuple[int, int] | None = None  # characters of the critique that are about the span
+    # The text that should stand in place of a poor span, "" for none; None: not known, and not written into a record.
+    fix: Annotated[str | None, Field(max_length=MAX_FIX_CHARS, exclude_if=lambda fix: fix is None)] = None
+    # The criterion whose source gave the span; None: a single source.
+    criterion: Annotated[str | None, Field(exclude_if=lambda criterion: criterion is None)] = None
+
+    def __post_init__(self) -> None:
+        if self.fix is not None and self.label == 1:
+            raise ValueError(f"a good span has the fix {self.fix!r:.80}; only a poor span has one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriterionResult:
+    """The result of one of several criteria. Its spans are those of the feedback that have its name."""
+
+    status: FeedbackStatus
+    critique_range: tuple[int, int]  # characters of the joined critique that this criterion wrote
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.status in USABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +113,11 @@ class SpanFeedback:
     execution: dict[str, Any] = field(default_factory=dict)  # result of a program: {"passed": False, ...}, JSON
     agreement: float | None = None  # between several annotators: mean pairwise token F1 of their labels, 0 .. 1
     reason: str = ""  # why the status is failed or unparsable; a sentence
+    metrics: dict[str, float] = field(default_factory=dict)  # a function's own finite numbers, averaged over a step
+    # The result of each of several criteria; {}: a single source.
+    criteria: Annotated[dict[str, CriterionResult], Field(exclude_if=lambda criteria: not criteria)] = field(
+        default_factory=dict
+    )
 
     @property
     def usable(self) -> bool:
@@ -111,7 +150,9 @@ class ScoredRollout:
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
     outcome_reward: float = 0.0  # the task's own measure of the response; 0 if objective.outcome_rewards is 0
     by_token: np.ndarray | None = None  # [R] float32, see `deltas`; None: equal to token_rewards
-    truncation_penalty: float = 0.0  # <= 0, paid at the last token of a truncated response
+    truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response
+    num_thinking: int = 0  # first tokens, which are thinking and not the answer
+    criterion_rewards: dict[str, float] = field(default_factory=dict)  # sum of token_rewards by criterion, if several
 
     @property
     def deltas(self) -> np.ndarray:
@@ -134,6 +175,25 @@ class TokenStats:
     ref_logprobs: np.ndarray  # [R] float32, frozen reference
     values: np.ndarray  # [R] float32, critic's value of the state before token t; 0 without a critic
     entropy: np.ndarray  # [R] float32, nats, of the policy at token t
+    # [R, k] int32, the policy's likeliest tokens at t, likeliest first; empty without objective.teacher
+    top_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherQuery:
+    """A response after the teacher's prompt, and the tokens whose log-probabilities the teacher is to return."""
+
+    prompt_ids: np.ndarray  # [P] int32, with the critique
+    response_ids: np.ndarray  # [R] int32
+    top_ids: np.ndarray  # [R, k] int32, see `TokenStats`
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherStats:
+    """The log-probabilities of the teacher, which reads a critique."""
+
+    logprobs: np.ndarray  # [R] float32, of the sampled tokens
+    top_logprobs: np.ndarray  # [R, k] float32, of `TokenStats.top_ids`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +221,15 @@ class TrainSample(TrainSequence):
     old_logprobs: np.ndarray  # [R] float32
     rollout_logprobs: np.ndarray  # [R] float32
     ref_logprobs: np.ndarray  # [R] float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSample(TrainSample):
+    """One response for PPO with `objective.teacher`."""
+
+    top_ids: np.ndarray  # [R, k] int32, see `TokenStats`
+    teacher_logprobs: np.ndarray  # [R, k] float32, of top_ids
+    teacher_mask: np.ndarray  # [R] float32, 1; 0 for a response whose critique the teacher has not read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,3 +268,6 @@ class WeightSyncResult:
     stages: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.runs.metrics`
     num_calls: int = 0  # calls of workers and of the learner group
     missed: tuple[str, ...] = ()  # workers that did not get the weights: stale or lost
+
+
+TokenSequence = Rollout | TeacherQuery | TrainSequence  # has prompt_ids and response_ids

@@ -25,9 +25,11 @@ def prompt(**payload: Any) -> Prompt:
     return Prompt(prompt_id="7", prompt_ids=blank, prompt_text="What hums?", task="summarization", payload=payload)
 
 
-def config(*, style: StyleConfig | None = None, timeout_s: float = 60.0, **llm: Any) -> FeedbackConfig:
+def config(
+    *, style: StyleConfig | None = None, align: Any = None, timeout_s: float = 60.0, **llm: Any
+) -> FeedbackConfig:
     fields = {"model": "judge", "key_env": KEY_VARIABLE, "request_timeout_s": 30.0} | llm
-    return FeedbackConfig(source="llm", llm=fields, style=style or StyleConfig(), timeout_s=timeout_s)  # type: ignore[arg-type]
+    return FeedbackConfig(source="llm", llm=fields, style=style or StyleConfig(), align=align, timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
 class ScriptedChat(Chat):

@@ -124,6 +124,9 @@ class FakeLearner:
         finally:
             self._busy.release()
 
+    def score_teacher(self, queries: Sequence[Any]) -> list[Any]:
+        raise NotImplementedError
+
     def _places(self, response_ids: np.ndarray) -> list[int]:
         return [self.ids.index(int(i)) for i in response_ids]
 

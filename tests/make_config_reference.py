@@ -20,6 +20,7 @@ from t2g.config import (
     AnnotateJob,
     BenchmarkJob,
     CompareJob,
+    CriterionConfig,
     DemoJob,
     EvaluateJob,
     PolicyEvaluationJob,
@@ -244,7 +245,10 @@ def resume_rules() -> dict[tuple[type[BaseModel], str], set[bool]]:
             outer, _, name = key.rpartition(".")
             section = section_type(known[outer].annotation) if outer else job
             rules.setdefault((section, name), set()).add(can_change_on_resume(job, key))
-    return rules
+    free = {
+        name: can_change_on_resume(PolicyJob, f"feedback.sources.any.{name}") for name in CriterionConfig.model_fields
+    }
+    return rules | {(CriterionConfig, name): {is_free} for name, is_free in free.items()}
 
 
 def format_resume(section: type[BaseModel], name: str) -> str:

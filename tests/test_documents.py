@@ -252,6 +252,8 @@ def test_a_script_is_made_of_blocks() -> None:
 @pytest.mark.parametrize("file", NEWCOMER, ids=name_of)
 def test_the_commands_of_a_document_work(file: Path, tmp_path: Path) -> None:
     """In a folder with the repository's files as links, so that nothing is written into the checkout."""
+    if (ROOT / ".venv").is_symlink():
+        pytest.skip(".venv is that of another checkout, which `make` would empty and build again for this one")
     model, work = tmp_path / "model", tmp_path / "work"
     random_model(model)
     work.mkdir()

@@ -60,6 +60,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "serve": ServeJob,
     "compare": CompareJob,
     "compare_more": CompareJob,
+    "compare_teacher": CompareJob,
     "compare_facts": CompareJob,
     "compare_code": CompareJob,
     "code": DemoJob,
@@ -130,6 +131,12 @@ def test_heavy_packages_are_imported_late() -> None:
     files = [file for package in PACKAGES for file in list_modules(package) if file not in INSIDE_VLLM]
     wrong = {file: found for file in files if (found := find_eager_imports(parse(file)) & LATE)}
     assert wrong == {}
+
+
+def test_production_code_imports_the_tiny_world_late() -> None:
+    """A run on a user's data never loads it."""
+    files = [file for package in PACKAGES for file in list_modules(package) if "tiny" not in file.parts]
+    assert [file for file in files if re.search(r"^from t2g\.tasks\.tiny", file.read_text(), re.MULTILINE)] == []
 
 
 def list_tracked_files() -> list[str]:

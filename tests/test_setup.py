@@ -255,6 +255,19 @@ def test_a_failed_set_up_says_so_and_the_next_one_begins_afresh(copy: Path) -> N
     assert set_up(copy).stdout == ""
 
 
+def test_a_linked_environment_is_refused_and_stays_as_it_is(copy: Path) -> None:
+    other = copy / "other" / ".venv"
+    other.mkdir(parents=True)
+    (other / "t2g-stamp").write_text("gpu 3.11 pinned 0a")  # of another set: it would be emptied
+    (copy / ".venv").symlink_to(other)
+    refused = set_up(copy)
+    assert refused.returncode == 1 and calls(copy) == []
+    assert refused.stderr == (
+        f"{copy / '.venv'} is a link to {other}, and a set-up would change that folder; remove the link.\n"
+    )
+    assert (other / "t2g-stamp").read_text() == "gpu 3.11 pinned 0a"
+
+
 def test_a_second_make_waits_for_the_first(copy: Path) -> None:
     with (copy / "pyproject.toml").open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -13,6 +13,7 @@ from t2g.loop.steps import select_prompts
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity
+from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import RunLog
 
 NUM_STEPS = 6
@@ -60,10 +61,13 @@ class Bench:
         stop: Callable[[], bool] = lambda: False,
         *,
         rollouts: FakeRollouts | None = None,
+        journal_version: str = "",
         **options: Any,
     ) -> None:
         self.folder = folder
         self.rollouts, self.feedback = rollouts or FakeRollouts(tokenizer), FakeFeedback()
+        self.feedback.journal_version = journal_version
+        self.journaled = journaled = JournaledFeedback(self.feedback, folder, Identity.from_config(config), keep=2)
         self.learner = FakeLearner(self.rollouts)
         self.task = LetterTask()
         self.trainer = Trainer(
@@ -73,7 +77,8 @@ class Bench:
             prompts=letter_prompts(NUM_PROMPTS),
             eval_prompts=letter_prompts(40, "held-out-"),
             rollouts=self.rollouts,
-            feedback=self.feedback,
+            feedback=journaled,
+            on_checkpoint=journaled.start_file,
             learner=self.learner,
             sync=FakeSync(self.learner, self.rollouts),
             log=RunLog(folder, config.log),
@@ -93,7 +98,7 @@ class Bench:
     async def tidy(self) -> TrainerState:
         before = asyncio.all_tasks()
         try:
-            self.trainer.resume()
+            self.journaled.start_file(self.trainer.resume().step)
             return await self.trainer.run()
         finally:
             assert asyncio.all_tasks() == before and self.rollouts.num_running == 0

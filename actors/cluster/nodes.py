@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -17,8 +16,8 @@ from ray.util.state import list_placement_groups
 from actors.cluster.fanout import first_line
 from t2g.config import ProcessConfig
 from t2g.deploy.doctor import Node, PendingGroup, Unreachable
-from t2g.deploy.pods import satisfies
 from t2g.errors import UserError
+from t2g.resources.preflight import satisfies
 from t2g.runs.versions import collect_versions
 from t2g.sandbox import available
 
@@ -63,18 +62,6 @@ def pending_groups() -> list[PendingGroup]:
         )
         for group in groups
     ]
-
-
-def listening_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which gloo, NCCL and vLLM listen on this node's address only.
-
-    Variables that `environment` already has are left out.
-    """
-    address = ray.util.get_node_ip_address()
-    interfaces = psutil.net_if_addrs().items()
-    name = next((name for name, addresses in interfaces if address in [a.address for a in addresses]), None)
-    variables = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name and f"={name}"}
-    return {key: value for key, value in variables.items() if value and key not in environment}
 
 
 def inspect_node(path: Path | None, require: Sequence[str]) -> dict[str, Any]:

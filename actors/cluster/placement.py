@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 import ray
 import torch
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
@@ -23,13 +24,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.cluster.fanout import collect
 from t2g.config import ClusterConfig, ProcessConfig, RoleConfig
-from t2g.deploy.pods import satisfies
-from t2g.deploy.preflight import shortfall
 from t2g.errors import UserError
+from t2g.resources.memory import GIB
+from t2g.resources.preflight import satisfies, shortfall
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have taken all the time
 
 
@@ -251,6 +251,18 @@ def _amounts(resources: Mapping[str, float]) -> str:
 def process_environment(config: ProcessConfig) -> dict[str, str]:
     """Return the environment of a worker. num_gpus=0 alone no longer hides the GPUs of other processes."""
     return {"OMP_NUM_THREADS": str(config.threads), **({} if config.gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+
+
+def listening_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which gloo, NCCL and vLLM listen on this node's address only.
+
+    Variables that `environment` already has are left out.
+    """
+    address = ray.util.get_node_ip_address()
+    interfaces = psutil.net_if_addrs().items()
+    name = next((name for name, addresses in interfaces if address in [a.address for a in addresses]), None)
+    variables = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name and f"={name}"}
+    return {key: value for key, value in variables.items() if value and key not in environment}
 
 
 def actor_options(

@@ -8,7 +8,7 @@ import ray
 
 from actors.engines.engine import Engine
 from actors.fleet.fleet import TRIES, Fleet
-from t2g.config import FeedbackConfig
+from t2g.config import SourceConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
 from t2g.text.tokenizer import check_chat_template, encode_chat
@@ -17,7 +17,7 @@ from t2g.text.tokenizer import check_chat_template, encode_chat
 class ChatWorker(Engine):
     """One engine that answers chats. `start` raises UserError for a tokenizer without a chat template."""
 
-    def __init__(self, config: FeedbackConfig, seed: int) -> None:
+    def __init__(self, config: SourceConfig, seed: int) -> None:
         assert config.llm.model is not None
         super().__init__(config.llm.model, config.engine, seed=seed, revision=config.llm.revision, guided=True)
 
@@ -52,7 +52,7 @@ class ChatFleet(Fleet):
 
     role, actor = "chat", ChatActor
 
-    def __init__(self, config: FeedbackConfig, *, seed: int, placement_timeout_s: float) -> None:
+    def __init__(self, config: SourceConfig, *, seed: int, placement_timeout_s: float) -> None:
         assert config.llm.model is not None
         if config.llm.max_output_tokens >= config.engine.max_model_len:
             raise UserError(

@@ -16,14 +16,14 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 
 from actors.cluster.fanout import first_sentence
-from actors.cluster.nodes import listening_environment
+from actors.cluster.placement import listening_environment
 from actors.cluster.toolkit import build_environment
 from actors.fleet.meter import EngineStats, Meter
 from actors.vllm_compat.stats import make_stat_logger
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
-from t2g.deploy.memory import GPU_BATCHED_TOKENS, engine_fit, find_shape
 from t2g.errors import UserError
+from t2g.resources.memory import GPU_BATCHED_TOKENS, engine_fit, find_shape
 from t2g.text.offsets import decode
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import FinishReason

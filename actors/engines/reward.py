@@ -13,7 +13,7 @@ import ray
 
 from actors.engines.engine import Engine
 from actors.fleet.fleet import TRIES, Fleet
-from t2g.config import FeedbackConfig, RewardEngineConfig
+from t2g.config import RewardEngineConfig, SourceConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.card import check_card, make_card
 from t2g.feedback.examples import encode_target
@@ -37,7 +37,7 @@ class RewardWorker(Engine):
 
     _config: RewardEngineConfig
 
-    def __init__(self, config: FeedbackConfig, task: Task, seed: int, version: str) -> None:
+    def __init__(self, config: SourceConfig, task: Task, seed: int, version: str) -> None:
         assert config.reward_model is not None
         super().__init__(config.reward_model, config.engine, seed=seed, revision=config.reward_revision, guided=True)
         self._style, self._task, self._version = config.style, task, version
@@ -113,8 +113,9 @@ class RewardFleet(Fleet):
     """Reward workers as a feedback source and aligner. Answers are cached for equal requests."""
 
     name, role, actor = SOURCE, "reward", RewardActor
+    journal_version = ""
 
-    def __init__(self, config: FeedbackConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
+    def __init__(self, config: SourceConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
         """Raises UserError if the model was trained for another task or style; see `t2g.feedback.card`."""
         assert config.reward_model is not None
         card = make_card(task, config.style)

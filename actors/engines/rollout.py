@@ -3,7 +3,7 @@
 `RolloutWorker` is the remote side, `RolloutFleet` the driver's, which implements `t2g.interfaces.RolloutSource`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from actors.weights.weight_receiver import WeightReceiver
 from t2g.config import RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.interfaces import Sampling, Turn
+from t2g.text.thinking import Tags, find_answer_start, find_thinking_tags
 from t2g.types import Prompt, Rollout
 
 
@@ -47,6 +48,17 @@ def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> Non
 class RolloutWorker(Engine, WeightReceiver):
     """One policy engine."""
 
+    _tags: Tags | None = None  # around the model's thinking
+
+    def __init__(
+        self, model: str, config: RolloutConfig, *, thinking_tags: Sequence[str] | None = None, **engine: Any
+    ) -> None:
+        super().__init__(model, config, **engine)
+        self._configured_tags = thinking_tags
+
+    def check_tokenizer(self) -> None:
+        self._tags = find_thinking_tags(self._tokenizer, self._configured_tags)
+
     async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
         """Sample response `index` of a prompt, [P] int32."""
         done = await self.generate(
@@ -64,6 +76,7 @@ class RolloutWorker(Engine, WeightReceiver):
             response_text=done.text,
             finish_reason=done.finish_reason,
             policy_versions=done.versions,
+            answer_start=find_answer_start(self._tokenizer, prompt_ids, done.ids, done.text, self._tags),
         )
 
 
@@ -82,7 +95,8 @@ class RolloutFleet(Fleet):
         """Start the fleet.
 
         Args:
-            engine: seed, revision, transport, lora and can_sleep of `Engine`; the default transport is store.
+            engine: seed, revision, transport, lora and can_sleep of `Engine`, and thinking_tags of `RolloutWorker`;
+                the default transport is store.
         """
         arguments = {"model": model, "config": config, "transport": "store", **engine}
         super().__init__(arguments, config, placement_timeout_s=placement_timeout_s)

@@ -19,12 +19,15 @@ from typing import Any
 
 import psutil
 
-from actors.cluster.nodes import listening_environment
+from actors.cluster.placement import listening_environment
 from actors.engines.engine import Engine, engine_environment
 from t2g.config import ServeJob
 from t2g.errors import RunStopped, UserError
+from t2g.files import write_atomic
+from t2g.text.policy_chat import load_policy_tokenizer
 
 MODULE = "vllm.entrypoints.openai.api_server"
+TEMPLATE_FILE = "chat_template.jinja"  # in the folder of the log
 END_S = 20.0  # timeout from SIGTERM to the end of the process
 POLL_S = 0.2
 
@@ -66,6 +69,10 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
     host, port = job.serve.host, find_free_port(job.serve.host, job.serve.port)
     engine = Engine(job.model.policy, job.engine, seed=job.run.seed, revision=job.model.revision, guided=True)
     listen = {"host": host, "port": port, "served_model_name": job.serve.name}
+    if job.model.system_prompt or job.model.chat_template_kwargs:
+        template = load_policy_tokenizer(job.model).chat_template
+        write_atomic(log.parent / TEMPLATE_FILE, template.encode())
+        listen["chat_template"] = str(log.parent / TEMPLATE_FILE)
     environment = engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
     environment |= listening_environment(os.environ)
     command = [sys.executable, "-m", MODULE, *options(engine.arguments() | listen)]

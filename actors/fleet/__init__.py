@@ -1,5 +1,5 @@
 """Fleets of workers that answer requests, with replacement of failed workers.
 
-`health` decides the state of a worker, `admission` assigns requests, `member` is one worker, `fleet` all of them. This
-package does not know vLLM.
+`health` decides the state of a worker, `admission` assigns requests, `member` is one worker, `fleet` all of them.
+`steering` sets the sizes of a run's fleets. This package does not know vLLM.
 """

@@ -12,7 +12,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -25,7 +25,7 @@ import ray
 import torch
 
 from actors.cluster.fanout import any_failed
-from actors.cluster.nodes import listening_environment
+from actors.cluster.placement import listening_environment
 from actors.learner import zero3
 from actors.learner.parts import CriticTrainer, LearnerSpec, PartName, PolicyTrainer, load_critic, load_policy
 from actors.learner.ranks import Ranks, rank_environment
@@ -33,11 +33,11 @@ from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, ObjectiveConfig, RoleConfig
-from t2g.deploy.flops import peak_flops, train_flops
-from t2g.deploy.memory import shape_of
 from t2g.errors import LearnerLost
 from t2g.files import describe_file
-from t2g.types import Rollout, TokenStats, TrainBatch, TrainSequence, UpdateResult
+from t2g.resources.flops import peak_flops, train_flops
+from t2g.resources.memory import shape_of
+from t2g.types import TeacherQuery, TeacherStats, TokenSequence, TokenStats, TrainBatch, UpdateResult
 
 STATE_FILE = "learner.json"
 FAILURE_POLL_S = 5.0  # to detect a dead rank whose connections did not break
@@ -78,8 +78,11 @@ class LearnerWorker:
             self.parts["critic"] = CriticTrainer(self.spec, critic, num_ranks)
         torch.manual_seed(self.spec.seed * 1_000_003 + self.rank)
 
-    def forward(self, part: PartName, sequences: Sequence[Rollout | TrainSequence]) -> dict[int, dict[str, np.ndarray]]:
+    def forward(self, part: PartName, sequences: Sequence[TokenSequence]) -> dict[int, dict[str, np.ndarray]]:
         return self.parts[part].forward(sequences)
+
+    def score_teacher(self, queries: Sequence[TeacherQuery]) -> dict[int, dict[str, np.ndarray]]:
+        return self.parts["policy"].score_teacher(queries)
 
     def update(self, part: PartName, batch: TrainBatch, label: str) -> Metrics:
         if self.role.gpus:
@@ -229,33 +232,37 @@ class LearnerGroup:
             self._lock.release()
 
     def _on_parts(
-        self, parts: Sequence[PartName], call: str, submit: Callable[[Any, PartName, int], Any]
+        self, parts: Iterable[PartName], call: str, submit: Callable[[Any, PartName], Any]
     ) -> dict[PartName, list[Any]]:
-        """Call submit(worker, part, rank) on all ranks of all parts, then wait; return the results by rank."""
+        """Call submit(worker, part) for all ranks of all parts, then wait; return the results by rank."""
         with self._exclusive():
             deadline = self._deadline()
-            refs = {
-                part: [submit(worker, part, rank) for rank, worker in enumerate(self.parts[part].workers)]
-                for part in parts
-            }
-            return {part: self.parts[part].collect(refs[part], call, deadline) for part in parts}
+            refs = {part: [submit(worker, part) for worker in self.parts[part].workers] for part in parts}
+            return {part: self.parts[part].collect(own, call, deadline) for part, own in refs.items()}
 
     def _on_policy(self, call: str, submit: Callable[[Any], Any]) -> list[Any]:
-        return self._on_parts(["policy"], call, lambda worker, part, rank: submit(worker))["policy"]
+        return self._on_parts(["policy"], call, lambda worker, part: submit(worker))["policy"]
 
-    def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> list[TokenStats]:
+    def forward(self, sequences: Sequence[TokenSequence]) -> list[TokenStats]:
         """Return old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`.
 
         Values are 0 without a critic. Old logprobs and entropy are 0 with `LearnerSpec.defers_old_logprobs`: the update
         returns them.
         """
         refs = ray.put(list(sequences))
-        results = self._on_parts([*self.parts], "forward", lambda worker, part, rank: worker.forward.remote(part, refs))
+        results = self._on_parts(self.parts, "forward", lambda worker, part: worker.forward.remote(part, refs))
         zero_fields = ["values", *(["old_logprobs", "entropy"] if self.spec.defers_old_logprobs else [])]
         stats = [{name: np.zeros(len(s.response_ids), np.float32) for name in zero_fields} for s in sequences]
         for i, fields in chain.from_iterable(share.items() for by_rank in results.values() for share in by_rank):
             stats[i] |= fields
         return [TokenStats(**fields) for fields in stats]
+
+    def score_teacher(self, queries: Sequence[TeacherQuery]) -> list[TeacherStats]:
+        """Return the log-probabilities of the frozen reference, in the order of `queries`."""
+        refs = ray.put(list(queries))
+        shares = self._on_policy("score_teacher", lambda worker: worker.score_teacher.remote(refs))
+        fields = {i: found for share in shares for i, found in share.items()}
+        return [TeacherStats(**fields[i]) for i in range(len(queries))]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Make every optimizer step of the batch; the policy skips the first `critic_warmup_steps` updates.
@@ -273,7 +280,7 @@ class LearnerGroup:
             results = self._on_parts(
                 [part for part in self.parts if not (skips_policy and part == "policy")],
                 "update",
-                lambda worker, part, rank: worker.update.remote(part, batch_ref, f"update {self.policy_version}"),
+                lambda worker, part: worker.update.remote(part, batch_ref, f"update {self.policy_version}"),
             )
         except BaseException:
             self.policy_version -= 1
@@ -307,11 +314,11 @@ class LearnerGroup:
 
         Call `reload_states` before the next update or save. Sending, scoring and exporting weights need no states.
         """
-        self._on_parts([*self.parts], "offload_states", lambda worker, part, rank: worker.offload_states.remote(part))
+        self._on_parts(self.parts, "offload_states", lambda worker, part: worker.offload_states.remote(part))
 
     def reload_states(self) -> None:
         """Move gradients and optimizer states back to the device."""
-        self._on_parts([*self.parts], "reload_states", lambda worker, part, rank: worker.reload_states.remote(part))
+        self._on_parts(self.parts, "reload_states", lambda worker, part: worker.reload_states.remote(part))
 
     def get_manifest(self) -> Shapes:
         """Return names and shapes of the policy in the order of `stream_weights`, without a gather."""
@@ -373,7 +380,7 @@ class LearnerGroup:
 
         Under LoRA the frozen weights are left out: a resume reads them from model.policy.
         """
-        results = self._on_parts([*self.parts], "save", lambda worker, part, rank: worker.save.remote(part, folder))
+        results = self._on_parts(self.parts, "save", lambda worker, part: worker.save.remote(part, folder))
         state = {"num_updates": self.policy_version, "num_ranks": {part: len(r) for part, r in self.parts.items()}}
         (folder / STATE_FILE).write_text(json.dumps(state))
         return {name: entry for by_rank in results.values() for files in by_rank for name, entry in files.items()}
@@ -387,10 +394,8 @@ class LearnerGroup:
         state = json.loads((folder / STATE_FILE).read_text())
         resized = [part for part, ranks in self.parts.items() if state["num_ranks"][part] != len(ranks)]
         try:
-            self._on_parts(resized, "convert", lambda worker, part, rank: worker.convert.remote(part, folder))
-            self._on_parts(
-                [*self.parts], "load", lambda worker, part, rank: worker.load.remote(part, folder, part in resized)
-            )
+            self._on_parts(resized, "convert", lambda worker, part: worker.convert.remote(part, folder))
+            self._on_parts(self.parts, "load", lambda worker, part: worker.load.remote(part, folder, part in resized))
         finally:
             for part in resized:
                 shutil.rmtree(zero3.universal_folder(folder, part), ignore_errors=True)

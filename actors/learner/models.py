@@ -7,7 +7,7 @@ import torch
 from actors.cluster.fanout import first_line
 from t2g.config import Dtype, ModelConfig
 from t2g.errors import UserError
-from t2g.text.tokenizer import load_tokenizer
+from t2g.text.policy_chat import load_policy_tokenizer
 
 
 def load_for_training(
@@ -35,7 +35,7 @@ def load_for_training(
         models = [cls.from_pretrained(model.policy, **source, **weights) for cls in classes]
     except (OSError, ValueError) as error:
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
-    return load_tokenizer(model.policy, model.revision), models
+    return load_policy_tokenizer(model), models
 
 
 def checkpoint_layers(model: Any, source: ModelConfig, *, section: str) -> None:

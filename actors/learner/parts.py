@@ -23,11 +23,12 @@ from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
+from t2g.algo.kl import top_k_kl
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import Metrics, dpo_loss, kl_loss, policy_loss, supervised_loss, value_loss, weighted_sum
 from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.data.batching import microbatches
-from t2g.types import Rollout, TrainBatch, TrainSequence
+from t2g.types import TeacherQuery, TokenSequence, TrainBatch, TrainSequence
 
 PartName = Literal["policy", "critic"]
 Loss = Literal["ppo", "supervised", "dpo", "none"]
@@ -111,7 +112,7 @@ def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
 
 
 def split_by_sequence(
-    sequences: Sequence[Rollout | TrainSequence], members: Sequence[int], columns: Mapping[str, torch.Tensor]
+    sequences: Sequence[TokenSequence], members: Sequence[int], columns: Mapping[str, torch.Tensor]
 ) -> dict[int, dict[str, np.ndarray]]:
     """Split the values of all response tokens of a microbatch by sequence index: [N] -> [R]."""
     arrays = {name: column.cpu().numpy() for name, column in columns.items()}
@@ -131,12 +132,17 @@ class ModelTrainer:
         self.spec, self.engine = spec, engine
 
     @torch.no_grad()
-    def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> dict[int, dict[str, np.ndarray]]:
+    def forward(self, sequences: Sequence[TokenSequence]) -> dict[int, dict[str, np.ndarray]]:
         """Return this model's fields of `TokenStats`, [R] each, of this rank's share, by sequence index."""
         self.engine.eval()
+        return self._on_microbatches(sequences, self._stats)
+
+    def _on_microbatches(
+        self, sequences: Sequence[TokenSequence], compute: Callable[[Rows], dict[str, torch.Tensor]]
+    ) -> dict[int, dict[str, np.ndarray]]:
         stats: dict[int, dict[str, np.ndarray]] = {}
         for members in self._microbatches(sequences):
-            stats |= split_by_sequence(sequences, members, self._stats(self._rows([sequences[i] for i in members])))
+            stats |= split_by_sequence(sequences, members, compute(self._rows([sequences[i] for i in members])))
         return stats
 
     def update(self, batch: TrainBatch, *, label: str) -> Metrics:
@@ -162,7 +168,7 @@ class ModelTrainer:
         reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in rows[0]}
         return {key: float(fn([row[key] for row in rows])) for key, fn in reduce.items()}
 
-    def _microbatches(self, sequences: Sequence[Rollout | TrainSequence]) -> list[list[int]]:
+    def _microbatches(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
         return microbatches(
             sequences,
             rank=self.engine.global_rank,
@@ -171,7 +177,7 @@ class ModelTrainer:
             group_size=2 if self.spec.loss == "dpo" else 1,
         )
 
-    def _rows(self, sequences: Sequence[Rollout | TrainSequence]) -> Rows:
+    def _rows(self, sequences: Sequence[TokenSequence]) -> Rows:
         return Rows(sequences, self.engine.device)
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
@@ -235,13 +241,28 @@ class PolicyTrainer(ModelTrainer):
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
         stats = {}
         if not self.spec.defers_old_logprobs:
-            outputs = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
+            teacher = self.spec.objective.teacher
+            top_k = teacher.top_k if teacher else 0
+            outputs = rows.token_outputs(self.engine, self.spec.temperature, entropy=True, top_k=top_k)
             stats = {"old_logprobs": outputs.logprobs, "entropy": outputs.entropy}
+            stats |= {} if outputs.top_ids is None else {"top_ids": outputs.top_ids}
             stats["ref_logprobs"] = outputs.logprobs  # for DPO, which calls this once, before its first step
         if self.spec.loss == "ppo":
             with self._reference() as reference:
                 stats["ref_logprobs"] = rows.token_outputs(reference, self.spec.temperature).logprobs
         return stats
+
+    @torch.no_grad()
+    def score_teacher(self, queries: Sequence[TeacherQuery]) -> dict[int, dict[str, np.ndarray]]:
+        """Return the fields of `TeacherStats`, by the reference, of this rank's share, by the query's index."""
+
+        def score(rows: Rows) -> dict[str, torch.Tensor]:
+            top_ids = rows.table("top_ids", 1)
+            with self._reference() as reference:
+                outputs = rows.token_outputs(reference, self.spec.temperature, token_ids=top_ids)
+            return {"logprobs": outputs.logprobs, "top_logprobs": outputs.of_ids}
+
+        return self._on_microbatches(queries, score)
 
     def update(self, batch: TrainBatch, *, label: str) -> Metrics:
         self._passes.clear()
@@ -269,14 +290,18 @@ class PolicyTrainer(ModelTrainer):
         )
 
     def _ppo_loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
-        """Return this microbatch's share of L_pi + kl_coef * KL - entropy_coef * H (arXiv 2505.22338, section 3.3)."""
+        """Return this microbatch's share of (1 - w) L_pi + w L_teacher + kl_coef * KL - entropy_coef * H.
+
+        w is the teacher's weight, 0 without one (arXiv 2505.22338, section 3.3; arXiv 2601.20802 for L_teacher).
+        """
         objective, temperature = self.spec.objective, self.spec.temperature
         weights, ref_logits, is_current = rows.numbers("weights"), None, self.spec.defers_old_logprobs
         if kl_coef > 0 and objective.kl_estimator == "full":
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
-        entropy = is_current or objective.entropy_coef > 0
-        now = rows.token_outputs(self.engine, temperature, entropy=entropy, ref_logits=ref_logits)
+        entropy, teacher = is_current or objective.entropy_coef > 0, objective.teacher
+        top_ids = rows.table("top_ids", 1) if teacher else None
+        now = rows.token_outputs(self.engine, temperature, entropy=entropy, ref_logits=ref_logits, token_ids=top_ids)
         old_logprobs = now.logprobs.detach() if is_current else rows.numbers("old_logprobs")
         if is_current:
             self._passes.append({"old_logprobs": old_logprobs, "entropy": now.entropy.detach()})
@@ -288,6 +313,11 @@ class PolicyTrainer(ModelTrainer):
             logprobs=now.logprobs, old_logprobs=old_logprobs, importance_weights=correction,
             advantages=rows.numbers("advantages"), weights=weights, clip_eps=objective.clip_eps,
         )  # fmt: skip
+        if teacher is not None:
+            divergence = top_k_kl(now.of_ids, rows.table("teacher_logprobs", 1)) * rows.numbers("teacher_mask")
+            distillation = weighted_sum(divergence, weights)
+            loss = (1 - teacher.weight) * loss + teacher.weight * distillation
+            metrics["teacher/kl"] = distillation.item()
         if now.full_kl is not None:
             kl = weighted_sum(now.full_kl, weights)
             loss, metrics["policy/kl_loss"] = loss + kl_coef * kl, kl.item()

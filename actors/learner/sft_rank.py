@@ -37,7 +37,6 @@ class SFTProgress:
     lr: float
     tokens_per_s: float  # prompt and target tokens of all ranks, padding not counted
     train_s: float  # since the ranks of this start began to train
-    left_s: float  # at the present speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,6 @@ def train_loop(config: dict[str, Any]) -> None:
                 lr=recent[-1]["policy/lr"],
                 tokens_per_s=num_tokens / (now - since),
                 train_s=now - began,
-                left_s=(now - began) / (step - job.done) * (len(steps) - step),
             )
             since, num_tokens, recent = now, 0, []
         if rank == 0:

@@ -27,6 +27,7 @@ from actors.learner.full_weights import FullWeights
 from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
 from t2g.files import match_folder_permissions
+from t2g.resources.memory import BUCKET_NUMEL
 
 Engine = Any  # deepspeed.DeepSpeedEngine
 log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 LossFunction = Callable[[Engine, Any], tuple[torch.Tensor, dict[str, float]]]
 
 EXPORT_BUCKET_BYTES = 256 * 2**20
-BUCKET_NUMEL = 50_000_000  # elements reduced or prefetched at once, bounded by the model's own size
 
 
 @dataclass(frozen=True, kw_only=True)

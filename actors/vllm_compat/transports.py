@@ -41,7 +41,10 @@ def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline
         )  # fmt: skip
         store.set(f"here/{rank}", "")
     except RuntimeError as error:
-        raise RuntimeError(f"{rendezvous.members[0]} did not open the rendezvous within {deadline_s:g} s") from error
+        what = f"did not open the rendezvous within {deadline_s:g} s"
+        if rank == 0:
+            what = f"cannot open the rendezvous at {rendezvous.host}:{rendezvous.port}: {str(error).splitlines()[0]}"
+        raise RuntimeError(f"{rendezvous.members[0]} {what}") from error
     while absent := [member for i, member in enumerate(rendezvous.members) if not store.check([f"here/{i}"])]:
         if time.monotonic() > until:
             names = ", ".join(dict.fromkeys(absent))

@@ -21,7 +21,7 @@ from actors.weights.probe import PROBE_TOKENS, Gap, make_probe_ids
 from actors.weights.round import EngineFleet, Group, Round, SyncTarget, Version, WeightSource, compute_grace_s
 from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
-from t2g.files import write_atomic
+from t2g.files import write_json
 from t2g.types import WeightSyncResult
 
 TRIES = 2  # pushes of a version that no worker verified
@@ -105,10 +105,8 @@ class WeightSync:
         """
         fresh = [target for target in await self._wait_for_targets() if target.version is None]
         if fresh:
-            gap, floor = (
-                await self._round(version, fresh).measure_baseline_gap(),
-                self._config.probe_floor(self._fleet.config),
-            )
+            gap = await self._round(version, fresh).measure_baseline_gap()
+            floor = self._config.probe_floor(self._fleet.config)
             if gap is not None and gap.median > floor:
                 raise RunStopped(
                     f"engines and learner loaded model.policy, and are {gap.median:.3g} nats apart in the median of "
@@ -117,7 +115,7 @@ class WeightSync:
                 )
             self._fleet.baseline_gap = gap or self._fleet.baseline_gap
         if self._baseline_file is not None and self._fleet.baseline_gap is not None:
-            write_atomic(self._baseline_file, json.dumps(asdict(self._fleet.baseline_gap), indent=1).encode())
+            write_json(self._baseline_file, asdict(self._fleet.baseline_gap))
 
     def _take_over(self) -> None:
         """Cancel a catch-up from stored buckets. A catch-up from the learner goes on: its ranks are in a collective.

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder, check_folder, sole_process
-from t2g.config import AnnotateConfig, AnnotateJob
+from t2g.config import AnnotateConfig, AnnotateJob, SourceConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.records import AnnotatedRecord, write_annotated
 from t2g.feedback.sources.chat_client import BYTES_PER_TOKEN
+from t2g.feedback.sources.combined import make_source
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.feedback.sources.llm import estimate_cost
 from t2g.feedback.sources.make import make_local_source
-from t2g.files import write_atomic
+from t2g.files import write_json
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop import annotation
 from t2g.loop.annotation import ConcurrencyLimit, Sample, SampleResponses
@@ -32,7 +32,7 @@ from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import format_duration, show_progress
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references
-from t2g.text.tokenizer import load_tokenizer
+from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.types import Prompt
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
         if all(sample.problem for sample in samples):
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
     else:
-        tokenizer = load_tokenizer(config.model.policy, config.model.revision)
+        tokenizer = load_policy_tokenizer(config.model)
         room, too_long = config.rollout.max_prompt_tokens, config.data.too_long
         prompts = make_prompts(rows, task, tokenizer, room, too_long=too_long)
         prompts = _check(prompts, task, config, leave_out=True)
@@ -82,9 +82,10 @@ def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[
 
 def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_out: bool) -> list[Prompt]:
     options = config.annotate
-    if options.source != "program":
+    programs = [source for source in options.named_sources.values() if source.source == "program"]
+    if not programs:
         return list(prompts)
-    return check_references(prompts, task, options.sandbox, config.run.folder, leave_out=leave_out)
+    return check_references(prompts, task, programs[0].sandbox, config.run.folder, leave_out=leave_out)
 
 
 def annotate_samples(
@@ -113,7 +114,8 @@ def annotate_samples(
         if fleets:
             source = fleets.feedback(options, task, config)
         else:
-            source = make_local_source(options, task, folder=config.run.folder)
+            folder = config.run.folder
+            source = make_source(options, lambda one, key: make_local_source(one, task, folder=folder, section=key))
         print_token_estimate(config, missing)
         write = _writer(config, fleets) if options.responses == "policy" else None
         folder = begin_folder(config, JOURNAL_FILE)
@@ -132,7 +134,7 @@ def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
     options = config.annotate
     records = read_journal(config.run.folder / JOURNAL_FILE, AnnotatedRecord)
     if records and options.source == "human":
-        human = _human(config)
+        human = _human(options, config.task)
         records = [record for record in records if human.is_current(record)]
     by_key = {key: record for record in records for key in annotation.record_keys(record)}
     return {sample.key: by_key[sample.key] for sample in samples if sample.key in by_key}
@@ -167,23 +169,25 @@ def collect(
             bar.advance()
 
         limit = ConcurrencyLimit(_concurrency(options))
-        drain_s = options.llm.request_timeout_s if options.judge_model == "llm" else DRAIN_S
+        models = [source.llm for source in options.named_sources.values() if "llm" in source.models]
+        drain_s = max((llm.request_timeout_s for llm in models), default=DRAIN_S)
         work = annotation.annotate(samples, source, on_record, limit, sample_responses=write)
         asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
 
 
 def _concurrency(options: AnnotateConfig) -> int:
-    """Return the number of concurrent judgements that keep the source busy."""
-    match options.judge_model or options.source:
-        case "llm":
-            return options.llm.concurrency
-        case "reward_model":
-            return 2 * options.engine.workers.initial * options.engine.max_num_seqs
-        case "program":
-            return options.sandbox.max_concurrent
-        case "human":
-            return 1
-    return options.concurrency
+    """Return the number of concurrent judgements that keep the sources busy."""
+    return max(map(_source_concurrency, options.named_sources.values()))
+
+
+def _source_concurrency(source: SourceConfig) -> int:
+    limits = {
+        "llm": source.llm.concurrency,
+        "reward_model": 2 * source.engine.workers.initial * source.engine.max_num_seqs,
+        "program": source.sandbox.max_concurrent,
+        "human": 1,
+    }
+    return max(limits.get(name, source.concurrency) for name in (source.source, *source.models))
 
 
 async def run_until_stopped(
@@ -226,7 +230,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     """Write annotated.jsonl, then unless too much failed the training and held-out files; return the summary."""
     (folder / DONE_FILE).unlink(missing_ok=True)
     made = [
-        annotation.make_refused_record(s, config.annotate.source)
+        annotation.make_refused_record(s, config.annotate.describe())
         if s.problem
         else records[s.key].model_copy(update={"sample_index": s.sample_index})
         for s in samples
@@ -238,7 +242,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
             f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
-            f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. All judgements are kept in "
+            f"{config.annotate.describe()}; annotate.max_failed_share allows {limit:.0%}. All judgements are kept in "
             f"{JOURNAL_FILE}: the same command requests the failed ones again\n{text}"
         )
     heldout = annotation.select_heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
@@ -246,8 +250,9 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
         part = [record for record in usable if (record.prompt in heldout) is is_heldout]
         write_annotated(folder / name, part)
         summary["heldout_records" if is_heldout else "train_records"] = len(part)
-    summary["style"] = config.annotate.style.model_dump()  # jobs.train_reward refuses another style
-    write_atomic(folder / DONE_FILE, json.dumps(summary, indent=1, ensure_ascii=False).encode())
+    styles = {name: source.style.model_dump() for name, source in config.annotate.named_sources.items()}
+    summary["style"] = styles.get("", styles)  # jobs.train_reward refuses another style
+    write_json(folder / DONE_FILE, summary)
     print(text if heldout else f"{text}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
     return summary
 
@@ -263,26 +268,27 @@ def _writer(config: AnnotateJob, fleets: "Fleets | None") -> SampleResponses:
         seed=config.run.seed,
     )
 
-    async def write(prompt: Prompt) -> list[str]:
-        return [rollout.response_text for rollout in await rollouts.sample(prompt, sampling)]
+    async def write(prompt: Prompt) -> list[str | None]:
+        sampled = await rollouts.sample(prompt, sampling)
+        return [None if rollout.answer_start is None else rollout.answer for rollout in sampled]
 
     return write
 
 
-def _human(config: AnnotateJob) -> HumanFeedback:
-    """Return the human feedback of the job, without an aligner."""
-    options = config.annotate
-    assert options.human_file is not None, "see AnnotateJob"
-    return HumanFeedback(Path(options.human_file), get_task(config.task), columns=options.human_columns)
+def _human(source: SourceConfig, task: str) -> HumanFeedback:
+    """Return the human feedback of a source, without an aligner."""
+    assert source.human_file is not None, "see SourceConfig"
+    return HumanFeedback(Path(source.human_file), get_task(task), columns=source.human_columns)
 
 
 def print_token_estimate(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     """Print the estimated requests and tokens; raise UserError if they exceed llm.max_total_tokens."""
-    if config.annotate.judge_model != "llm":
-        return
     longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # upper bound for a response not sampled yet
-    items = [(s.prompt, s.response or longest) for s in samples]
-    if config.annotate.source == "human":
-        human = _human(config)
-        items = [item for item in items if human.needs_aligner(*item)]
-    print(estimate_cost(items, config.annotate, get_task(config.task)))
+    for source in config.annotate.named_sources.values():
+        items = [(s.prompt, s.response or longest) for s in samples]
+        if source.source == "human" and "llm" in source.models:
+            human = _human(source, config.task)
+            items = [item for item in items if human.needs_aligner(*item)]
+        if "llm" in source.models:
+            items *= [source.source, source.aligner].count("llm")
+            print(estimate_cost(items, source, get_task(config.task)))

@@ -120,7 +120,7 @@ def _preflight(config: AnyJob, read: str | None) -> tuple[Any, Any]:
     """Return the findings about the config and its inputs, and what `read` returned."""
     cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     have = _resources(cluster) if cluster == "local" else None
-    preflight = import_module("t2g.deploy.preflight")  # heavy: --help answers without it
+    preflight = import_module("t2g.resources.preflight")  # heavy: --help answers without it
     found = preflight.preflight(config, have)
     return found, preflight.read_inputs(found, config, resolve_name(read)) if read else None
 
@@ -160,7 +160,7 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
     name, _, purpose = " ".join((schema.__doc__ or "").split()).partition(": ")
     keys = "\n".join(_section_help(schema))
     parser = argparse.ArgumentParser(
-        prog=f"python -m {name}",
+        prog=program_name(name),
         description=purpose,
         epilog=f"keys, with their defaults:\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -171,6 +171,12 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
     parser.add_argument("--show-config", action="store_true", help="print the resolved config as YAML, nothing else")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file: rollout.temperature=0.6")
     return parser
+
+
+def program_name(module: str) -> str:
+    """Return the command as the user typed it: "t2g train" or "python -m jobs.train_policy"."""
+    program, *arguments = sys.orig_argv[1:3] or [""]
+    return f"t2g {arguments[0]}" if Path(program).name == "t2g" and arguments else f"python -m {module}"
 
 
 def _section_help(

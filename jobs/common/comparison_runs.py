@@ -25,7 +25,7 @@ from jobs.common.cli import StopFlag, print_outputs
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import After, PolicyData, finished, learner_spec, read_data, run_baseline, train
 from jobs.common.stages import base_model, once, positions, reward_job
-from t2g.config import CompareJob, DemoJob, ModelConfig, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
+from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
@@ -44,8 +44,7 @@ from t2g.study.baselines import POLICY
 from t2g.study.comparison import Run, base_run, read_run, summarise, summarise_noise, tables
 from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
 from t2g.study.reward_eval import arm_metrics
-from t2g.tasks.tiny.assets import build_reward_model
-from t2g.tasks.tiny.task import TinyTask
+from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 
 TARGETING_FILE = "targeting.json"
@@ -85,7 +84,7 @@ class Target:
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
         """Measure a run without a learner of ours, from its exported policy."""
         # Merged when it was exported; no critic takes part.
-        changes = {"model": ModelConfig(policy=str(arm.run.folder / POLICY)), "learner.lora": None}
+        changes = {"model.policy": str(arm.run.folder / POLICY), "model.revision": None, "learner.lora": None}
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
         placement_timeout_s = arm.cluster.placement_timeout_s
         with closing(LearnerGroup(learner_spec(exported), placement_timeout_s=placement_timeout_s)) as learner:
@@ -244,6 +243,8 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
 
 def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     """Train and measure one model, then end its engine: twelve engines would not fit into memory."""
+    from t2g.tasks.tiny.assets import build_reward_model
+
     given = reward_job(demo)
     tokenizer = load_tokenizer(given.model.policy)
     build_reward_model(job.model.policy, tokenizer, seed=job.run.seed, **positions(demo))
@@ -266,7 +267,7 @@ def write_dense(job: RewardJob, sparse: RewardJob) -> None:
 
 def relabel(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
     """Return the record with critique and quotes of the tiny world's feedback function in another style."""
-    judge = TinyTask().make_feedback_function(style=style, sandbox=SandboxConfig())
+    judge = get_task("tiny").make_feedback_function(style=style, sandbox=SandboxConfig())
     answer = judge(record.prompt, record.response, payload=record.payload)
     feedback = read_judgement(answer, record.response, source=record.source, version=record.version)
     return make_annotated_record(record.to_prompt(), record.response, feedback, sample_index=record.sample_index)
@@ -277,7 +278,7 @@ def load_run(arm: PolicyJob) -> Run:
     """Load a finished run."""
     path = arm.run.folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
-    return read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
+    return read_run(read_records(arm.run.folder / METRICS_FILE), targeting)
 
 
 def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, Run]], dict[str, Any]]:

@@ -10,11 +10,21 @@ from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
-from t2g.config import AnyJob, EngineConfig, FeedbackConfig, ModelConfig, PolicyJob, RolloutConfig, with_overrides
-from t2g.deploy.memory import store_gib
+from t2g.config import (
+    AnyJob,
+    EngineConfig,
+    FeedbackConfig,
+    ModelConfig,
+    PolicyJob,
+    RolloutConfig,
+    SourceConfig,
+    with_overrides,
+)
+from t2g.feedback.sources.combined import make_source
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource
+from t2g.resources.memory import store_gib
 from t2g.runs.progress import log_duration
 from t2g.tasks.base import Task
 
@@ -44,8 +54,8 @@ class Fleets(ExitStack):
         Raises:
             UserError: The source cannot be used; no engine is started.
         """
-        if job.feedback.own_engines:
-            self._judges(job.feedback, task, job)
+        if source := job.feedback.engine_source:
+            self._judges(source, task, job)
             self._rollouts(job.model, job.rollout, job)
         feedback = self.feedback(job.feedback, task, job)
         return self.rollouts(job.model, job.rollout, job), feedback
@@ -55,17 +65,18 @@ class Fleets(ExitStack):
         return self._serving(self._rollouts(model, config, job))
 
     def feedback(self, config: FeedbackConfig, task: Task, job: AnyJob) -> FeedbackSource:
-        """Return the source that `config.source` names, with started engines."""
-        if not config.own_engines:
-            return make_local_source(config, task, folder=job.run.folder)
-        model = self._serving(self._judges(config, task, job))
-        if config.judge_model == "llm":
-            model = LLMFeedback(model, config, task)
-        return model if config.source == config.judge_model else make_local_source(config, task, aligner=model)
+        """Return the source that the section names, or several of them as one, with started engines."""
+        return make_source(config, lambda source, section: self._source(source, section, task, job))
 
-    def rewards(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet:
-        """Return started engines of the reward model."""
-        return self._serving(self._judges(config, task, job))
+    def _source(self, config: SourceConfig, section: str, task: Task, job: AnyJob) -> FeedbackSource:
+        if config.engine_model is None:
+            return make_local_source(config, task, folder=job.run.folder, section=section)
+        model = self._serving(self._judges(config, task, job))
+        if config.engine_model == "llm":
+            model = LLMFeedback(model, config, task)
+        if config.source == config.engine_model:
+            return model
+        return make_local_source(config, task, aligner=model, folder=job.run.folder, section=section)
 
     def forget_answers(self) -> None:
         """Clear the caches of all reward models."""
@@ -77,6 +88,8 @@ class Fleets(ExitStack):
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
         transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
         how: dict[str, Any] = {"revision": model.revision, "transport": transport}
+        if model.thinking_tags is not None:
+            how["thinking_tags"] = model.thinking_tags
         if isinstance(job, PolicyJob) and job.learner.sends_adapters and model == job.model:
             how["lora"] = job.learner.lora
         if isinstance(job, PolicyJob) and job.cluster.gpu_sharing == "alternate":
@@ -84,9 +97,9 @@ class Fleets(ExitStack):
         key = ("rollout", model.policy, *map(str, how.values()), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
-    def _judges(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet | ChatFleet:
+    def _judges(self, config: SourceConfig, task: Task, job: AnyJob) -> RewardFleet | ChatFleet:
         """Return engines of the model that writes feedback."""
-        if config.judge_model == "llm":
+        if config.engine_model == "llm":
             key = ("chat", config.model_dump_json(include={"llm", "engine"}))
             return self._one(key, job, lambda **at: ChatFleet(config, **at))
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})

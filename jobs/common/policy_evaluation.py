@@ -42,7 +42,8 @@ from t2g.study.reflection import Reflecting
 from t2g.tasks.base import Record, Task, get_task
 from t2g.tasks.human_eval import convert_to_kodcode
 from t2g.tasks.references import check_references
-from t2g.text.tokenizer import load_tokenizer
+from t2g.text.policy_chat import load_policy_tokenizer
+from t2g.text.thinking import find_thinking_tags
 from t2g.types import Prompt
 
 RESPONSES, SCORES, JUDGEMENTS, MERGED = "responses", "scores", "judgements.jsonl", "merged"
@@ -132,7 +133,7 @@ class Evaluation:
 
             shutil.rmtree(merged.parent, ignore_errors=True)  # of other weights
             merge_adapter(Path(model.policy), merged, self.config.rollout.dtype)
-        return ModelConfig(policy=str(merged))
+        return model.model_copy(update={"policy": str(merged), "revision": None})
 
     def _make_keyed_prompts(self, name: str) -> dict[str, Prompt]:
         """Return the prompts by the keys of a policy's responses, in order: keys of its weights and of what it reads.
@@ -144,9 +145,11 @@ class Evaluation:
             pairs = zip(self.prompts, reads, strict=True)
             return {content_key(far.url, far.model, prompt.prompt_id, messages): prompt for prompt, messages in pairs}
         model, room = self._models[name], self.config.rollout.max_prompt_tokens
-        tokenizer = load_tokenizer(model.policy, model.revision)
+        tokenizer = load_policy_tokenizer(model)
         prompts = make_prompts([*self._records.values()], self.task, tokenizer, room)
         version = served_version(self.config.served[name]), name in self.config.reflections
+        if (tags := find_thinking_tags(tokenizer, model.thinking_tags)) is not None:
+            version = *version, tags
         return {content_key(version, p.prompt_id, p.prompt_ids.tolist()): p for p in prompts}
 
     def run(self, serve: Serve, stop: StopFlag) -> dict[str, Any]:
@@ -181,13 +184,13 @@ class Evaluation:
         config, rollout = self.config, self.config.rollout
         if source and name in config.reflections:
             model, room = self._models[name], rollout.max_prompt_tokens
-            tokenizer = load_tokenizer(model.policy, model.revision)
+            tokenizer = load_policy_tokenizer(model)
             source = Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
         sampling = make_sampling(config, "eval", 0, num_samples=rollout.samples_per_prompt)
 
         async def ask(key: str, prompt: Prompt) -> Answers:
             if source:
-                answers = [(r.response_text, r.finish_reason) for r in await source.sample(prompt, sampling)]
+                answers = [(r.answer, r.finish_reason) for r in await source.sample(prompt, sampling)]
             else:
                 asker = self._askers[self.config.endpoints[name]]
                 requests = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
@@ -287,14 +290,12 @@ def collect(
     missing = {key: item for key, item in items.items() if key not in known}
 
     async def append_row(key: str, item: Any) -> None:
-        async with limit.acquire() as begins:
-            if begins:
-                with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
-                    journal.append(await ask(key, item))
-                    bar.advance()
+        with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
+            journal.append(await ask(key, item))
+            bar.advance()
 
     with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:
-        work = gather_all(append_row(*pair) for pair in missing.items())
+        work = gather_all(limit.run(append_row, *pair) for pair in missing.items())
         asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
     rows = read_rows(path, schema)
     if num_lost := len(items.keys() - rows.keys()):

@@ -4,7 +4,7 @@
 
 A baseline (`t2g.study.baselines`) has its own engines, and starts again if it is not finished. The reviser of ilf and
 reflection is the policy itself, called through `Task.revise_messages`, or another model. The tiny world needs another
-model, since its base policy never read a critique: `stages.make_reviser` trains it on the world's corrections
+model, since its base policy never read a critique: `stages.make_corrector` trains it on the world's corrections
 (`tasks.tiny.revision`). There, both baselines can follow a critique before they begin, which PPO cannot.
 """
 
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from actors.cluster.telemetry import RayMetrics
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.health import restarts_left
+from actors.fleet.steering import Steering
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
 from actors.weights.gpu_time_sharing import GpuTimeSharing
@@ -30,7 +31,6 @@ from actors.weights.sync import WeightSync
 from jobs.common import run_folder
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.common.steering import Steering
 from jobs.common.supervised import MODEL, supervise
 from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob, with_overrides
@@ -38,14 +38,15 @@ from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import LearnerLost, RunStopped, Stopped
-from t2g.files import write_atomic
+from t2g.files import write_json
 from t2g.interfaces import FeedbackSource, RolloutSource
-from t2g.loop.steps import check_outcome_rewards, select_prompts
+from t2g.loop.steps import check_outcome_rewards, check_truncation_penalty
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
 from t2g.runs.metrics import NEUTRAL_SHARE, format_step, select_held_out
 from t2g.runs.progress import log_duration, show_progress
@@ -54,7 +55,7 @@ from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references
-from t2g.text.tokenizer import load_tokenizer
+from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.types import Prompt, TrainSequence
 
 logger = logging.getLogger(__name__)
@@ -86,12 +87,18 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
         UserError: The data, the tokenizer or the task cannot be used.
     """
     task = get_task(config.task)
-    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
+    tokenizer = load_policy_tokenizer(config.model)
     room = config.rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
-    check_outcome_rewards(task, prompts, max(job.objective.outcome_rewards for job in (config, *arms)))
-    # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
-    select_prompts(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
+    objectives = [job.objective for job in (config, *arms)]
+    check_outcome_rewards(task, prompts, max(objective.outcome_rewards for objective in objectives))
+    penalty = max(objective.truncation_penalty for objective in objectives)
+    check_truncation_penalty(tokenizer, prompts, config.model, penalty)
+    if len(prompts) < config.rollout.prompts_per_step:
+        logger.warning(
+            "data.path has only %d prompts, and rollout.prompts_per_step=%d: they get more samples in each step",
+            len(prompts), config.rollout.prompts_per_step,
+        )  # fmt: skip
     eval_prompts: list[Prompt] = []
     if config.eval_data is not None:
         records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
@@ -104,12 +111,10 @@ def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
     """Return the data with the mode of each record's tests, without records whose reference fails.
 
     Raises:
-        UserError: Too few prompts are left for a step.
+        UserError: No prompt is left.
     """
     references = data.task, config.feedback.sandbox, config.run.folder
-    prompts = check_references(data.prompts, *references)
-    select_prompts(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
-    eval_prompts = check_references(data.eval_prompts, *references)
+    prompts, eval_prompts = (check_references(p, *references) for p in (data.prompts, data.eval_prompts))
     return replace(data, prompts=prompts, eval_prompts=eval_prompts)
 
 
@@ -183,6 +188,8 @@ def run_with_learner(
     folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come
         placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
+    run_identity = identity.load_identity(folder)
+    journaled = JournaledFeedback(feedback, folder, run_identity, keep=config.checkpoint.keep)
     alternates = config.cluster.gpu_sharing == "alternate"
     gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
     if gpu_sharing is not None:
@@ -190,7 +197,7 @@ def run_with_learner(
     with log_duration("loading: learner"):
         group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
-    with closing(group) as learner, closing(log), ExitStack() as engines:
+    with closing(group) as learner, closing(log), closing(journaled), ExitStack() as engines:
         probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
         sync = WeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=folder / "probe.json")
         rollouts.catch_up = sync.catch_up
@@ -201,18 +208,20 @@ def run_with_learner(
             config=config,
             **vars(data),
             rollouts=rollouts,
-            feedback=feedback,
+            feedback=journaled,
             learner=learner,
             sync=sync,
             log=log,
             checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
-            identity=identity.load_identity(folder),
+            identity=run_identity,
             stop=lambda: bool(stop),
+            on_checkpoint=journaled.start_file,
             extra_metrics=steering.metrics,
             gpu_time_sharing=gpu_sharing,
             lost_at=lost_at,
         )
         done = trainer.resume().step
+        journaled.start_file(done)
         with show_progress(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
 
             def on_step(step: int, metrics: dict[str, float]) -> None:
@@ -225,7 +234,7 @@ def run_with_learner(
         if state.step == config.num_steps:
             with log_duration("writing the policy"):
                 learner.export(folder / "policy")
-            after(rollouts, feedback, learner)
+            after(rollouts, journaled, learner)
         return state
 
 
@@ -271,19 +280,21 @@ def run_baseline(
         log.truncate(0)
         for leftover in (POLICY, f"{POLICY}.part", IMITATION):
             shutil.rmtree(folder / leftover, ignore_errors=True)
+        journaled = JournaledFeedback(feedback, folder, identity.load_identity(folder), keep=1)
         revising = job.model if reviser is None else ModelConfig(policy=reviser)
         arm = Arm(
             job=job,
             **vars(data),
-            feedback=feedback,
+            feedback=journaled,
             reviser=revising,
-            reviser_tokenizer=load_tokenizer(revising.policy, revising.revision),
+            reviser_tokenizer=load_policy_tokenizer(revising),
             log=log,
             stop=lambda: bool(stop),
             serve=partial(with_engines, job),
             train=partial(train_pairs if procedure == "dpo" else train_examples, job, stop),
         )
-        log.write_step(job.num_steps, METHODS[procedure](arm))
+        with closing(journaled):
+            log.write_step(job.num_steps, METHODS[procedure](arm))
     return write_summary(job, seconds=time.monotonic() - started)
 
 
@@ -363,7 +374,7 @@ def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """Write summary.json and report.html of a finished run from its files; return the summary."""
     folder = config.run.folder
-    lines = [record for _, record in read_records(folder / METRICS_FILE)]
+    lines = list(read_records(folder / METRICS_FILE))
     evaluated = [select_held_out(line) for line in lines if select_held_out(line)]
     summary = {
         "steps": lines[-1]["step"],
@@ -375,7 +386,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
         "versions": collect_versions(),
     }
-    write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
+    write_json(folder / SUMMARY_FILE, summary)
     if (folder / POLICY).is_dir():
         write_model_card(folder / POLICY, config, summary["base"], summary["policy"])
     report_run(folder)

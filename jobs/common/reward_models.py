@@ -15,13 +15,13 @@ from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, Score
 from t2g.errors import UserError
 from t2g.feedback.card import format_style, make_card, read_card, write_card
 from t2g.feedback.examples import make_reward_examples
-from t2g.feedback.records import AnnotatedRecord, load_annotated
-from t2g.files import write_atomic
+from t2g.feedback.records import AnnotatedRecord, load_annotated, select_criterion
+from t2g.files import write_json
 from t2g.report.reward_page import write_evaluation
 from t2g.runs.progress import show_progress
 from t2g.study.reward_eval import JudgedRecord, ServedModel, judge_records, parse_warning, reward_metrics
 from t2g.tasks.base import get_task
-from t2g.text.tokenizer import load_tokenizer
+from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.types import TrainSequence
 
 Served = TypeVar("Served", bound=ScoreJob)
@@ -43,10 +43,10 @@ class RewardData:
 def read_data(config: RewardJob) -> RewardData:
     """Return examples and held-out records. Raises UserError if they cannot be used."""
     for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):
-        check_style(name, path, config.style)
-    task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
-    heldout = usable_records("eval_data.path", config.eval_data, config.task)
-    records = load_annotated(config.data, task)
+        check_style(name, path, config.style, config.criterion)
+    task, tokenizer = get_task(config.task), load_policy_tokenizer(config.model)
+    heldout = usable_records("eval_data.path", config.eval_data, config.task, config.criterion)
+    records = select_criterion(load_annotated(config.data, task), config.criterion, f"data.path={config.data.path}")
     if config.style.critique and not any(record.critique.strip() for record in records if record.usable):
         raise UserError(
             f"data.path={config.data.path}: style.critique is on, and no record that could be used has a critique; "
@@ -56,13 +56,14 @@ def read_data(config: RewardJob) -> RewardData:
     return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout[: config.eval_records])
 
 
-def check_style(name: str, path: str, style: StyleConfig) -> None:
+def check_style(name: str, path: str, style: StyleConfig, criterion: str | None) -> None:
     """Raise UserError if the annotated.json beside `path` has a style whose records cannot train `style`.
 
     Records with a critique can also train a model without critiques. Without this file the style is unknown.
     """
     try:
-        made = StyleConfig.model_validate(json.loads((Path(path).parent / DONE_FILE).read_bytes())["style"])
+        written = json.loads((Path(path).parent / DONE_FILE).read_bytes())["style"]
+        made = StyleConfig.model_validate(written[criterion] if criterion else written)
     except (OSError, ValueError, KeyError, TypeError):  # a file of that name may be anybody's
         return
     if made.labels != style.labels or (style.critique and not made.critique):
@@ -75,7 +76,7 @@ def check_style(name: str, path: str, style: StyleConfig) -> None:
 def train_reward(config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any) -> dict[str, float]:
     """Train and measure on the connected Ray; return the content of reward.json. Spans are compared on `tokenizer`."""
     metrics = reward_metrics(train_and_judge(config, data, fleets, tokenizer=tokenizer))
-    write_atomic(config.run.folder / REPORT_FILE, json.dumps(metrics, indent=1).encode())
+    write_json(config.run.folder / REPORT_FILE, metrics)
     return metrics
 
 
@@ -85,14 +86,15 @@ def train_and_judge(config: RewardJob, data: RewardData, fleets: Fleets, *, toke
     task, model = get_task(config.task), config.run.folder / MODEL
     write_card(model, make_card(task, config.style))
     served = FeedbackConfig(reward_model=str(model), style=config.style, engine=config.engine)
-    fleet = fleets.rewards(served, task, config)
+    fleet = fleets.feedback(served, task, config)
     return judge_all(fleet, data.heldout, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------ serving and measuring
-def usable_records(name: str, data: DataConfig, task: str) -> list[AnnotatedRecord]:
+def usable_records(name: str, data: DataConfig, task: str, criterion: str | None = None) -> list[AnnotatedRecord]:
     """Return the records with usable feedback. Raises UserError, with the key `name`, if there are none."""
-    usable = [record for record in load_annotated(data, get_task(task)) if record.usable]
+    records = select_criterion(load_annotated(data, get_task(task)), criterion, f"{name}={data.path}")
+    usable = [record for record in records if record.usable]
     if not usable:
         raise UserError(f"{name}={data.path} has no record with feedback that could be used")
     return usable
@@ -134,7 +136,7 @@ def with_trained_style(config: Served) -> Served:
 
 def read_heldout(config: EvaluateJob) -> list[AnnotatedRecord]:
     """Return the records that the reward model judges, of the task that it was trained for."""
-    return usable_records("data.path", config.data, with_trained_style(config).task)
+    return usable_records("data.path", config.data, with_trained_style(config).task, config.criterion)
 
 
 @contextmanager
@@ -142,4 +144,4 @@ def connected_model(config: ScoreJob) -> Iterator[ServedModel]:
     """Serve the reward model of `config` on its cluster; both end with the block."""
     task = get_task(config.task)
     with on_cluster(config), Fleets() as fleets:
-        yield fleets.rewards(config.feedback, task, config)
+        yield fleets.feedback(config.feedback, task, config)

@@ -4,7 +4,8 @@
     <run>/base/model/   the policy after supervised training on faulty references
     <run>/annotated/    train.jsonl, heldout.jsonl
     <run>/reward/model/ the span reward model, and reward.json beside it
-    <run>/reviser/model/ the base policy, taught to follow a critique: for the baselines of jobs.compare that need one
+    <run>/reviser/model/ the base policy, trained to revise a response by its critique: for baselines of jobs.compare
+    <run>/follower/model/ the base policy, trained to respond with a critique in its prompt: for objective.teacher
 
 The world of code has the first two alone: its feedback is what the tests say, and no model learns to say it.
 
@@ -15,6 +16,7 @@ a stage without one again, and refuses other settings by name.
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,31 +44,33 @@ from t2g.config import (
 from t2g.config.field_marks import paths
 from t2g.config.jobs import WINDOWS
 from t2g.data.load import load_records
-from t2g.data.prompts import encode_revision, make_prompts
+from t2g.data.prompts import encode_policy_prompt, encode_revision, encode_teacher_prompt, make_prompts
 from t2g.errors import UserError
 from t2g.feedback.examples import make_sft_example
 from t2g.feedback.records import AnnotatedRecord, load_annotated
-from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
-from t2g.runs.progress import log_duration
+from t2g.runs.progress import format_duration, log_duration, print_line
 from t2g.sandbox import SandboxConfig
 from t2g.study.methods import PLACEHOLDER
 from t2g.tasks.base import get_task
-from t2g.tasks.tiny import programs
-from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
-from t2g.tasks.tiny.revision import correct_response, drop_sentences
-from t2g.tasks.tiny.world import write_world
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 
-ENGINE = "feedback.engine"
 STAGE_FILE = "stage.json"
-REVISER_EPOCHS = 5.0
+CORRECTOR_EPOCHS = 5.0
 FEEDBACK_FUNCTION = "t2g.tasks.tiny.task:feedback_function"
-WORLD, BASE, ANNOTATED, REWARD, REVISER = "world", "base", "annotated", "reward", "reviser"
+WORLD, BASE, ANNOTATED, REWARD, REVISER, FOLLOWER = "world", "base", "annotated", "reward", "reviser", "follower"
+PURPOSES = {  # for the log
+    WORLD: "write posts, references with faults, and a model with random weights: every error here can be counted",
+    BASE: "teach the model to write, by supervised training on the references: PPO needs a policy that makes errors",
+    ANNOTATED: "let a program criticise responses of this policy: the critiques are what the reward model learns from",
+    REWARD: "train the span reward model to write such critiques: most real tasks have no program that judges",
+    REVISER: "teach a model to revise a response by its critique: some methods of the comparison need one",
+    FOLLOWER: "teach the policy to respond with a critique in its prompt: objective.teacher needs such a policy",
+}
 
 
 def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[str, dict[str, Any]]:
@@ -118,23 +122,23 @@ def reward_job(demo: DemoJob) -> RewardJob:
     )
 
 
-def make_reviser(demo: DemoJob) -> dict[str, Any]:
-    """Train a model that revises a summary by its critique, after `make_stages`; return metrics with `seconds`.
+def make_corrector(demo: DemoJob, name: str) -> dict[str, Any]:
+    """Train the reviser or the follower, after `make_stages`; return metrics with `seconds`.
 
     It learns from corrections that the world's facts give (`t2g.tasks.tiny.revision`): no policy of this size could
-    revise by itself.
+    revise by itself, or follow a critique.
     """
-    job = reviser_job(demo)
-    return once(job.run.folder, job, lambda: _train_reviser(job))
+    job = corrector_job(demo, name)
+    return once(job.run.folder, job, lambda: _train_corrector(job, name))
 
 
-def reviser_job(demo: DemoJob) -> SFTJob:
+def corrector_job(demo: DemoJob, name: str) -> SFTJob:
     window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as `study.baselines.revising_rollout`
     return SFTJob(
-        **_stage(demo, REVISER),
+        **_stage(demo, name),
         model=base_model(demo),
         data=DataConfig(path=str(demo.run.folder / ANNOTATED / "train.jsonl")),
-        sft=with_overrides(demo.policy_sft, {"max_length": window, "num_epochs": REVISER_EPOCHS}),
+        sft=with_overrides(demo.policy_sft, {"max_length": window, "num_epochs": CORRECTOR_EPOCHS}),
     )
 
 
@@ -169,7 +173,7 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
     changes: dict[str, Any] = {key: path.replace(PLACEHOLDER, str(demo.run.folder)) for key, path in named.items()}
     for section, own, name in (
         ("rollout", config.rollout, "rollout"),
-        (ENGINE, config.feedback.engine, "reward_engine"),
+        *((f"{key}.engine", source.engine, "reward_engine") for key, source in config.feedback_sections.items()),
     ):
         missing = WINDOWS[name].keys() - own.model_fields_set
         changes |= {f"{section}.{key}": getattr(getattr(demo, name), key) for key in missing}
@@ -187,11 +191,12 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
     run_identity = Identity.from_config(settings)
     kept = identity.load_result(folder, run_identity, STAGE_FILE)
     if kept is not None:
+        print_line(f"phase {folder.name}: kept, it took {format_duration(kept['seconds'])} in an earlier start")
         return kept
     started = time.monotonic()
-    metrics = {**make(), "seconds": time.monotonic() - started}
-    identity.save_identity(folder, run_identity)
-    write_atomic(folder / STAGE_FILE, json.dumps(metrics, indent=1).encode())
+    with log_duration(f"phase {folder.name}", PURPOSES.get(folder.name, "")):
+        metrics = {**make(), "seconds": time.monotonic() - started}
+    identity.save_result(folder, run_identity, STAGE_FILE, metrics)
     return metrics
 
 
@@ -200,9 +205,12 @@ def positions(demo: DemoJob) -> dict[str, int]:
     return {"max_position_embeddings": max(512, demo.rollout.max_model_len + demo.reward_engine.max_model_len)}
 
 
-@log_duration("writing the world")
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     """Write records, tokenizers and random weights. A converged base policy scores as the references do."""
+    from t2g.tasks.tiny import programs
+    from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
+    from t2g.tasks.tiny.world import write_world
+
     world, folder, task = demo.world, demo.run.folder / WORLD, get_task(demo.task)
     if demo.task == "tiny_code":
         heldout = write_world(folder, world, programs.make_records)["heldout"]
@@ -222,25 +230,39 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
     return {f"references_{task.score_name}": sum(scores) / len(scores)}
 
 
-def _train_reviser(job: SFTJob) -> dict[str, Any]:
-    """Train on shortened critiques and the responses that they would lead to."""
-    rng, task, tokenizer = np.random.default_rng(job.run.seed), get_task(job.task), load_tokenizer(job.model.policy)
+def _train_corrector(job: SFTJob, name: str) -> dict[str, Any]:
+    """Train on shortened critiques and the responses that they lead to.
 
-    def example(record: AnnotatedRecord) -> TrainSequence:
-        critique = drop_sentences(record.critique, rng)
+    The follower does not see the criticised response. It also learns the base policy's responses to prompts without a
+    critique, so that it is no better than the base policy there.
+    """
+    from t2g.tasks.tiny.revision import correct_response, drop_sentences
+
+    rng, task, tokenizer = np.random.default_rng(job.run.seed), get_task(job.task), load_tokenizer(job.model.policy)
+    records = load_annotated(job.data)
+    make = partial(make_sft_example, tokenizer=tokenizer, max_length=job.sft.max_length)
+
+    def correction(record: AnnotatedRecord) -> TrainSequence:
+        prompt, critique = record.to_prompt(), drop_sentences(record.critique, rng)
 
         def build(room: int) -> np.ndarray:
-            ids = encode_revision(task, record.to_prompt(), record.response, critique, tokenizer, room)
+            if name == FOLLOWER:
+                ids = encode_teacher_prompt(task, prompt, critique, tokenizer, room)
+            else:
+                ids = encode_revision(task, prompt, record.response, critique, tokenizer, room)
             if ids is None:
                 raise UserError(
-                    f"the revision of prompt {record.prompt_id} needs more than {job.sft.max_length} tokens"
+                    f"the critique of prompt {record.prompt_id} needs more than {job.sft.max_length} tokens"
                 )
             return ids
 
-        target = correct_response(record.payload["facts"], record.response, critique)
-        return make_sft_example(build, target, tokenizer, max_length=job.sft.max_length)
+        return make(build, correct_response(record.payload["facts"], record.response, critique))
 
-    return supervise(job, [example(record) for record in load_annotated(job.data)], title="reviser")
+    examples = [correction(record) for record in records]
+    if name == FOLLOWER:
+        builds = [partial(encode_policy_prompt, {"post": record.prompt}, task, tokenizer) for record in records]
+        examples += [make(build, record.response) for build, record in zip(builds, records, strict=True)]
+    return supervise(job, examples, title=name)
 
 
 def _train_reward(demo: DemoJob, job: RewardJob, fleets: Fleets) -> dict[str, Any]:

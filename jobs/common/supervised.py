@@ -16,7 +16,8 @@ from t2g.runs import identity
 from t2g.runs.log import RunLog
 from t2g.runs.progress import ProgressBar, format_duration, show_progress
 from t2g.tasks.base import get_task
-from t2g.text.tokenizer import load_tokenizer
+from t2g.text.policy_chat import load_policy_tokenizer
+from t2g.text.thinking import find_thinking_tags
 from t2g.types import TrainSequence
 
 MODEL = "model"
@@ -25,9 +26,10 @@ LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
 
 def read_examples(config: SFTJob) -> list[TrainSequence]:
     """Return the training examples of a policy. Raises UserError if the data cannot be used."""
-    task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
+    task, tokenizer = get_task(config.task), load_policy_tokenizer(config.model)
     records, length = load_records(config.data), config.sft.max_length
-    return make_policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long)
+    tags = find_thinking_tags(tokenizer, config.model.thinking_tags)
+    return make_policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long, tags=tags)
 
 
 def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:

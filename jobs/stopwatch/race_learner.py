@@ -13,9 +13,10 @@ from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareLearner, begin
 from jobs.stopwatch.race_step import loop_job, random_samples
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
+from t2g.config.describe import count
 from t2g.data.batching import make_train_batch, microbatches
-from t2g.deploy.flops import train_flops
-from t2g.deploy.memory import find_shape
+from t2g.resources.flops import train_flops
+from t2g.resources.memory import find_shape
 from t2g.types import Rollout, TrainSample
 
 AIM = 0.85
@@ -25,21 +26,16 @@ async def measure(bench: Bench) -> list[Record]:
     config, model = bench.config, str(bench.models.fixed)
     bare = begin(BareLearner, config.learner, model, config.learner)
     shape = find_shape(model, None)
-    ranks = {"1 rank": config.learner.threads, "2 ranks": max(1, config.learner.threads // 2)}
+    assert shape is not None, "the model was just made"
     found = []
     with ExitStack() as stack:
-        groups = {
-            name: stack.enter_context(closing(make_group(bench, number, threads)))
-            for number, (name, threads) in enumerate(ranks.items(), start=1)
-        }
+        groups = {count(n, "rank"): stack.enter_context(closing(make_group(bench, n))) for n in (1, 2)}
         for name, samples in {
             "learner, one length": random_samples(bench),
             "learner, exponential": random_samples(bench, exponential=True),
         }.items():
             # The reference's forward pass is a third of the policy's two.
-            gflop = (
-                4 / 3 * train_flops(shape, [*map(len, samples)], has_head=True, frozen=False) / 1e9 if shape else 0.0
-            )
+            gflop = 4 / 3 * train_flops(shape, [*map(len, samples)], has_head=True, frozen=False) / 1e9
             sides: dict[str, Side] = {"plain torch": partial(step_bare, bare, samples, gflop)}
             sides |= {who: partial(update, group, samples, gflop) for who, group in groups.items()}
             race = Race(name=name, unit="tokens", sides=sides, limit="plain torch", aims=dict.fromkeys(groups, AIM))
@@ -53,7 +49,9 @@ async def step_bare(bare: Any, samples: list[TrainSample], gflop: float) -> Done
     return Done(amount=tokens, more={"GFLOP/s": gflop / (time.monotonic() - started)})
 
 
-def make_group(bench: Bench, ranks: int, threads: int) -> LearnerGroup:
+def make_group(bench: Bench, ranks: int) -> LearnerGroup:
+    """Return a group of ranks that share the threads of `learner.threads`."""
+    threads = max(1, bench.config.learner.threads // ranks)
     job = loop_job(bench, {"learner.workers": ranks, "learner.threads": threads})
     return LearnerGroup(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
 

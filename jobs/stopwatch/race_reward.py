@@ -38,7 +38,7 @@ async def measure(bench: Bench) -> list[Record]:
         begin(kind, engine, str(model), engine, bench.config.run.seed, True) for kind in (BareEngine, OurEngine)
     )
     with Fleets() as fleets:
-        fleet, races = fleets.rewards(config, task, bench.config), []
+        fleet, races = fleets.feedback(config, task, bench.config), []
         for name, guide, ask in (
             ("reward, with the grammar", {"grammar": grammar}, fleet.judge),
             ("reward, without", None, fleet.judge_unguided),

@@ -19,6 +19,7 @@ from jobs.stopwatch.race_step import loop_job
 from jobs.stopwatch.watch import Bench, Done, Race, Record
 from t2g.concurrency import run_with_background
 from t2g.config import with_overrides
+from t2g.config.describe import count
 from t2g.errors import RunStopped
 
 AIM = 0.15
@@ -52,10 +53,8 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
         sides = {"copy": partial(copy, source, target, workers), **pushes}
         if store and workers == config.workers[0]:
             sides["learner alone"] = partial(learner_alone, learner, dtype)
-        name = f"sync, {workers} engine{'s' if workers > 1 else ''}"
-        found.append(
-            await bench.race(Race(name=name, unit="GB", sides=sides, limit="copy", aims=dict.fromkeys(pushes, AIM)))
-        )
+        name, aims = f"sync, {count(workers, 'engine')}", dict.fromkeys(pushes, AIM)
+        found.append(await bench.race(Race(name=name, unit="GB", sides=sides, limit="copy", aims=aims)))
     return found
 
 

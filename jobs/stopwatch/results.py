@@ -1,13 +1,12 @@
 """What was measured: benchmark.json, phase by phase, and the table that it makes."""
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from jobs.stopwatch.watch import Record
 from t2g.config import BenchmarkJob
-from t2g.files import write_atomic
+from t2g.files import write_atomic, write_json
 from t2g.runs import identity
 from t2g.runs.identity import Identity
 from t2g.runs.versions import collect_versions
@@ -36,7 +35,7 @@ class Results:
         """Replace a phase's records, and write both files."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
         self.phases[phase] = {"at": at, "versions": collect_versions(), "races": list(records)}
-        write_atomic(self._folder / FILE, json.dumps({"phases": self.phases}, indent=1).encode())
+        write_json(self._folder / FILE, {"phases": self.phases})
         write_atomic(self._folder / TABLE_FILE, self.table().encode())
 
     def table(self) -> str:

@@ -18,9 +18,9 @@ import psutil
 from jobs.stopwatch.random_models import Models
 from t2g.config import BenchmarkJob
 from t2g.errors import RunStopped, UserError
+from t2g.resources.memory import GIB
 
 SAMPLE_S = 3.0  # at who else is busy, before anything starts
-GIB = 2**30
 Record = dict[str, Any]
 
 

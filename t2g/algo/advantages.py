@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import numpy as np
 import torch
 
 from t2g.algo.kl import kl_k1
@@ -98,22 +97,6 @@ def group_advantages(
             difference = difference * len(rows) / max(len(rows) - 1, 1)  # from the mean of the others
         advantages[rows, : len(positions)] = difference
     return torch.where(mask.bool(), advantages, 0).to(rewards.dtype), returns.to(rewards.dtype)
-
-
-def distillation_advantages(
-    advantages: np.ndarray, teacher_logprobs: np.ndarray, logprobs: np.ndarray, where: np.ndarray, weight: float
-) -> np.ndarray:
-    """Return (1 - w) A_t + w where_t (log p_teacher,t - log p_t), [R] float32; all arguments are [R] of one response.
-
-    The teacher is the policy with the critique in its prompt, p is the policy without it. Both are log-probabilities of
-    the sampled tokens before the update. At w = 1 and ratio 1 the gradient of the policy loss is that of the reverse KL
-    to the teacher on the sampled tokens, without rewards (SDPO, arXiv 2601.20802; TRL's `sampled_token`).
-
-    >>> half, quarter = np.log([0.5, 0.5]), np.log([0.25, 1.0])
-    >>> distillation_advantages(np.array([1.0, 1.0]), half, quarter, np.array([1, 0]), 0.5).round(3).tolist()
-    [0.847, 0.5]
-    """
-    return ((1 - weight) * advantages + weight * where * (teacher_logprobs - logprobs)).astype(np.float32)
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"]) -> torch.Tensor:

@@ -27,12 +27,17 @@ class TokenRequest:
     temperature: float
     entropy: bool  # whether to compute the entropy
     ref_logits: torch.Tensor | None  # [N, V] of the reference, to compute the KL over the whole vocabulary
+    token_ids: torch.Tensor | None = None  # [N, k] int64, tokens whose log-probabilities to compute
+    top_k: int = 0  # number of the likeliest tokens to find
 
 
 def token_columns(
     states: torch.Tensor, request: TokenRequest, to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 ) -> torch.Tensor:
-    """Return [N, 1 to 3] float32, nats: log-probability of next_ids, then entropy and full KL if requested.
+    """Return [N, C] float32: the log-probability of next_ids, then what else is requested.
+
+    In this order: entropy (1), full KL (1), log-probabilities of token_ids (k), ids of the top_k likeliest tokens (k).
+    All but the ids are in nats; float32 holds ids below 2^24 exactly.
 
     Differentiable in states and in the parameters of to_logits. Tensors of the size of a chunk's logits exist for one
     chunk at a time; the backward pass computes them again.
@@ -42,22 +47,33 @@ def token_columns(
         to_logits: [C, H] -> [C, V] for C <= CHUNK_TOKENS rows; the identity if the states are logits.
     """
 
-    def columns(chunk: torch.Tensor, next_ids: torch.Tensor, ref_logits: torch.Tensor | None) -> torch.Tensor:
+    def columns(
+        chunk: torch.Tensor,
+        next_ids: torch.Tensor,
+        ref_logits: torch.Tensor | None,
+        token_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
         logits = to_logits(chunk).float() / request.temperature
         logprobs = logits.log_softmax(-1)
-        numbers = [logprobs.gather(-1, next_ids[:, None]).squeeze(-1)]
+        numbers = [logprobs.gather(-1, next_ids[:, None])]
         if request.entropy:
-            numbers.append(compute_entropy(logprobs))
+            numbers.append(compute_entropy(logprobs)[:, None])
         if ref_logits is not None:
-            numbers.append(full_kl(logits, ref_logits.float() / request.temperature))
-        return torch.stack(numbers, dim=-1)
+            numbers.append(full_kl(logits, ref_logits.float() / request.temperature)[:, None])
+        if token_ids is not None:
+            numbers.append(logprobs.gather(-1, token_ids))
+        if request.top_k:
+            numbers.append(logprobs.topk(min(request.top_k, logprobs.shape[-1])).indices.float())
+        return torch.cat(numbers, dim=-1)
 
     chunks = states.split(CHUNK_TOKENS)  # with slices, each gradient would be as large as all states
-    next_ids = request.next_ids.split(CHUNK_TOKENS)
-    reference = [None] * len(chunks) if request.ref_logits is None else request.ref_logits.split(CHUNK_TOKENS)
+    inputs = [
+        [None] * len(chunks) if rows is None else rows.split(CHUNK_TOKENS)
+        for rows in (request.next_ids, request.ref_logits, request.token_ids)
+    ]
     # A chunk draws no random numbers: its backward pass does not need to restore the generators.
     compute = partial(checkpoint, columns, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([compute(*rows) for rows in zip(chunks, next_ids, reference, strict=True)])
+    return torch.cat([compute(*rows) for rows in zip(chunks, *inputs, strict=True)])
 
 
 def compute_entropy(logprobs: torch.Tensor) -> torch.Tensor:

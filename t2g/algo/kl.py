@@ -44,6 +44,34 @@ def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
     return (logprobs.exp() * gap).sum(-1)
 
 
+def top_k_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return KL(p || q) over k outcomes and one for all others, which has the remaining probability.
+
+    It is at most the KL over the whole vocabulary, and equal to it if the k outcomes are the whole vocabulary. It is
+    the top-k loss of SDPO (arXiv 2601.20802). Differentiable in both.
+
+    Args:
+        logprobs: Those of p, [N, k] float32, nats, normalised over the whole vocabulary.
+        ref_logprobs: Those of q for the same outcomes.
+
+    Returns:
+        [N] float32, nats.
+
+    >>> half = torch.tensor([[0.5]]).log()
+    >>> round(top_k_kl(half, half / 2).item(), 4)  # p = .5 and .5, q = .7071 and .2929
+    0.0942
+    """
+    rows = [torch.cat([x, _log_remaining(x)], dim=-1) for x in (logprobs, ref_logprobs)]
+    possible = rows[0] > -torch.inf
+    gap = torch.where(possible, rows[0], 0) - torch.where(possible, rows[1], 0)
+    return (rows[0].exp() * gap).sum(-1)
+
+
+def _log_remaining(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - sum_k p_k), [N, 1], at least log 1e-7: rounding may take the sum above 1."""
+    return torch.log(-torch.expm1(logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)))
+
+
 def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the mean over sequences of the *sum* of k1 over tokens, nats; the KL controller compares it to its target.
 

@@ -13,7 +13,7 @@ import torch
 
 from t2g.algo.head import ChunkedHead, TokenRequest, token_columns
 from t2g.data.batching import EMPTY_TOKENS, make_rows
-from t2g.types import Rollout, TrainSequence
+from t2g.types import TokenSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,14 @@ class TokenOutputs:
     logprobs: torch.Tensor  # of the sampled token
     entropy: torch.Tensor | None
     full_kl: torch.Tensor | None  # to the reference, over the whole vocabulary
+    of_ids: torch.Tensor | None  # [N, k], log-probabilities of the requested tokens
+    top_ids: torch.Tensor | None  # [N, k] int32, the likeliest tokens
 
 
 class Rows:
     """The sequences of a microbatch on a device; N counts their response tokens, in the order of the sequences."""
 
-    def __init__(self, sequences: Sequence[Rollout | TrainSequence], device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
         """Select the columns that need logits: those with a response in some row; a `ChunkedHead` needs even fewer."""
         self.sequences, self.device = sequences, device
         ids, index = make_rows(sequences)
@@ -55,25 +57,44 @@ class Rows:
         arrays = [getattr(sequence, name) for sequence in self.sequences]
         return torch.tensor(np.concatenate([np.zeros(0), *arrays]), dtype=torch.float32, device=self.device)
 
+    def table(self, name: str, width: int) -> torch.Tensor:
+        """Return a field of the sequences, [R, width] each, as one tensor [N, width]."""
+        arrays = [getattr(sequence, name) for sequence in self.sequences]
+        return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros((0, width), np.float32)).to(self.device)
+
     def logits(self, model: Any) -> torch.Tensor:
         """Return all logits at once, [N, V] of the model's dtype, padded to at least EMPTY_TOKENS rows."""
         return model(**self._inputs, use_cache=False).logits.flatten(0, 1)[self._positions]
 
     def token_outputs(
-        self, model: Any, temperature: float, *, entropy: bool = False, ref_logits: torch.Tensor | None = None
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        entropy: bool = False,
+        ref_logits: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        top_k: int = 0,
     ) -> TokenOutputs:
         """Return the outputs of one differentiable call of the model; a `ChunkedHead` computes them in chunks.
 
         Args:
             entropy: Whether to compute the entropy.
             ref_logits: The reference's `logits`, to compute the full KL.
+            token_ids: [N, k], tokens whose log-probabilities to compute.
+            top_k: Number of likeliest tokens to find.
         """
+        if token_ids is not None:
+            padding = (0, 0, 0, len(self._positions) - len(token_ids))
+            token_ids = torch.nn.functional.pad(token_ids.long(), padding)
         request = TokenRequest(
             positions=self._positions,
             next_ids=self._next_ids,
             temperature=temperature,
             entropy=entropy,
             ref_logits=ref_logits,
+            token_ids=token_ids,
+            top_k=top_k,
         )
         head = model.get_output_embeddings()
         if isinstance(head, ChunkedHead):
@@ -82,10 +103,13 @@ class Rows:
         else:
             columns = token_columns(self.logits(model), request)
         numbers = iter(columns[: len(self._before)].unbind(-1))
+        width = 0 if token_ids is None else token_ids.shape[1]
         return TokenOutputs(
             logprobs=next(numbers),
             entropy=next(numbers) if entropy else None,
             full_kl=None if ref_logits is None else next(numbers),
+            of_ids=torch.stack([next(numbers) for _ in range(width)], dim=-1) if width else None,
+            top_ids=torch.stack(list(numbers), dim=-1).int() if top_k else None,
         )
 
     def values(self, critic: Any) -> torch.Tensor:

@@ -25,6 +25,7 @@ from t2g.config.common import (
 from t2g.config.evaluation import PolicyEvaluationJob
 from t2g.config.feedback import (
     AnnotateConfig,
+    CriterionConfig,
     EngineConfig,
     FeedbackConfig,
     HealthConfig,
@@ -32,6 +33,7 @@ from t2g.config.feedback import (
     NoiseConfig,
     RewardEngineConfig,
     RolloutConfig,
+    SourceConfig,
     StyleConfig,
     WorkersConfig,
 )

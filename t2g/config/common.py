@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     ModelWrapValidatorHandler,
     ValidationInfo,
     field_validator,
@@ -89,6 +90,7 @@ def with_value_at(section: Any, keys: Sequence[str], value: Any, depth: int = 0)
 
 Dtype = Literal["float32", "bfloat16"]
 GpuSharing = Literal["none", "split", "alternate"]
+TEMPLATE_INPUTS = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 RESTART_WINDOW_S = 6 * 3600.0  # default of each restart_window_s
 
 
@@ -288,6 +290,31 @@ class ModelConfig(Section):
 
     policy: PathOrName[str] = Field(..., description="folder or hub name of the policy")
     revision: str | None = None
+    system_prompt: str | None = Field(
+        None, min_length=1, description="system message of each prompt that has none of its own"
+    )
+    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], JsonValue] | None = Field(
+        None, description="variables of the chat template, such as {enable_thinking: false}. A model trained with them "
+        "and with system_prompt has both as defaults of its template"
+    )  # fmt: skip
+    thinking_tags: tuple[str, ...] | None = Field(
+        None, description="tags around the model's thinking, [<think>, </think>]; what follows is the answer, which "
+        "alone is judged and measured. none: a known pair among the tokenizer's added tokens; []: no thinking"
+    )  # fmt: skip
+
+    @field_validator("thinking_tags")
+    @classmethod
+    def check_two_tags(cls, tags: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if tags and (len(tags) != 2 or not all(tag.strip() for tag in tags) or len(set(tags)) < 2):
+            raise ValueError(f"got {list(tags)}, needs an opening and a closing tag, or [] for a model without")
+        return tags
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def check_template_variables(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        if taken := TEMPLATE_INPUTS & (variables or {}).keys():
+            raise ValueError(f"{min(taken)} is set for each prompt by t2g; remove it")
+        return variables or None
 
 
 class WorldConfig(Section):

@@ -1,8 +1,9 @@
 """Sections of engines and feedback sources: how responses are sampled and judged."""
 
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -191,6 +192,9 @@ class StyleConfig(Section):
         "sparse",
         description="sparse: only the decisive spans; dense: every part of the response is in a good or poor span",
     )
+    spans: bool = Field(
+        True, description="write spans; false: an LLM source writes a critique alone, and `align` finds its spans"
+    )
 
 
 # Fields into which users paste API keys by mistake: the pattern and the description of a valid value.
@@ -265,11 +269,13 @@ class NoiseConfig(Section):
 
 
 SOURCES = ("reward_model", "llm", "human", "program")
+FeedbackModel = Literal["reward_model", "llm"]
 
 
-class FeedbackConfig(Section):
-    """The feedback source, which judges responses."""
+class SourceConfig(Section):
+    """A feedback source, which judges responses."""
 
+    section: ClassVar[str] = "feedback"  # of a job, for messages
     source: str = Field("reward_model", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
     style: StyleConfig = StyleConfig()
     reward_model: PathOrName[str | None] = Field(None, description="folder or hub name of the span reward model")
@@ -282,6 +288,11 @@ class FeedbackConfig(Section):
     human_columns: dict[str, str] = Field(
         {}, description="field of t2g -> field of the human file, such as {critique: comment}"
     )
+    align: FeedbackModel | None = Field(
+        None,
+        description="model that finds the spans of critiques without spans: of people, of a function that returns a "
+        "text alone, or of an LLM with style.spans=false; none: such critiques are refused",
+    )
     sandbox: SandboxConfig = SandboxConfig()
     concurrency: ResumeMutable[int] = Field(
         16, ge=1, description="calls of a feedback function at once; 1 for a function that keeps state"
@@ -290,42 +301,158 @@ class FeedbackConfig(Section):
         120, gt=0, description="deadline of the feedback on one response, retries included. A reward model with "
         "engine.max_new_tokens above 256 has proportionally more",
     )  # fmt: skip
-    max_failed_share: float = Field(
-        0.5, ge=0, le=1, description="largest share of failed feedback in a step; above it the run stops"
-    )
-    noise: NoiseConfig | None = Field(None, description="errors injected into training feedback, not into evaluation")
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
+        if "" not in self.named_sources:
+            return self
         required = {
             "reward_model": ("reward_model", self.reward_model),
             "llm": ("llm.model, a name at the server of llm.url or a model for own engines", self.llm.model),
             "human": ("human_file", self.human_file),
         }
-        for field, source in (("source", self.source), ("align", self.judge_model)):
-            if source in required and required[source][1] is None:
-                raise ValueError(f"{field}={source} needs {required[source][0]}")
+        for field, model in (("source", self.source), ("align", self.aligner)):
+            if model in required and required[model][1] is None:
+                raise ValueError(f"{field}={model} needs {required[model][0]}")
         if self.source not in SOURCES and ":" not in self.source:
             raise ValueError(
                 f"source={self.source!r} is neither one of {', '.join(SOURCES)} nor an import path pkg.mod:function"
             )
         return self
 
-    @property
-    def judge_model(self) -> Literal["reward_model", "llm"] | None:
-        """Return which model writes the feedback, if any."""
-        return self.source if self.source in ("reward_model", "llm") else None
+    @model_validator(mode="after")
+    def check_text_alone(self) -> Self:
+        if not self.style.spans and self.source != "llm":
+            raise ValueError(f"style.spans=false is for source=llm, and source is {self.source}; remove it")
+        if not self.style.spans and (self.align is None or not self.style.critique):
+            raise ValueError(
+                "style.spans=false writes a critique alone: align needs to be llm or reward_model, and "
+                "style.critique true"
+            )
+        if self.source == "llm" and self.llm.url is None and self.aligner == "reward_model":
+            raise ValueError(
+                "source=llm and align=reward_model both need engines of our own; set llm.url, or align=llm"
+            )
+        return self
 
     @property
-    def own_engines(self) -> bool:
-        """Return whether own engines serve that model."""
-        return self.judge_model == "reward_model" or (self.judge_model == "llm" and self.llm.url is None)
+    def named_sources(self) -> Mapping[str, "SourceConfig"]:
+        """Return the sources by criterion; this one alone has the name ""."""
+        return {"": self}
+
+    @property
+    def aligner(self) -> FeedbackModel | None:
+        """Return the model that finds the spans of critiques, if the source can write critiques without spans."""
+        has_spans = self.source == "reward_model" or (self.source == "llm" and self.style.spans)
+        return None if has_spans else self.align
+
+    @property
+    def models(self) -> tuple[FeedbackModel, ...]:
+        """Return the models that write the feedback or find its spans."""
+        source: FeedbackModel | None = self.source if self.source in ("reward_model", "llm") else None
+        return tuple(dict.fromkeys(model for model in (source, self.aligner) if model))
+
+    @property
+    def engine_model(self) -> FeedbackModel | None:
+        """Return the model that our own engines serve, if any."""
+        return next((model for model in self.models if model == "reward_model" or self.llm.url is None), None)
+
+    def describe(self) -> str:
+        """Return the source and its aligner."""
+        return self.source + (f", aligned by {self.aligner}" if self.aligner else "")
 
 
-class AnnotateConfig(FeedbackConfig):
+class CriterionConfig(SourceConfig):
+    """One of several feedback sources that judge each response."""
+
+    weight: float = Field(1.0, gt=0, description="factor of the rewards of this criterion")
+    required: bool = Field(
+        True, description="without usable feedback of this criterion a response is not trained on; false: the other "
+        "criteria suffice"
+    )  # fmt: skip
+
+
+class _AnnotateSource(SourceConfig):
+    """A source of annotation. These fields only decide which records are missing; a resume annotates those again."""
+
+    human_file: ResumeMutable[PathOrName[str | None]] = Field(None, description="as in feedback; by default data.path")
+    timeout_s: ResumeMutable[float] = Field(
+        120, gt=0, description="deadline of the feedback on one response, retries included"
+    )
+
+
+class AnnotateCriterionConfig(_AnnotateSource, CriterionConfig):
+    """One of several feedback sources of annotation."""
+
+
+CriterionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,19}$")]
+
+
+class FeedbackConfig(SourceConfig):
+    """The feedback source, which judges responses, or several sources, one for each criterion."""
+
+    sources: dict[CriterionName, CriterionConfig] | None = Field(
+        None, min_length=1, description="criterion -> its feedback source, in place of `source` and its settings; the "
+        "rewards of all criteria add up",
+    )  # fmt: skip
+    max_failed_share: float = Field(
+        0.5, ge=0, le=1, description="largest share of failed feedback in a step; above it the run stops"
+    )
+    noise: NoiseConfig | None = Field(None, description="errors injected into training feedback, not into evaluation")
+
+    @model_validator(mode="after")
+    def check_sources(self) -> Self:
+        fields = type(self).model_fields
+        for name in SourceConfig.model_fields.keys() - {"sandbox"} if self.sources else ():
+            if getattr(self, name) != fields[name].get_default():
+                raise ValueError(
+                    f"sources and {name} are both set; {name} belongs to a source, as in sources.NAME.{name}"
+                )
+        served = [name for name, source in (self.sources or {}).items() if source.engine_model]
+        if len(served) > 1:
+            raise ValueError(
+                f"sources: {' and '.join(served)} need engines of our own, and at most one source may have them; set "
+                "llm.url for the others"
+            )
+        return self
+
+    @property
+    def named_sources(self) -> Mapping[str, SourceConfig]:
+        return self.sources or super().named_sources
+
+    @property
+    def weights(self) -> dict[str | None, float]:
+        """Return the weight of each criterion; {} without criteria."""
+        return {name: source.weight for name, source in (self.sources or {}).items()}
+
+    @property
+    def models(self) -> tuple[FeedbackModel, ...]:
+        if self.sources is None:
+            return super().models
+        return tuple(dict.fromkeys(model for source in self.sources.values() for model in source.models))
+
+    @property
+    def engine_source(self) -> SourceConfig | None:
+        """Return the source whose model our own engines serve, if any."""
+        return next((source for source in self.named_sources.values() if source.engine_model), None)
+
+    @property
+    def writes_critiques(self) -> bool:
+        return any(source.style.critique for source in self.named_sources.values())
+
+    def describe(self) -> str:
+        sources = (self.sources or {}).items()
+        return ", ".join(f"{name} ({source.describe()})" for name, source in sources) or super().describe()
+
+
+class AnnotateConfig(_AnnotateSource, FeedbackConfig):
     """The feedback source of annotation, and the responses that it judges."""
 
+    section: ClassVar[str] = "annotate"
     source: str = Field("program", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
+    sources: dict[CriterionName, AnnotateCriterionConfig] | None = Field(
+        None, min_length=1, description=FeedbackConfig.model_fields["sources"].description
+    )
     responses: Literal["data", "policy"] = Field(
         "data", description="data: the response that each record holds; policy: sampled from model.policy"
     )
@@ -333,17 +460,8 @@ class AnnotateConfig(FeedbackConfig):
         0.0, ge=0, le=100, description="additional responses with planted faults per prompt; 0.5: one for every second "
         "prompt; the task needs a method plant_faults",
     )  # fmt: skip
-    align: Literal["llm", "reward_model"] | None = Field(
-        None,
-        description="model that finds the spans of human critiques without spans; none: such critiques are refused",
-    )
-    human_file: ResumeMutable[PathOrName[str | None]] = Field(None, description="as in feedback; by default data.path")
     heldout_share: ResumeMutable[float] = Field(
         0.1, gt=0, lt=1, description="share of prompts whose records go to heldout.jsonl"
-    )
-    # These two only decide which records are missing; a resume annotates missing records again.
-    timeout_s: ResumeMutable[float] = Field(
-        120, gt=0, description="deadline of the feedback on one response, retries included"
     )
     max_failed_share: ResumeMutable[float] = Field(
         0.5, ge=0, le=1, description="largest share of records with failed feedback; above it the job fails"
@@ -351,7 +469,7 @@ class AnnotateConfig(FeedbackConfig):
 
     @model_validator(mode="after")
     def check_planted(self) -> Self:
-        if self.planted and self.source == "human":
+        if self.planted and any(source.source == "human" for source in self.named_sources.values()):
             raise ValueError(
                 f"planted={self.planted:g} adds responses that have no human feedback; with source=human set it to 0"
             )
@@ -362,8 +480,3 @@ class AnnotateConfig(FeedbackConfig):
     def check_no_noise(cls, noise: NoiseConfig | None) -> None:
         if noise is not None:
             raise ValueError("noise is for policy training, not for annotation: remove it")
-
-    @property
-    def judge_model(self) -> Literal["reward_model", "llm"] | None:
-        """Return the source, or the model that aligns human critiques."""
-        return self.align if self.source == "human" else super().judge_model

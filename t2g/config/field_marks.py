@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationInfo
 
-from t2g.config.validation_errors import list_fields
+from t2g.config.validation_errors import find_fields
 
 T = TypeVar("T")
 
@@ -49,9 +49,7 @@ PathOrName = Annotated[T, _PATH]
 
 def can_change_on_resume(schema: type[BaseModel], key: str) -> bool:
     """Return whether the field of a dotted key, or a section that holds it, can change; False for an unknown key."""
-    known, names = list_fields(schema), key.split(".")
-    prefixes = [".".join(names[:length]) for length in range(1, len(names) + 1)]
-    return any(_RESUME_MUTABLE in known[prefix].metadata for prefix in prefixes if prefix in known)
+    return any(_RESUME_MUTABLE in info.metadata for info in find_fields(schema, key.split(".")))
 
 
 def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -60,5 +58,9 @@ def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
         value = getattr(config, name)
         if isinstance(value, BaseModel):
             yield from paths(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            for key, section in value.items():
+                if isinstance(section, BaseModel):
+                    yield from paths(section, f"{prefix}{name}.{key}.")
         elif _PATH in info.metadata and getattr(config, "url", None) is None:
             yield prefix + name, value

@@ -28,6 +28,7 @@ from t2g.config.feedback import (
     NoiseConfig,
     RewardEngineConfig,
     RolloutConfig,
+    SourceConfig,
     StyleConfig,
 )
 from t2g.config.field_marks import PathOrName, ResumeMutable
@@ -44,9 +45,14 @@ class AnyJob(Section):
     cluster: ResumeMutable[ClusterConfig] = ClusterConfig()
 
     @property
-    def feedback_sections(self) -> dict[str, FeedbackConfig]:
-        """Return the sections that name a feedback source, by key."""
-        return {name: section for name, section in self if isinstance(section, FeedbackConfig)}
+    def feedback_sections(self) -> dict[str, SourceConfig]:
+        """Return the sections of the feedback sources, by key: feedback, or feedback.sources.facts."""
+        return {
+            f"{key}.sources.{name}" if name else key: source
+            for key, section in self
+            if isinstance(section, SourceConfig)
+            for name, source in section.named_sources.items()
+        }
 
     def roles(self) -> dict[str, ProcessConfig]:
         """Return the concurrent processes of the job by config section; {} if the job needs no Ray.
@@ -55,7 +61,7 @@ class AnyJob(Section):
         learner.critic_ranks, feedback.engine.
         """
         sections = self.feedback_sections.items()
-        return {f"{name}.engine": section.engine for name, section in sections if section.own_engines}
+        return {f"{name}.engine": section.engine for name, section in sections if section.engine_model}
 
     def describe(self) -> str:
         """Return the work of the job, the resources of its processes, and its run folder."""
@@ -141,7 +147,7 @@ class PolicyJob(SyncedJob, JobConfig):
             evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.path}"
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         objective = f"objective: rewards at {self.objective.rewards.placement}, advantages {self.objective.advantages}"
-        return [*steps, f"feedback: {self.feedback.source}", objective, f"evaluation: {evaluation}"]
+        return [*steps, f"feedback: {self.feedback.describe()}", objective, f"evaluation: {evaluation}"]
 
     @property
     def schedule_steps(self) -> int | None:
@@ -153,7 +159,7 @@ class PolicyJob(SyncedJob, JobConfig):
     @property
     def revision_window(self) -> int:
         """Return the most tokens of a prompt, its response and a critique: the windows of both engines together."""
-        return self.rollout.max_model_len + self.feedback.engine.max_model_len
+        return self.rollout.max_model_len + (self.feedback.engine_source or self.feedback).engine.max_model_len
 
     @field_validator("objective")
     @classmethod
@@ -175,7 +181,7 @@ class PolicyJob(SyncedJob, JobConfig):
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:
-        if self.objective.teacher is not None and not self.feedback.style.critique:
+        if self.objective.teacher is not None and not self.feedback.writes_critiques:
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
             )
@@ -223,20 +229,26 @@ class AnnotateJob(JobConfig):
             number = count(self.rollout.samples_per_prompt, "response")
             responses = f"{number} to each prompt of {self.data.path}, {format_sampling(self.rollout)}"
         responses += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
-        aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
         heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
-        return [responses, f"feedback: {options.source}{aligner}; {heldout}"]
+        return [responses, f"feedback: {options.describe()}; {heldout}"]
 
     @model_validator(mode="before")
     @classmethod
     def fill_human_file(cls, values: Any) -> Any:
-        """Set annotate.human_file and its columns to those of data if they are not set."""
+        """Set the human_file of a human source and its columns to those of data if they are not set."""
+
+        def fill(source: Any) -> Any:
+            match source:
+                case {"sources": dict(sources)}:
+                    return {**source, "sources": {name: fill(one) for name, one in sources.items()}}
+                case {"source": "human"} if source.get("human_file") is None:
+                    columns = source.get("human_columns") or data.get("columns", {})
+                    return {**source, "human_file": data["path"], "human_columns": columns}
+            return source
+
         match values:
-            case {"data": {"path": path, **data}, "annotate": {"source": "human", **annotate}}:
-                if annotate.get("human_file") is None:
-                    columns = annotate.get("human_columns") or data.get("columns", {})
-                    annotate |= {"source": "human", "human_file": path, "human_columns": columns}
-                    return {**values, "annotate": annotate}
+            case {"data": {"path": _} as data, "annotate": annotate}:
+                return {**values, "annotate": fill(annotate)}
         return values
 
     @model_validator(mode="after")
@@ -253,6 +265,16 @@ class RewardJob(SFTJob):
     style: StyleConfig = StyleConfig()
     engine: RewardEngineConfig = RewardEngineConfig()
     eval_records: int = Field(200, ge=1, description="held-out records in the report")
+    criterion: str | None = Field(
+        None, description="criterion that the model learns, of records that were judged by several"
+    )
+
+    @field_validator("style")
+    @classmethod
+    def check_spans(cls, style: StyleConfig) -> StyleConfig:
+        if not style.spans:
+            raise ValueError("a span reward model writes spans; remove style.spans=false")
+        return style
 
     def describe_work(self) -> list[str]:
         records = f"at most {count(self.eval_records, 'record')} of {self.eval_data.path}"
@@ -438,8 +460,10 @@ class ScoreJob(JobConfig):
 
     @model_validator(mode="after")
     def check_source(self) -> "ScoreJob":
-        if self.feedback.source != "reward_model":
-            raise ValueError(f"feedback.source={self.feedback.source} cannot be evaluated; it needs to be reward_model")
+        if self.feedback.sources or self.feedback.source != "reward_model":
+            raise ValueError(
+                f"feedback.source={self.feedback.describe()} cannot be evaluated; it needs to be reward_model"
+            )
         if self.feedback.noise is not None:
             raise ValueError("feedback.noise is for policy training; remove it")
         return self
@@ -449,6 +473,7 @@ class EvaluateJob(ScoreJob):
     """jobs.evaluate --what reward: evaluate a span reward model on held-out annotated records."""
 
     data: DataConfig
+    criterion: str | None = Field(None, description="criterion of the held-out records, as in jobs.train_reward")
 
     def describe_work(self) -> list[str]:
         records = f"{self.data.path}, each judged twice, with and without guided decoding"

@@ -49,16 +49,19 @@ class RewardRuleConfig(Section):
 
 
 class TeacherConfig(Section):
-    """Self-distillation from feedback (SDPO, arXiv 2601.20802): the teacher reads the critique in its prompt."""
+    """Self-distillation from feedback (SDPO, arXiv 2601.20802).
+
+    The teacher is the frozen reference with the critique of a response in its prompt, without the response itself.
+    """
 
     weight: float = Field(
-        1.0, gt=0, le=1, description="weight of the teacher's advantage; the rewards' advantage has 1 - weight"
+        1.0, gt=0, le=1, description="weight of KL(policy || teacher) in the loss; PPO's loss has 1 - weight"
     )
-    where: Literal["all", "spans"] = Field(
-        "all", description="all: every token of a response with a critique; spans: tokens that the critique quotes"
+    top_k: int = Field(
+        20, ge=1, description="the KL is over the policy's k likeliest tokens and the others as one outcome"
     )
-    sibling: bool = Field(
-        False, description="the teacher also reads the prompt's best response, if its reward is higher"
+    critique: Literal["own", "shuffled"] = Field(
+        "own", description="shuffled: the critique of another prompt's response, a control of what the critique adds"
     )
 
 
@@ -72,8 +75,15 @@ class ObjectiveConfig(FollowingSection):
     span_coef: float = Field(1.0, ge=0, description="weight of the token rewards")
     outcome_rewards: float = Field(0.0, ge=0, description="weight of the task's own measure, added at the last token")
     truncation_penalty: float = Field(
-        0.0, le=0, description="token reward at the last token of a response that rollout.max_new_tokens truncated"
+        0.0,
+        le=0,
+        description="token reward at the last token of a response that rollout.max_new_tokens truncated, or that ended "
+        "within its thinking; below 0 for a model that thinks",
     )
+    train_thinking: bool = Field(
+        True, exclude_if=bool, description="train thinking tokens by the advantages of the answer; false: their loss "
+        "weight is 0"
+    )  # fmt: skip
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1, description="of GAE")
     advantages: Literal["gae", "group", "group_normalised"] = Field(
@@ -84,8 +94,7 @@ class ObjectiveConfig(FollowingSection):
     )
     teacher: TeacherConfig | None = Field(
         None,
-        description="adds the teacher's advantage: log-probability of a token with the critique in the prompt, less "
-        "that without; none: the rewards' advantage alone",
+        description="distils the reference that reads the critique into the policy; none: the rewards alone",
     )
     whiten: Literal["full", "scale_only", "none"] = Field(
         default_factory=lambda data: "none" if data.get("advantages") == "group_normalised" else "full",

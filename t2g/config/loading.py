@@ -9,19 +9,20 @@ All problems are reported at once, one sentence per line:
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from t2g.config.auto import auto_keys, resolve_auto
 from t2g.config.common import with_value_at
 from t2g.config.field_marks import PathContext, can_change_on_resume
 from t2g.config.texts import mask_secrets, text_problems
-from t2g.config.validation_errors import Keys, dotted_key, format_errors, format_value
+from t2g.config.validation_errors import Keys, dotted_key, format_errors, format_value, section_type
 from t2g.errors import UserError
 from t2g.files import write_atomic
 
@@ -148,6 +149,18 @@ def identity_values(config: BaseModel) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not can_change_on_resume(type(config), key)}
 
 
+def default_values(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Return the JSON defaults by dotted key, without those of sections that may be missing."""
+    values: dict[str, Any] = {}
+    for name, info in schema.model_fields.items():
+        section = section_type(info.annotation)
+        if section is None and not info.is_required() and info.default_factory is None:
+            values[prefix + name] = to_jsonable_python(info.default)
+        elif section is info.annotation and section is not None:
+            values |= default_values(section, f"{prefix}{name}.")
+    return values
+
+
 def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     """Return the values of a file and the line of each key; raise UserError if it is not a mapping."""
     try:
@@ -198,7 +211,7 @@ def _measure_nesting(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tupl
     return known[id(node)]
 
 
-def _key_lines(prefix: Keys, node: yaml.Node) -> Iterator[tuple[Keys, int]]:
+def _key_lines(prefix: Keys, node: yaml.Node | None) -> Iterator[tuple[Keys, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             keys = (*prefix, str(key.value))
@@ -213,9 +226,12 @@ def _override(text: str) -> tuple[Keys, Any]:
     if not equals or not all(keys):
         raise UserError(f"got {mask_secrets(text)!r}, needs the form section.key=value")
     try:
-        parsed = _parse(value)[1]
+        node, parsed = _parse(value)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"{name}: {mask_secrets(value)!r} is not valid YAML; quote text") from None
+    written = Counter(inner for inner, _ in _key_lines(keys, node))
+    if twice := next((inner for inner, count in written.items() if count > 1), None):
+        raise UserError(f"{dotted_key(twice)} is given twice")
     for _, sentence in text_problems({name: parsed}):
         raise UserError(sentence)
     return keys, parsed

@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -23,6 +23,8 @@ REMOVED_KEYS = {
     "objective.loss_mean": "renamed to objective.loss_aggregation",
     "objective.importance": "renamed to objective.rollout_correction",
     "objective.importance_cap": "renamed to objective.rollout_correction_cap",
+    "objective.teacher.where": "removed: the teacher's KL is over all tokens of a response",
+    "objective.teacher.sibling": "removed: the teacher reads the critique alone",
     "cluster.colocate": "replaced by cluster.gpu_sharing=alternate for true, none for false",
     "serve.then": "renamed to serve.command",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
@@ -75,14 +77,13 @@ def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> 
 
 def _nearest_key(schema: type[BaseModel], keys: Keys) -> str:
     """Return the known key nearest to an unknown one: a sibling, else keys elsewhere with nearly the same last name."""
-    section, leaf = dotted_key(keys[:-1]), str(keys[-1])
-    known = [(*key.rpartition("."), info) for key, info in list_fields(schema).items()]
-    siblings = get_close_matches(leaf, [name for inside, _, name, _ in known if inside == section], n=1)
-    if siblings:
+    leaf, inside = str(keys[-1]), find_fields(schema, keys[:-1])
+    section = section_type(inside[-1].annotation) or mapped_section_type(inside[-1].annotation) if inside else schema
+    if siblings := get_close_matches(leaf, section.model_fields if section else (), n=1):
         return dotted_key((*keys[:-1], siblings[0]))
-    values = [(inside + dot, name) for inside, dot, name, info in known if section_type(info.annotation) is None]
-    close = get_close_matches(leaf, sorted({name for _, name in values}), n=1, cutoff=0.8)
-    return " or ".join(inside + name for inside, name in values if name in close)
+    known = [key.rpartition(".") for key, info in list_fields(schema).items() if section_type(info.annotation) is None]
+    close = get_close_matches(leaf, sorted({name for _, _, name in known}), n=1, cutoff=0.8)
+    return " or ".join("".join(key) for key in known if key[-1] in close)
 
 
 @cache
@@ -94,6 +95,25 @@ def list_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, FieldInf
         if section := section_type(info.annotation):
             found |= list_fields(section, f"{prefix}{name}.")
     return found
+
+
+def find_fields(schema: type[BaseModel], keys: Sequence[str | int]) -> list[FieldInfo]:
+    """Return the fields on the way to a key, up to the first unknown one. Keys of a mapping of sections have none."""
+    found: list[FieldInfo] = []
+    section: type[BaseModel] | None = schema
+    names = iter(keys)
+    while section and (info := section.model_fields.get(str(next(names, "")))):
+        found.append(info)
+        section = section_type(info.annotation)
+        if section is None and (section := mapped_section_type(info.annotation)):
+            next(names, None)
+    return found
+
+
+def mapped_section_type(annotation: object) -> type[BaseModel] | None:
+    """Return the section of `dict[str, Section]` or `dict[str, Section] | None`."""
+    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return next((section_type(get_args(option)[1]) for option in options if get_origin(option) is dict), None)
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from t2g.types import Rollout, TrainBatch, TrainSample, TrainSequence
+from t2g.types import TokenSequence, TrainBatch, TrainSample, TrainSequence
 
 EMPTY_TOKENS = 32  # minimum: a CPU forward of a few bfloat16 tokens can crash on an illegal instruction
 MUCH_SHORTER = 0.7  # share of the longest row; cuts the padding of exponential lengths from a third to a sixth
@@ -70,7 +70,7 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
 
 
 def microbatches(
-    sequences: Sequence[Rollout | TrainSequence], *, rank: int, num_ranks: int, token_budget: int, group_size: int = 1
+    sequences: Sequence[TokenSequence], *, rank: int, num_ranks: int, token_budget: int, group_size: int = 1
 ) -> list[list[int]]:
     """Return a rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
 
@@ -83,7 +83,7 @@ def microbatches(
     return [[group * group_size + i for group in members for i in range(group_size)] for members in plan]
 
 
-def make_rows(sequences: Sequence[Rollout | TrainSequence]) -> tuple[np.ndarray, np.ndarray]:
+def make_rows(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, np.ndarray]:
     """Return input ids [S, L] int64, and the index [N] in ids.flatten() of each of the N response tokens.
 
     Each sequence is a row, padded with 0 on the right. A causal model needs no mask: padding on the right does not

@@ -72,6 +72,7 @@ def make_prompts(
                 prompt_text=task.prompt_text(record),
                 task=task.name,
                 payload=task.payload(record),
+                messages=tuple(messages),
                 **encoded,
             )
         except ValueError as error:
@@ -123,19 +124,19 @@ def _shorten(messages: Sequence[Message], longest: Message, limit: int | None) -
 
 
 def encode_revision(
-    task: Task,
-    prompt: Prompt,
-    response_text: str,
-    critique: str,
-    tokenizer: Any,
-    max_prompt_tokens: int,
-    *,
-    cut: bool = True,
+    task: Task, prompt: Prompt, response_text: str, critique: str, tokenizer: Any, max_prompt_tokens: int
 ) -> np.ndarray | None:
     """Return the prompt of a model that revises a response by its critique, [P] int32, or None if it does not fit.
 
-    Args:
-        cut: Whether a prompt that is too long loses input text; response and critique are never cut.
+    A prompt that is too long loses input text; response and critique are never cut.
     """
     build = partial(task.revise_messages, prompt, response_text, critique)
-    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text) if cut else 0)
+    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))
+
+
+def encode_teacher_prompt(
+    task: Task, prompt: Prompt, critique: str, tokenizer: Any, max_prompt_tokens: int
+) -> np.ndarray | None:
+    """Return the prompt of `objective.teacher`, [P] int32, or None if it does not fit; only input text is cut."""
+    build = partial(task.teacher_messages, prompt, critique)
+    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))

@@ -7,7 +7,9 @@ from pathlib import Path
 from t2g.config import EngineConfig, JobConfig, PolicyJob, SFTJob
 from t2g.config.field_marks import paths
 from t2g.deploy.manifests import SHARED
-from t2g.deploy.memory import (
+from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, shares_gpus
+from t2g.errors import UserError
+from t2g.resources.memory import (
     BYTES,
     GIB,
     GPUS,
@@ -25,9 +27,7 @@ from t2g.deploy.memory import (
     store_bytes,
     store_gib,
 )
-from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies, shares_gpus
-from t2g.deploy.preflight import Findings, models
-from t2g.errors import UserError
+from t2g.resources.preflight import Findings, models, satisfies
 from t2g.sandbox import available
 from t2g.text.positions import find_uneven_heads
 
@@ -54,8 +54,10 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
     estimated = [group for group in groups if group.role.gpus and group.name in shapes]
     fits = [(group, _fit(config, group, shapes[group.name], gpu_gib * GIB)) for group in estimated]
     problems = [*found.wrong, *_problems(config, shapes, fits, gpu_gib)]
-    warnings = [] if shares_gpus(config) else [*_group_warnings(groups)]
-    warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
+    warnings = [*_room_warnings(fits)]
+    if sum(group.pods.max for group in _own_gpus(config, groups)) > 1:  # else a single machine can run it
+        warnings += [] if shares_gpus(config) else [*_group_warnings(groups)]
+        warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
     slow = [group.section for group, _ in fits if getattr(group.role, "dtype", "") == "float32"]
     warnings += [f"{name}.dtype is float32, for which GPUs have no fast attention: take bfloat16" for name in slow]
     sandboxes = [feedback.sandbox for feedback in config.feedback_sections.values()]
@@ -93,10 +95,14 @@ def _pod_line(group: PodGroup) -> str:
 
 
 def _total_line(config: JobConfig, groups: Sequence[PodGroup]) -> str:
-    if shares_gpus(config):
-        groups = [group for group in groups if group.name != "rollout"]  # engines are on the ranks' GPUs
+    groups = _own_gpus(config, groups)
     start, most = (sum(getattr(g.pods, bound) * g.gpus for g in groups) for bound in ("initial", "max"))
     return f"in all: {_count(start, 'GPU')}{f', at most {most}' if most > start else ''}, and a head without workers"
+
+
+def _own_gpus(config: JobConfig, groups: Sequence[PodGroup]) -> list[PodGroup]:
+    """Return the groups without engines that run on the ranks' GPUs."""
+    return [group for group in groups if not (shares_gpus(config) and group.name == "rollout")]
 
 
 def _count(count: float, noun: str) -> str:
@@ -169,27 +175,47 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
         section, role, room = group.section, group.role, gpu_bytes - beside.get(group.name, 0.0)
         if isinstance(role, EngineConfig):
             if fit.fitting == 0:
-                yield f"{section}: no sequence fits beside the weights; raise {section}.gpus or lower max_model_len"
+                more = "gpu_memory_utilization" if group.name in beside else "gpus"
+                yield f"{section}: no sequence fits beside the weights; raise {section}.{more} or lower max_model_len"
             heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
             if why := find_uneven_heads(*heads, role.tensor_parallel):
                 yield f"{section}.gpus is {role.gpus:g}, and the model has {why}; take a number that divides them"
             if group.name in beside and role.gpu_memory_utilization * gpu_bytes > room:
                 yield (
                     f"{section}.gpu_memory_utilization is {role.gpu_memory_utilization:g}, and the rank on the same "
-                    f"GPU leaves {room / gpu_bytes:.2f} of it; lower gpu_memory_utilization or the rank's memory"
+                    f"GPU leaves {max(0.0, room) / gpu_bytes:.2f} of it; lower it or the rank's memory"
                 )
         elif fit.total > room:
-            name, options = ("sft", config.sft) if isinstance(config, SFTJob) else ("learner", config.learner)
-            checkpointing = "" if options.gradient_checkpointing else f"set {name}.gradient_checkpointing=true, or "
             engine = f" beside {beside[group.name] / GIB:.0f} of the engine there" if group.name in beside else ""
-            yield (
-                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{engine}; lower "
-                f"{name}.tokens_per_microbatch, {checkpointing}raise {section}.workers, or set {name}.offload=cpu"
-            )
+            advice = ", or ".join(_memory_advice(config, section))
+            yield f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{engine}; {advice}"
     if isinstance(config, PolicyJob) and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
         need, have = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB, config.rollout.memory_gib
         if need > have:
             yield f"rollout.memory_gib is {have:g}: the weights of an engine that sleeps need {need:.0f}"
+
+
+def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:
+    """Yield the changes of the config that lower the memory of a rank, and that its other keys allow."""
+    assert isinstance(config, PolicyJob | SFTJob)
+    name, options = ("sft", config.sft) if isinstance(config, SFTJob) else ("learner", config.learner)
+    yield f"lower {name}.tokens_per_microbatch"
+    if not options.gradient_checkpointing:
+        yield f"set {name}.gradient_checkpointing=true"
+    if shares_gpus(config):  # as many ranks as engines, and gpu_sharing=alternate forbids offload
+        yield "train adapters (learner.lora)" if config.learner.lora is None else "take a smaller model"
+    else:
+        yield f"raise {section}.workers"
+        yield f"set {name}.offload=cpu"
+
+
+def _room_warnings(fits: Fits) -> Iterator[str]:
+    for group, fit in fits:
+        if group.elastic and 0 < fit.fitting < fit.wanted:
+            yield (
+                f"{group.section}: an engine has room for {fit.fitting} of its {_count(fit.wanted, 'sequence')} at "
+                f"once, and the others wait; raise {group.section}.gpu_memory_utilization or lower max_model_len"
+            )
 
 
 def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t2g.config import ProcessConfig
-from t2g.deploy.memory import GIB
-from t2g.deploy.pods import satisfies
+from t2g.resources.memory import GIB
+from t2g.resources.preflight import satisfies
 
 
 @dataclass(frozen=True, kw_only=True)

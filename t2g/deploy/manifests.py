@@ -14,12 +14,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from t2g.config import JobConfig, LogConfig
 from t2g.config.validation_errors import format_value
-from t2g.deploy.memory import store_gib
 from t2g.deploy.patches import patched, read_patches
 from t2g.deploy.pods import pod_groups, shares_gpus
-from t2g.deploy.preflight import servers
 from t2g.deploy.submission import Submission, submission
 from t2g.errors import UserError
+from t2g.resources.memory import store_gib
+from t2g.resources.preflight import servers
 
 Target = Literal["rayjob", "raycluster", "claim"]
 

@@ -1,6 +1,5 @@
 """Plan the pods of a config: one worker group for each role, with equal pods."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, gcd
 
@@ -12,8 +11,7 @@ WORKERS_PER_POD = 8
 ROLE_LABEL = "rl/role"
 # Section of the config -> name of the role, which pods and their labels have.
 NAMES = {
-    "learner": "learner", "sft": "learner", "learner.critic_ranks": "critic", "rollout": "rollout",
-    "feedback.engine": "reward", "annotate.engine": "reward", "engine": "reward",
+    "learner": "learner", "sft": "learner", "learner.critic_ranks": "critic", "rollout": "rollout", "engine": "reward",
 }  # fmt: skip
 
 
@@ -65,7 +63,8 @@ def pod_groups(config: JobConfig) -> tuple[PodGroup, ...]:
         roles["engine"] = config.engine
     if shares_gpus(config):  # the config has fractions of a GPU; an engine and a rank together have one GPU
         roles |= {section: roles[section].model_copy(update={"gpus": 1}) for section in ("rollout", "learner")}
-    return tuple(_group(name, section, roles[section]) for section, name in NAMES.items() if section in roles)
+    names = NAMES | {section: "reward" for section in roles if section.endswith(".engine")}
+    return tuple(_group(name, section, roles[section]) for section, name in names.items() if section in roles)
 
 
 def shares_gpus(config: JobConfig) -> bool:
@@ -98,12 +97,3 @@ def workers_per_pod(workers: WorkersConfig, gpus: float) -> int:
 
 def most_per_pod(gpus: float) -> int:
     return min(WORKERS_PER_POD, int(GPUS_PER_POD // max(gpus, 1)))
-
-
-def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Return whether a node with `labels` may hold a worker with `selector`; every node may if it is empty.
-
-    Values are compared for equality. Ray's operators (!value, in(...), !in(...)) count as satisfied, so that they never
-    cause a wrong warning.
-    """
-    return all(value.startswith(("!", "in(")) or labels.get(key) == value for key, value in selector.items())

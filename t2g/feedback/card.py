@@ -30,6 +30,7 @@ class RewardCard(Section):
 
 
 def make_card(task: Task, style: StyleConfig) -> RewardCard:
+    style = style.model_copy(update={"spans": True})  # false is for the annotator whose critiques the model aligns
     return RewardCard(task=task.name, style=style, prompt_version=compute_prompt_version(task, style=style))
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord, shorten_list
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, Record, Task
+from t2g.text.thinking import Tags, find_last_tag
 from t2g.types import TrainSequence
 
 logger = logging.getLogger(__name__)
@@ -32,25 +34,52 @@ def encode_target(text: str, tokenizer: Any) -> np.ndarray:
     return np.asarray([*ids, tokenizer.eos_token_id], np.int32)
 
 
+def end_thinking(example: TrainSequence, tokenizer: Any, tags: Tags | None) -> TrainSequence:
+    """Return the example with a closing tag before its target if the prompt leaves the thinking open.
+
+    A target that has the tag, after thinking of its own, stays.
+    """
+    if tags is None or find_last_tag(tokenizer, example.prompt_ids, tags) != tags[0]:
+        return example
+    if tags[1] in tokenizer.decode(example.response_ids, skip_special_tokens=False):
+        return example
+    ids = np.append(encode_closing(tokenizer, tags), example.response_ids)
+    return replace(example, response_ids=ids, weights=np.ones(len(ids), np.float32))
+
+
+def encode_closing(tokenizer: Any, tags: Tags | None) -> np.ndarray:
+    """Return the ids that end a thinking without text, [N] int32; none for a model that does not think."""
+    ids = [] if tags is None else tokenizer(f"\n{tags[1]}\n\n", add_special_tokens=False)["input_ids"]
+    return np.asarray(ids, np.int32)
+
+
 def make_policy_examples(
-    records: Sequence[Record], task: Task, tokenizer: Any, *, max_length: int, too_long: str = "error"
+    records: Sequence[Record],
+    task: Task,
+    tokenizer: Any,
+    *,
+    max_length: int,
+    too_long: str = "error",
+    tags: Tags | None = None,
 ) -> list[TrainSequence]:
     """Return an example for each record, with its prompt and its reference as the target.
 
     Args:
         too_long: error, skip or truncate, see `DataConfig`.
+        tags: Of a model that thinks, see `end_thinking`.
 
     Raises:
         UserError: A record cannot be used; with its number (from 1).
     """
-    examples = []
+    examples, num_closing = [], len(encode_closing(tokenizer, tags))
     for number, record in enumerate(records, start=1):
         try:
             reference = task.reference(record)
             if reference is None:
                 raise ValueError(f"task {task.name} finds no reference to learn from in it")
             build = partial(encode_policy_prompt, record, task, tokenizer, cut=too_long == "truncate")
-            examples.append(make_sft_example(build, reference, tokenizer, max_length=max_length))
+            example = make_sft_example(build, reference, tokenizer, max_length=max_length - num_closing)
+            examples.append(end_thinking(example, tokenizer, tags))
         except ValueError as error:
             if too_long != "skip" or not isinstance(error, PromptTooLongError):
                 raise UserError(f"data record {number}: {error}") from error

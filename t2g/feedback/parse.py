@@ -3,7 +3,8 @@
     {"critique": "It says phone, which is wrong.", "good": ["by Ann"], "poor": [{"quote": "phone", "occurrence": 2}]}
 
 A quote is a text, or an object with occurrence and severity where they are not 1. Without a critique
-(`StyleConfig.critique` off) the answer is {"good": [...], "poor": [...]}.
+(`StyleConfig.critique` off) the answer is {"good": [...], "poor": [...]}. A feedback function's poor quote may have a
+`fix`, the text that should stand there; a reward model's answer has none.
 """
 
 import json
@@ -14,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_serializer, model_validator
 
@@ -23,23 +24,29 @@ from t2g.config.validation_errors import format_first_error
 from t2g.data.load import describe_unserializable
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate, locate_all
-from t2g.types import FinishReason, Severity, Span, SpanFeedback
+from t2g.types import MAX_FIX_CHARS, FinishReason, Severity, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # of an answer, critique or execution; longer ones are rejected
 MAX_QUOTES = 256  # of each label that are located; further ones count as not located
+MAX_METRICS = 32  # of a judgement
+REQUIRED_KEYS, OPTIONAL_KEYS = ("critique", "good", "poor"), ("execution", "metrics")  # of a judgement as a dict
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _SPAN = TypeAdapter(Span)
+_METRIC_NAME = Annotated[str, Field(pattern=r"^[\w.-][\w./-]{0,63}$")]
+_METRIC = Annotated[float, Field(allow_inf_nan=False)]
+_METRICS = TypeAdapter(Annotated[dict[_METRIC_NAME, _METRIC], Field(max_length=MAX_METRICS)])
 
 
 class Quote(BaseModel):
-    """A quoted piece of the response. In JSON a plain text if the other fields are 1."""
+    """A quoted piece of the response. In JSON a plain text if the other fields have their defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     quote: str
     occurrence: int = Field(1, strict=True, ge=1)  # 1: first occurrence in the response
     severity: Severity = 1
+    fix: str | None = Field(None, max_length=MAX_FIX_CHARS)  # of a poor piece, as `Span.fix`
 
     @model_validator(mode="before")
     @classmethod
@@ -48,14 +55,15 @@ class Quote(BaseModel):
 
     @model_serializer
     def _write_short(self) -> str | dict[str, Any]:
-        details = {name: value for name, value in vars(self).items() if name != "quote" and value != 1}
+        details = {name: value for name, value in vars(self).items() if name != "quote" and value not in (1, None)}
         return {"quote": self.quote, **details} if details else self.quote
 
 
 def make_quote(response_text: str, span: Span) -> Quote:
     """Return the quote of a span."""
     text = response_text[span.start : span.end]
-    return Quote(quote=text, occurrence=find_occurrence(response_text, text, span.start), severity=span.severity)
+    occurrence = find_occurrence(response_text, text, span.start)
+    return Quote(quote=text, occurrence=occurrence, severity=span.severity, fix=span.fix)
 
 
 def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
@@ -63,14 +71,14 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
 
     Args:
         item: "text", (text, occurrence), a Quote or its JSON, a half-open range (start, end) of the response's
-            characters, or a Span of this label.
+            characters, or a Span of this label, whose criterion is not used: the config names criteria.
 
     Raises:
         ValueError: It is anything else.
     """
     match item:
         case Span() if item.label == label:
-            validate, value = _SPAN.validate_python, item
+            validate, value = _SPAN.validate_python, replace(item, criterion=None)
         case (int(start), int(end)):
             validate, value = _SPAN.validate_python, {"start": start, "end": end, "label": label}
         case (text, occurrence):
@@ -78,25 +86,29 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
         case _:
             validate, value = Quote.model_validate, item
     try:
-        return validate(value)
+        piece = validate(value)
     except ValidationError as error:
         reason = format_first_error(error)
         raise ValueError(f"{item!r:.80} is neither a quote nor a range of the response: {reason}") from None
+    if label == 1 and piece.fix is not None:
+        raise ValueError(f"the good piece {item!r:.80} has a fix; only a poor piece has one")
+    return piece
 
 
 def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *, style: StyleConfig = SPARSE) -> str:
     """Return the JSON answer, in exactly the format that guided decoding by `t2g.feedback.grammar` allows.
 
-    In a style without a critique the critique is left out.
+    In a style without a critique the critique is left out. Fixes are left out: reward models do not write them.
     """
+    sides = {"good": good, "poor": poor}
     answer: dict[str, Any] = {"critique": critique} if style.critique else {}
-    answer |= {"good": [quote.model_dump() for quote in good], "poor": [quote.model_dump() for quote in poor]}
+    answer |= {name: [_drop_fix(quote).model_dump() for quote in side] for name, side in sides.items()}
     return json.dumps(answer, ensure_ascii=False)
 
 
 def format_answer_prefix(critique: str) -> str:
     """Return `format_answer` up to the critique's last character, without the closing quotation mark."""
-    return f'{{"critique": {json.dumps(_replace_surrogates(critique), ensure_ascii=False)[:-1]}'
+    return f'{{"critique": {json.dumps(replace_surrogates(critique), ensure_ascii=False)[:-1]}'
 
 
 def parse_answer(
@@ -144,45 +156,66 @@ def load_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
 
 def _quote_or_none(item: Any) -> Quote | None:
     try:
-        return Quote.model_validate(item)
+        return _drop_fix(Quote.model_validate(item))
     except ValidationError:
         return None
+
+
+def _drop_fix(quote: Quote) -> Quote:
+    return quote.model_copy(update={"fix": None})
 
 
 def read_judgement(answer: Any, response_text: str, *, source: str, version: str) -> SpanFeedback:
     """Return the feedback in the result of a feedback function.
 
     Args:
-        answer: (critique, good pieces, poor pieces), or a dict of critique, good, poor and optionally execution. The
-            pieces (see `parse_piece`) may be iterables that raise or never end: at most MAX_QUOTES + 1 are read, so
-            that an excess still counts as not located.
+        answer: (critique, good pieces, poor pieces), or a dict of REQUIRED_KEYS and OPTIONAL_KEYS. The pieces (see
+            `parse_piece`) may be iterables that raise or never end: at most MAX_QUOTES + 1 are read, so that an excess
+            still counts as not located.
 
     Raises:
         ValueError: The answer has another form.
     """
     match answer:
-        case {"critique": critique, "good": good, "poor": poor, **rest} if rest.keys() <= {"execution"}:
-            execution = rest.get("execution", {})
+        case {"critique": critique, "good": good, "poor": poor, **rest} if rest.keys() <= set(OPTIONAL_KEYS):
+            pass
         case dict():
+            unknown = [f"the unknown key {key!r:.40}" for key in answer if key not in (*REQUIRED_KEYS, *OPTIONAL_KEYS)]
+            missing = [f"no key {key!r}" for key in REQUIRED_KEYS if key not in answer]
             raise ValueError(
-                f"a dict with the keys {', '.join(map(str, answer))}; it needs critique, good and poor, and may have "
-                "execution"
+                f"a dict with {', '.join(unknown + missing)}; it needs {', '.join(REQUIRED_KEYS)}, and may have "
+                f"{', '.join(OPTIONAL_KEYS)}"
             )
-        case tuple((critique, good, poor)):
-            execution = {}
+        case (critique, good, poor):
+            rest = {}
         case _:
             raise ValueError(f"{answer!r:.80}; it needs to be (critique, good pieces, poor pieces)")
-    if not isinstance(critique, str):
-        raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
-    if len(critique) > MAX_ANSWER_CHARS:
-        raise ValueError(f"the critique has {len(critique)} characters; it needs to be at most {MAX_ANSWER_CHARS}")
+    check_critique(critique)
     for side in (good, poor):
         if isinstance(side, str) or not isinstance(side, Iterable):
             raise ValueError(f"the good or poor pieces are {side!r:.80}; they need to be a list")
     good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in (good, poor))
-    return make_feedback(
-        critique, good, poor, response_text, source=source, version=version, execution=_copy_execution(execution)
-    )
+    execution, metrics = _copy_execution(rest.get("execution", {})), _read_metrics(rest.get("metrics", {}))
+    feedback = make_feedback(critique, good, poor, response_text, source=source, version=version, execution=execution)
+    return replace(feedback, metrics=metrics)
+
+
+def _read_metrics(metrics: Any) -> dict[str, float]:
+    """Return the metrics of a judgement. ValueError if they are not finite numbers by name."""
+    try:
+        return _METRICS.validate_python(metrics)
+    except ValidationError as error:
+        needs = f"at most {MAX_METRICS} finite numbers by name (letters, digits, ., _, - and /)"
+        raise ValueError(f"the metrics are {metrics!r:.80}; they need to be {needs}") from error
+
+
+def check_critique(critique: Any) -> str:
+    """Return the critique of a feedback function. ValueError if it is no text, or too long."""
+    if not isinstance(critique, str):
+        raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
+    if len(critique) > MAX_ANSWER_CHARS:
+        raise ValueError(f"the critique has {len(critique)} characters; it needs to be at most {MAX_ANSWER_CHARS}")
+    return critique
 
 
 def _copy_execution(execution: Any) -> dict[str, Any]:
@@ -192,7 +225,7 @@ def _copy_execution(execution: Any) -> dict[str, Any]:
     if reason := describe_unserializable(execution):
         raise ValueError(f"the execution needs to be plain JSON: it {reason}")
     try:
-        text = _replace_surrogates(json.dumps(execution, ensure_ascii=False, allow_nan=False))
+        text = replace_surrogates(json.dumps(execution, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the execution needs to be plain JSON: {error}") from error
     if len(text) > MAX_ANSWER_CHARS:
@@ -216,9 +249,9 @@ def make_feedback(
     Equal spans are merged.
 
     Raises:
-        ValueError: An item is no piece.
+        ValueError: An item is no piece, or a range outside of the response.
     """
-    critique = _replace_surrogates(critique)
+    critique = replace_surrogates(critique)
     num_located = 0
     spans: dict[tuple[int, int, int], Span] = {}
     claimed: dict[tuple[int, int], int] = {}  # sentence of the critique -> label of its spans
@@ -226,7 +259,11 @@ def make_feedback(
         for item in items[:MAX_QUOTES]:
             piece = None if item is None else parse_piece(item, label)
             span = _locate_quote(piece, label, response_text) if isinstance(piece, Quote) else piece
-            if span is None or not _has_text(span, response_text):
+            if span is not None and not 0 <= span.start <= span.end <= len(response_text):
+                raise ValueError(
+                    f"({span.start}, {span.end}) is no range of the response's {len(response_text)} characters"
+                )
+            if span is None or not response_text[span.start : span.end].strip():
                 continue
             num_located += 1
             if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
@@ -247,22 +284,20 @@ def make_feedback(
 
 def _locate_quote(quote: Quote, label: Literal[-1, 1], response_text: str) -> Span | None:
     position = locate(response_text, quote.quote, quote.occurrence)
-    return None if position is None else Span(start=position[0], end=position[1], label=label, severity=quote.severity)
-
-
-def _has_text(span: Span, response_text: str) -> bool:
-    is_inside = 0 <= span.start < span.end <= len(response_text)
-    return is_inside and not response_text[span.start : span.end].isspace()
+    if position is None:
+        return None
+    return Span(start=position[0], end=position[1], label=label, severity=quote.severity, fix=quote.fix)
 
 
 def make_failed_feedback(
     status: Literal["unparsable", "failed"], *, source: str, version: str, reason: str = ""
 ) -> SpanFeedback:
-    """Return feedback that cannot be used, with the reason as a sentence."""
+    """Return feedback that cannot be used, with the reason, such as an untrusted exception's text, as a sentence."""
+    reason = replace_surrogates(reason)
     return SpanFeedback(critique="", spans=(), status=status, source=source, version=version, reason=reason)
 
 
-def _replace_surrogates(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return `text` without lone surrogates, which JSON can represent and UTF-8 cannot."""
     return _SURROGATES.sub("\ufffd", text)
 

@@ -13,7 +13,7 @@ record without spans, and sets the quotes to those of the spans. `t2g.data.publi
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from t2g.config.validation_errors import format_first_error
 from t2g.data.load import load_records
 from t2g.data.published import translate_row
 from t2g.errors import UserError
-from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote
+from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote, replace_surrogates
 from t2g.files import write_atomic
 from t2g.tasks.base import SPARSE, Task, stable_id
 from t2g.text.quotes import locate
-from t2g.types import LABELS, USABLE, FeedbackStatus, Prompt, Span, SpanFeedback
+from t2g.types import LABELS, USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,15 @@ class AnnotatedRecord(BaseModel):
     source: str = "human"
     version: str = ""
     execution: dict[str, Any] = {}  # results of a program
+    # A feedback function's own numbers; no line has an empty one.
+    metrics: dict[str, float] = Field({}, exclude_if=lambda metrics: not metrics)
     agreement: float | None = None  # mean pairwise F1 of several annotators' labels
     num_quotes: int = 0  # quotes from the source; 0: unknown
     num_located: int = 0  # quotes that occur in the response
     task: str = ""
     sample_index: int = Field(0, ge=0)
     payload: dict[str, Any] = {}
+    criteria: dict[str, CriterionResult] = Field({}, exclude_if=lambda criteria: not criteria)
 
     @model_validator(mode="after")
     def check_spans_are_in_the_response(self) -> "AnnotatedRecord":
@@ -85,10 +88,10 @@ def make_annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
 ) -> AnnotatedRecord:
     """Return the record of one judged response, with the quotes of its spans."""
-    reason = feedback.reason.encode(errors="replace").decode()  # it may contain lone surrogates
     return AnnotatedRecord(
         prompt_id=prompt.prompt_id, prompt=prompt.prompt_text, response=response_text,
-        **vars(feedback) | {"reason": reason}, **_make_quotes(response_text, feedback.spans),
+        **vars(feedback) | {"reason": replace_surrogates(feedback.reason)},  # a user's source may write anything
+        **_make_quotes(response_text, feedback.spans),
         task=prompt.task, sample_index=sample_index, payload=prompt.payload,
     )  # fmt: skip
 
@@ -188,6 +191,36 @@ def load_annotated(config: DataConfig, task: Task | None = None) -> list[Annotat
 def shorten_list(items: list[str]) -> list[str]:
     """Return the first five of `items`, and the number of the others, for a message."""
     return items if len(items) <= 5 else [*items[:5], f"and {len(items) - 5} more"]
+
+
+def select_criterion(records: Sequence[AnnotatedRecord], criterion: str | None, path: str) -> list[AnnotatedRecord]:
+    """Return the records with the feedback of one criterion, without those that lack it.
+
+    Records of a single feedback source are returned as they are.
+
+    Raises:
+        UserError: The records of several criteria need a name, or no record has the criterion.
+    """
+    names = dict.fromkeys(name for record in records for name in record.criteria)
+    if not names and criterion is None:
+        return list(records)
+    if criterion not in names:
+        found = f"the criteria {', '.join(names)}" if names else "no criteria"
+        raise UserError(f"{path}: its records have {found}, and criterion is {criterion}; set criterion to one of them")
+    return [_keep_criterion(record, criterion) for record in records if criterion in record.criteria]
+
+
+def _keep_criterion(record: AnnotatedRecord, criterion: str) -> AnnotatedRecord:
+    result = record.criteria[criterion]
+    start, end = result.critique_range
+    spans = tuple(
+        replace(span, critique_range=span.critique_range and tuple(i - start for i in span.critique_range))
+        for span in record.spans
+        if span.criterion == criterion
+    )
+    status = "empty" if result.usable and not spans else result.status
+    changes = {"critique": record.critique[start:end], "spans": spans, "status": status, "criteria": {}}
+    return record.model_copy(update=changes | _make_quotes(record.response, spans))
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:

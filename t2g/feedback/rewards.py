@@ -1,9 +1,10 @@
 """Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6) or one reward per span, and their placement."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,9 +16,16 @@ PER_TOKEN = RewardRuleConfig(unit="token")
 
 
 def token_rewards(
-    offsets: np.ndarray, spans: Sequence[Span], *, text: str, rule: RewardRuleConfig = PER_TOKEN
+    offsets: np.ndarray,
+    spans: Sequence[Span],
+    *,
+    text: str,
+    rule: RewardRuleConfig = PER_TOKEN,
+    weights: Mapping[str | None, float] = MappingProxyType({}),
 ) -> np.ndarray:
     """Return the reward of every token: `rule.good` for a good span, `rule.poor[severity - 1]` for a poor span.
+
+    Spans of different criteria do not affect each other: the rewards of each criterion, times its weight, add up.
 
     A span covers a token if they share at least one (`cover` any), half or all of the token's non-blank characters. A
     token of blanks or without characters (EOS) is never covered.
@@ -29,6 +37,7 @@ def token_rewards(
 
     Args:
         offsets: [R, 2], half-open character ranges of `text`.
+        weights: Criterion -> factor of its rewards, by default 1.
 
     Returns:
         [R] float32, before placement.
@@ -36,8 +45,15 @@ def token_rewards(
         text "so good, so bad", spans good (0, 7), poor (12, 15), tokens "so" " good" "," " so" " bad"
         -> [1, 1, 0, 0, -1] by token, [0, 1, 0, 0, -1] by span
     """
-    if rule.unit == "span":
-        return _pay_spans(offsets, spans, text, rule)
+    total = np.zeros(len(offsets), np.float32)
+    for criterion in dict.fromkeys(span.criterion for span in spans):
+        own = [span for span in spans if span.criterion == criterion]
+        pay = _pay_spans if rule.unit == "span" else _pay_tokens
+        total += np.float32(weights.get(criterion, 1.0)) * pay(offsets, own, text, rule)
+    return total
+
+
+def _pay_tokens(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
     good = find_covered_tokens(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
     severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
     for level in (1, 2, 3):

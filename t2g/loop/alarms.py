@@ -18,7 +18,9 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     """
     sentences = []
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
-    for name in (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE, *recalls):
+    criteria = [name for name in history[-1] if name.startswith(m.CRITERION_FAILED)] if history else []
+    names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE, m.TEACHER_GAP)
+    for name in (*names, *recalls, *criteria):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
@@ -61,12 +63,23 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) ->
                 f"{1 - value:.1%} of the tokens are labelled, below alarms.min_labelled_share="
                 f"{config.min_labelled_share:.1%}: hardly anything is paid; read the critiques in samples.jsonl"
             )
+        case m.TEACHER_GAP if first > 0 and value > 0:  # later a good policy passes its teacher
+            return (
+                f"the teacher of objective.teacher makes the first tokens of poor spans {value:.2f} nats likelier: the "
+                "model does not follow critiques in its prompt, and the teacher will not help; train without it"
+            )
         case _ if name.startswith(m.RECALL) and value < config.min_fault_recall:
             return (
                 f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor (mean of up "
                 f"to {RECALL_STEPS} steps), below alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy "
                 "will find out; annotate responses of the last checkpoint with jobs.annotate, with annotate.planted "
                 "where the task can, and train the reward model on them (jobs.train_reward)"
+            )
+        case _ if name.startswith(m.CRITERION_FAILED) and value > config.max_failed_share:
+            return (
+                f"{value:.0%} of the responses have no usable feedback of criterion "
+                f"{name.removeprefix(m.CRITERION_FAILED)}, above alarms.max_failed_share="
+                f"{config.max_failed_share:.0%}: look at feedback.criteria in samples.jsonl"
             )
         case m.FAILED_SHARE if value > config.max_failed_share:
             return (

@@ -8,8 +8,7 @@ import asyncio
 import hashlib
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
@@ -22,11 +21,12 @@ from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Record, Task, stable_id
+from t2g.text.thinking import NO_ANSWER
 from t2g.types import FeedbackStatus, Prompt
 
 STATUSES: tuple[FeedbackStatus, ...] = get_args(FeedbackStatus)
 MAX_REASONS = 5  # kinds of failure in a summary
-SampleResponses = Callable[[Prompt], Awaitable[Sequence[str]]]  # the policy's responses by sample_index
+SampleResponses = Callable[[Prompt], Awaitable[Sequence[str | None]]]  # by sample_index; None: no answer
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,17 @@ def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
     samples = []
     num_responses: Counter[str] = Counter()  # by prompt id
     for number, record in enumerate(records, start=1):
-        text, payload, response, problem = "", {}, None, ""
+        text, payload, messages, response, problem = "", {}, (), None, ""
         try:
             text, payload = task.prompt_text(record), task.payload(record)
+            messages = tuple(task.policy_messages(record))
             response = task.response(record)
             if response is None:
                 problem = f"data record {number} has no response; it has {', '.join(record)}"
         except ValueError as error:
             problem = f"data record {number}: {error}"
         prompt_id = task.prompt_id(record) or stable_id(text or f"record {number}")
-        prompt = Prompt(prompt_id=prompt_id, prompt_text=text, task=task.name, payload=payload)
+        prompt = Prompt(prompt_id=prompt_id, prompt_text=text, task=task.name, payload=payload, messages=messages)
         samples.append(Sample(prompt, num_responses[prompt_id], response, problem))
         num_responses[prompt_id] += 1
     return samples
@@ -120,16 +121,15 @@ class ConcurrencyLimit:
     def close(self) -> None:
         self._is_open = False
 
-    @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[bool]:
-        """Wait for a slot and yield whether the judgement may start."""
+    async def run(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Wait for a slot and await `work(*args)`, unless the limit is closed by then."""
         async with self._slots:
-            may_start = self._is_open
-            self.num_in_flight += may_start
-            try:
-                yield may_start
-            finally:
-                self.num_in_flight -= may_start
+            if self._is_open:
+                self.num_in_flight += 1
+                try:
+                    await work(*args)
+                finally:
+                    self.num_in_flight -= 1
 
 
 async def annotate(
@@ -149,26 +149,25 @@ async def annotate(
         sample_responses: Called once for each prompt that has samples without a response.
     """
 
-    async def judge(sample: Sample, response: str) -> None:
-        async with limit.acquire() as may_start:
-            if may_start:
-                made = await feedback.judge(sample.prompt, response)
-                record = make_annotated_record(sample.prompt, response, made, sample_index=sample.sample_index)
-                on_record(sample, record)
+    sampled: dict[str, asyncio.Future[Sequence[str | None]]] = {}  # by prompt id
 
-    async def sample_and_judge(group: Sequence[Sample]) -> None:
-        assert sample_responses is not None, "samples without a response need sample_responses"
-        responses = await sample_responses(group[0].prompt)
-        await asyncio.gather(*(judge(sample, responses[sample.sample_index]) for sample in group))
-
-    by_prompt: dict[str, list[Sample]] = {}
-    works = []
-    for sample in samples:
-        if sample.response is None:
-            by_prompt.setdefault(sample.prompt.prompt_id, []).append(sample)
+    async def judge(sample: Sample, response: str | None) -> None:
+        if response is None:
+            made = make_failed_feedback("unparsable", source=feedback.name, version="", reason=NO_ANSWER)
         else:
-            works.append(judge(sample, sample.response))
-    await asyncio.gather(*works, *(sample_and_judge(group) for group in by_prompt.values()))
+            made = await feedback.judge(sample.prompt, response)
+        on_record(sample, make_annotated_record(sample.prompt, response or "", made, sample_index=sample.sample_index))
+
+    async def sample_and_judge(sample: Sample) -> None:
+        response, prompt = sample.response, sample.prompt
+        if response is None:
+            assert sample_responses is not None, "samples without a response need sample_responses"
+            if prompt.prompt_id not in sampled:
+                sampled[prompt.prompt_id] = asyncio.ensure_future(sample_responses(prompt))
+            response = (await sampled[prompt.prompt_id])[sample.sample_index]
+        await limit.run(judge, sample, response)
+
+    await asyncio.gather(*map(sample_and_judge, samples))
 
 
 def make_refused_record(sample: Sample, source: str) -> AnnotatedRecord:

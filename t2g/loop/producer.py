@@ -6,6 +6,7 @@ steps, each once per epoch, in whatever order responses arrive.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
@@ -14,7 +15,7 @@ from t2g.config import PolicyJob
 from t2g.data.buffer import Group
 from t2g.errors import SamplingFailed
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.loop.sampling import JudgedStep, make_sampling
+from t2g.loop.sampling import JudgedStep, judge_answer, make_sampling
 from t2g.loop.steps import select_prompts
 from t2g.types import Prompt, Rollout, SpanFeedback
 
@@ -48,8 +49,7 @@ class Producer:
     def admit(self, step: int) -> None:
         """Start to sample a step's prompts, unless they were started before.
 
-        Raises:
-            UserError: There are fewer prompts than a step needs.
+        A prompt that a step holds n times gets n times as many samples, with seeds of their own.
         """
         if step in self._steps:
             return
@@ -57,12 +57,13 @@ class Producer:
         indices = select_prompts(
             num_prompts=len(self._prompts), per_step=rollout.prompts_per_step, step=step, seed=self._config.run.seed
         )
-        sampling = make_sampling(self._config, "train", step, num_samples=rollout.samples_per_prompt)
         finished = {group.prompt.prompt_id: group for group in self._restored.pop(step, ())}
         self._sampled_at[step] = 0.0
-        self._steps[step] = [
-            asyncio.ensure_future(self._make_group(step, self._prompts[i], sampling, finished)) for i in indices
-        ]
+        self._steps[step] = []
+        for i, count in Counter(indices).items():
+            sampling = make_sampling(self._config, "train", step, num_samples=count * rollout.samples_per_prompt)
+            group = self._make_group(step, self._prompts[i], sampling, finished)
+            self._steps[step].append(asyncio.ensure_future(group))
 
     async def _make_group(self, step: int, prompt: Prompt, sampling: Sampling, finished: Mapping[str, Group]) -> Group:
         if prompt.prompt_id in finished:
@@ -71,7 +72,7 @@ class Producer:
 
         def start_judging(rollout: Rollout) -> None:
             if rollout.sample_index not in judgements:
-                judgement = asyncio.ensure_future(self._feedback.judge(prompt, rollout.response_text))
+                judgement = asyncio.ensure_future(judge_answer(self._feedback, prompt, rollout))
                 judgements[rollout.sample_index] = judgement
 
         try:
@@ -97,12 +98,13 @@ class Producer:
         del self._steps[step]
         unsampled = {group.prompt.prompt_id: group.failure for group in groups if not group.samples}
         generate_s = max(0.0, self._sampled_at.pop(step) - started)
+        rollout, num_sampled = self._config.rollout, sum(len(group.samples) for group in groups)
         return JudgedStep(
             pairs=tuple((group.prompt, *sample) for group in groups for sample in group.samples),
             generate_s=generate_s,
             feedback_s=time.monotonic() - started - generate_s,
             unsampled=unsampled,
-            num_unsampled=len(unsampled) * self._config.rollout.samples_per_prompt,
+            num_unsampled=rollout.prompts_per_step * rollout.samples_per_prompt - num_sampled,
         )
 
     def collect_finished(self) -> dict[int, list[Group]]:

@@ -6,7 +6,7 @@ of (run.seed, step): two methods see the same prompts, and the same samples if t
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from t2g.loop.steps import sampling_seed
 from t2g.runs.log import RunLog
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
+from t2g.text.thinking import NO_ANSWER
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
@@ -64,11 +65,12 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: s
     lost_share = 1 - len(usable) / num_requested
     if lost_share > config.feedback.max_failed_share or not usable:
         counts = {s: sum(f.status == s for _, _, f in judged.pairs) for s in ("failed", "unparsable")}
+        reason = next((f"; the first: {f.reason}" for _, _, f in judged.pairs if f.reason and not f.usable), "")
         unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
         raise RunStopped(
             f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
             f"({unsampled}{counts['failed']} failed, {counts['unparsable']} unparsable) from {source}; "
-            f"feedback.max_failed_share allows {config.feedback.max_failed_share:.0%}"
+            f"feedback.max_failed_share allows {config.feedback.max_failed_share:.0%}{reason}"
         )
     return usable
 
@@ -87,16 +89,32 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
     ]
 
 
+async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
+    """Return the feedback on the answer of a response, with the spans in characters of `response_text`.
+
+    The source sees the answer alone. A response that ended within its thinking is not judged: it has no spans.
+    """
+    if rollout.answer_start is None:
+        return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=NO_ANSWER)
+    return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start)
+
+
+def shift_spans(feedback: SpanFeedback, offset: int) -> SpanFeedback:
+    """Return the feedback with its spans `offset` characters later; `critique_range` counts the critique and stays."""
+    spans = (replace(span, start=span.start + offset, end=span.end + offset) for span in feedback.spans)
+    return replace(feedback, spans=tuple(spans)) if offset else feedback
+
+
 async def measure(
     task: Task, prompt: Prompt, rollout: Rollout, sandbox: SandboxConfig, limit: asyncio.Semaphore
 ) -> dict[str, float]:
-    """Return the task's metrics of a response, with `score_name`. Runs in a thread: a task may execute programs.
+    """Return the task's metrics of an answer, with `score_name`. Runs in a thread: a task may execute programs.
 
     Raises:
         UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
     """
     async with limit:
-        metrics = await asyncio.to_thread(task.measure, prompt, rollout.response_text, sandbox=sandbox)
+        metrics = await asyncio.to_thread(task.measure, prompt, rollout.answer, sandbox=sandbox)
     if not metrics or task.score_name not in metrics:
         raise UserError(
             f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "
@@ -133,14 +151,18 @@ async def compute_held_out_metrics(
     measurable = pairs if all(task.can_measure(prompt) for prompt, _ in pairs) else ()
     rows = await gather_all(measure(task, *pair, config.feedback.sandbox, limit) for pair in measurable)
     logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
-    judged = await gather_all(feedback.judge(p, r.response_text) for p, r in (logged if rows else pairs))
+    judged = await gather_all(judge_answer(feedback, p, r) for p, r in (logged if rows else pairs))
     log.write_samples(step, "eval", [(*pair, f) for pair, f in zip(logged, judged, strict=False)])
     metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return metrics | {"eval/score": metrics[f"eval/{task.score_name}"]}
     rules, usable = config.objective.rewards, [f for f in judged if f.usable]
-    values = [[rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans] for f in usable]
+    weights = config.feedback.weights
+    values = [
+        [weights.get(s.criterion, 1) * (rules.good if s.label > 0 else rules.poor[s.severity - 1]) for s in f.spans]
+        for f in usable
+    ]
     shares = [sum(row) / sum(map(abs, row)) if any(row) else 0.0 for row in values]
     score = float(np.mean(shares)) if shares else float("-inf")
     return metrics | {"eval/score": score, "eval/failed_share": 1 - len(usable) / len(judged)}

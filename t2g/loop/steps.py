@@ -2,32 +2,44 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from t2g.algo.advantages import distillation_advantages, gae, group_advantages, step_rewards, whiten
+from t2g.algo.advantages import gae, group_advantages, step_rewards, whiten
 from t2g.algo.corrections import MAX_LOG_RATIO
 from t2g.algo.kl import sequence_kl
-from t2g.config import ObjectiveConfig
+from t2g.config import ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import apply_placement, compute_label_shares
-from t2g.runs.metrics import RECALL, TRUNCATED_SHARE
+from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD, FEEDBACK_METRICS, RECALL, TRUNCATED_SHARE
 from t2g.tasks.base import Task
-from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
+from t2g.text.thinking import find_last_tag, find_thinking_tags
+from t2g.types import (
+    DistillationSample,
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    SpanFeedback,
+    TeacherStats,
+    TokenStats,
+    TrainSample,
+    WeightSyncResult,
+)
 
 
 def select_prompts(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
     """Return the indices of the prompts of a step (1, 2, ...).
 
-    Each epoch is a permutation, cut into whole steps; the remainder is left out, so no step holds a prompt twice. The
-    result depends on the arguments only: a resumed run continues with the same prompts.
-
-    Raises:
-        UserError: There are fewer prompts than a step needs.
+    Each epoch is a permutation, cut into whole steps; the remainder is left out, so no step holds a prompt twice. Only
+    if a step needs more prompts than there are, it holds all of them as often as they fit, and others of each epoch
+    once more. The result depends on the arguments only: a resumed run continues with the same prompts.
     """
     if per_step > num_prompts:
-        raise UserError(f"rollout.prompts_per_step={per_step}, and data.path has only {num_prompts} prompts; lower it")
+        repeats, rest = divmod(per_step - 1, num_prompts)
+        once_more = select_prompts(num_prompts=num_prompts, per_step=rest + 1, step=step, seed=seed)
+        return [*range(num_prompts)] * repeats + once_more
     epoch, index = divmod(step - 1, num_prompts // per_step)
     order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
     return order[index * per_step : (index + 1) * per_step].tolist()
@@ -55,6 +67,24 @@ def check_outcome_rewards(task: Task, prompts: Sequence[Prompt], coef: float) ->
             f"of data.path have no reference or tests to measure a response against, the first is prompt {missing[0]}; "
             "complete or remove their records, or set objective.outcome_rewards=0"
         )
+
+
+def check_truncation_penalty(tokenizer: Any, prompts: Sequence[Prompt], model: ModelConfig, penalty: float) -> None:
+    """Check that a model that thinks pays for a response without an answer.
+
+    A prompt that closes the thinking needs no penalty: a model that opens one nevertheless is rare.
+
+    Raises:
+        UserError: `objective.truncation_penalty` is 0, and the thinking is not switched off in every prompt.
+    """
+    tags = find_thinking_tags(tokenizer, model.thinking_tags)
+    if tags is None or penalty < 0 or all(find_last_tag(tokenizer, p.prompt_ids, tags) == tags[1] for p in prompts):
+        return
+    raise UserError(
+        f"{model.policy} may think before {tags[1]}, and with objective.truncation_penalty=0 a response without an "
+        "answer is worth more than a criticised one: set it to -1, switch thinking off as in "
+        "model.chat_template_kwargs={enable_thinking: false}, or set model.thinking_tags=[] if the model never thinks"
+    )
 
 
 def sampling_seed(seed: int, split: str, step: int) -> int:
@@ -112,23 +142,29 @@ def make_train_samples(
     *,
     kl_coef: float,
     seed: int,
-    teacher: Sequence[np.ndarray | None] = (),
+    teacher: Sequence[TeacherStats | None] = (),
 ) -> list[TrainSample]:
     """Turn rewards into whitened advantages and returns.
 
     Advantages are whitened over all response tokens of the step; returns belong to the unwhitened advantages.
 
     Args:
-        teacher: With `objective.teacher`, the teacher's log-probabilities [R] of each response; None if the teacher has
+        teacher: With `objective.teacher`, the teacher's log-probabilities for each response; None if the teacher has
             no critique of it. Such a response has no loss if the teacher's weight is 1.
+
+    Raises:
+        RunStopped: No token has a loss weight.
     """
     mask = pad_rows([np.ones(len(s.rollout.response_ids)) for s in scored])
     rules = objective.rewards
     old, ref = pad_rows([t.old_logprobs for t in stats]), pad_rows([t.ref_logprobs for t in stats])
     placed = [
-        apply_placement(
-            s.token_rewards, rules.placement, step_ids=s.step_ids,
-            seed=seed, prompt_id=s.rollout.prompt_id, sample_index=s.rollout.sample_index,
+        np.append(
+            s.token_rewards[: s.num_thinking],
+            apply_placement(
+                s.token_rewards[s.num_thinking :], rules.placement, step_ids=s.step_ids[s.num_thinking :],
+                seed=seed, prompt_id=s.rollout.prompt_id, sample_index=s.rollout.sample_index,
+            ),
         )
         for s in scored
     ]  # fmt: skip
@@ -153,16 +189,18 @@ def make_train_samples(
         normalise = objective.advantages == "group_normalised"
         advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
-    samples = []
-    for row, (s, t, logprobs) in enumerate(zip(scored, stats, teacher or [None] * len(scored), strict=True)):
+    samples: list[TrainSample] = []
+    for row, (s, t) in enumerate(zip(scored, stats, strict=True)):
         end = len(s.rollout.response_ids)
-        blended, weights = _blend_teacher(advantages[row, :end].numpy(), s, t, objective, logprobs)
+        is_trained = np.ones(end, np.float32)
+        is_trained[: 0 if objective.train_thinking else s.num_thinking] = 0
+        share = 1 if objective.loss_aggregation == "token" else 1 / max(1, int(is_trained.sum()))
         samples.append(
             TrainSample(
                 prompt_ids=s.rollout.prompt_ids,
                 response_ids=s.rollout.response_ids,
-                weights=weights,
-                advantages=blended,
+                weights=is_trained * np.float32(share),
+                advantages=advantages[row, :end].numpy(),
                 returns=returns[row, :end].numpy(),
                 values=t.values,
                 old_logprobs=t.old_logprobs,
@@ -170,25 +208,39 @@ def make_train_samples(
                 ref_logprobs=t.ref_logprobs,
             )
         )
+    if not (objective.train_thinking or any(sample.weights.any() for sample in samples)):
+        raise RunStopped(
+            "every response ended within its thinking, and objective.train_thinking=false trains no thinking: "
+            "raise rollout.max_new_tokens"
+        )
+    if objective.teacher is not None:
+        return [
+            _add_teacher(sample, t.top_ids, teacher_stats, objective.teacher.weight)
+            for sample, t, teacher_stats in zip(samples, stats, teacher, strict=True)
+        ]
     return samples
 
 
-def _blend_teacher(
-    advantages: np.ndarray,
-    scored: ScoredRollout,
-    stats: TokenStats,
-    objective: ObjectiveConfig,
-    teacher: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages and loss weights of one response, [R] each, blended with the teacher's if there is one."""
-    share = 1 if objective.loss_aggregation == "token" else 1 / max(1, len(advantages))
-    rule, weights = objective.teacher, np.full(len(advantages), share, np.float32)
-    if rule is None:
-        return advantages, weights
-    if teacher is None:
-        return (1 - rule.weight) * advantages, weights * np.float32(rule.weight < 1)
-    where = np.ones_like(scored.deltas) if rule.where == "all" else scored.deltas != 0
-    return distillation_advantages(advantages, teacher, stats.old_logprobs, where, rule.weight), weights
+def _add_teacher(
+    sample: TrainSample, top_ids: np.ndarray, teacher_stats: TeacherStats | None, weight: float
+) -> TrainSample:
+    """Return the sample with the teacher's log-probabilities of the tokens `top_ids`, [R, k].
+
+    Without a teacher (None) the sample has the loss of its rewards alone: no loss if the teacher's `weight` is 1.
+    """
+    if teacher_stats is None:
+        return DistillationSample(
+            **vars(sample) | {"weights": sample.weights * np.float32(weight < 1)},
+            top_ids=top_ids,
+            teacher_logprobs=np.zeros(top_ids.shape, np.float32),
+            teacher_mask=np.zeros(len(top_ids), np.float32),
+        )
+    return DistillationSample(
+        **vars(sample),
+        top_ids=top_ids,
+        teacher_logprobs=teacher_stats.top_logprobs,
+        teacher_mask=np.ones(len(top_ids), np.float32),
+    )
 
 
 def make_token_columns(samples: Sequence[TrainSample], stats: Sequence[TokenStats]) -> dict[str, list[np.ndarray]]:
@@ -216,8 +268,9 @@ def step_metrics(
     kl: float,
     kl_coef: float,
 ) -> dict[str, float]:
-    """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of tokens or of samples."""
-    deltas, rewards = (np.concatenate([getattr(s, name) for s in scored]) for name in ("deltas", "rewards"))
+    """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of answer tokens or of samples."""
+    deltas = np.concatenate([s.deltas[s.num_thinking :] for s in scored])
+    rewards = np.concatenate([s.rewards for s in scored])
     gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
     quotes = sum(f.num_quotes for _, _, f in pairs)
     sources = [f.source for _, _, f in pairs]
@@ -225,6 +278,14 @@ def step_metrics(
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
     modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
+    for name in sorted({name for _, _, f in pairs for name in f.metrics}):
+        values = [f.metrics[name] for _, _, f in pairs if name in f.metrics]
+        shares[f"{FEEDBACK_METRICS}{name}"] = float(np.mean(values))
+    # A response without an answer is not judged: it has no criteria, and counts as a reward of 0.
+    for name in dict.fromkeys(name for _, _, f in pairs for name in f.criteria):
+        failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
+        shares[f"{CRITERION_FAILED}{name}"] = float(np.mean(failed))
+        shares[f"{CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
     if objective.outcome_rewards:
         shares["reward/outcome_mean"] = float(np.mean([s.outcome_reward for s in scored]))
     return shares | {
@@ -252,39 +313,53 @@ def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback
     recalled: dict[str, list[bool]] = {}
     praised = []
     for prompt, rollout, feedback in pairs:
-        for kind, start, end in task.faults(prompt, rollout.response_text) if feedback.usable else ():
-            labels = {span.label for span in feedback.spans if span.start < end and start < span.end}
+        first = rollout.answer_start  # None: not judged
+        for kind, start, end in task.faults(prompt, rollout.answer) if feedback.usable and first is not None else ():
+            labels = {s.label for s in feedback.spans if s.start < first + end and first + start < s.end}
             recalled.setdefault(f"{RECALL}{kind}", []).append(-1 in labels)
             praised.append(1 in labels)
     shares = {name: float(np.mean(hits)) for name, hits in sorted(recalled.items())}
     return shares | ({"feedback/faults_praised": float(np.mean(praised))} if praised else {})
 
 
-def teacher_contexts(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[list[str]]:
-    """Return the contexts that the teacher may read about each response, the longest first.
+def teacher_critiques(prompt_ids: Sequence[str], critiques: Sequence[str], *, shuffled: bool) -> list[str]:
+    """Return the critique that the teacher reads for each response, "" for none.
 
-    The last context is the critique. With `sibling`, the first one adds the response to the same prompt with the
-    highest reward, if its reward is higher (SDPO, arXiv 2601.20802).
+    Args:
+        shuffled: Take the critique of a response to another prompt, the next one of the step; "" for a single prompt.
     """
-    best: dict[str, ScoredRollout] = {}
-    for s in sorted(scored, key=lambda s: -s.rewards.sum()):  # a stable sort: the first of equal rewards counts
-        best.setdefault(s.rollout.prompt_id, s)
-    contexts = []
-    for s in scored:
-        critique, better = s.feedback.critique.strip(), best[s.rollout.prompt_id]
-        contexts.append([critique] if critique else [])
-        if sibling and better.rewards.sum() > s.rewards.sum():
-            contexts[-1].insert(0, f"{critique}\nBetter: {better.rollout.response_text}".lstrip())
-    return contexts
+    if not shuffled:
+        return [critique.strip() for critique in critiques]
+    groups: dict[str, list[int]] = {}
+    for index, prompt_id in enumerate(prompt_ids):
+        groups.setdefault(prompt_id, []).append(index)
+    indices = [*groups.values()]  # of the responses to each prompt
+    shifted = [""] * len(critiques)
+    for group, next_group in zip(indices, indices[1:] + indices[:1], strict=True):
+        for position, index in enumerate(group if len(indices) > 1 else ()):
+            shifted[index] = critiques[next_group[position % len(next_group)]].strip()
+    return shifted
 
 
-def teacher_metrics(teacher: Sequence[np.ndarray | None], stats: Sequence[TokenStats]) -> dict[str, float]:
-    """Return the share of a step with a teacher, and the teacher's distance from the policy."""
-    gaps = [row - t.old_logprobs for row, t in zip(teacher, stats, strict=False) if row is not None]
-    if not gaps:
-        return {}
-    gap = float(np.abs(np.concatenate(gaps)).mean())
-    return {"teacher/share": len(gaps) / len(stats), "teacher/gap_mean": gap}
+def teacher_metrics(
+    scored: Sequence[ScoredRollout], teacher: Sequence[TeacherStats | None], stats: Sequence[TokenStats]
+) -> dict[str, float]:
+    """Return the share of the step with a teacher, and the teacher's log-probability less the policy's, nats.
+
+    The gaps are means over the sampled tokens of good and of poor spans, and over the first token of each run of poor
+    ones. A teacher that understands the critique lowers poor tokens: their gaps are below 0.
+    """
+    gaps: dict[str, list[np.ndarray]] = {"good": [], "poor": [], "poor_first": []}
+    for s, t, teacher_stats in zip(scored, stats, teacher, strict=True):
+        if teacher_stats is not None:
+            gap, poor = teacher_stats.logprobs - t.old_logprobs, s.deltas < 0
+            gaps["good"].append(gap[s.deltas > 0])
+            gaps["poor"].append(gap[poor])
+            gaps["poor_first"].append(gap[poor & ~np.append(False, poor[:-1])])
+    means = {
+        f"teacher/gap_{name}": float(np.concatenate(rows).mean()) for name, rows in gaps.items() if any(map(len, rows))
+    }
+    return means | {"teacher/share": sum(teacher_stats is not None for teacher_stats in teacher) / len(teacher)}
 
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:

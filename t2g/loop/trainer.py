@@ -15,14 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from t2g.algo.kl import adapt_kl_coef
 from t2g.concurrency import gather_unless_stopped
 from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
-from t2g.data.prompts import encode_revision
+from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import compute_step_ids
@@ -34,7 +32,18 @@ from t2g.runs.checkpoint import CheckpointStore, FileHashes
 from t2g.runs.identity import Identity, check_identity, save_identity
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
-from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, UpdateResult
+from t2g.text.thinking import count_thinking_tokens
+from t2g.types import (
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    SpanFeedback,
+    TeacherQuery,
+    TeacherStats,
+    TokenStats,
+    TrainSample,
+    UpdateResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +79,7 @@ class Trainer:
     identity: Identity  # of the run; a checkpoint is valid for the same prompts and the same reference policy only
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+    on_checkpoint: Callable[[int], None] = lambda step: None  # called with the step before its checkpoint is written
     extra_metrics: Callable[[], Awaitable[dict[str, float]]]  # further metrics of a step, read at its end
     gpu_time_sharing: GpuTimeSharing | None = None  # if engines and learner share GPUs
     lost_at: float | None = None  # time.monotonic() at which the learner failed that this one replaces
@@ -211,7 +221,7 @@ class Trainer:
         stats = await self._call(self.learner.forward, [s.rollout for s in scored])
         steps.check_finite(step, scored, stats)
         objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
-        teacher = await self._score_teacher(scored, prompts) if objective.teacher else ()
+        teacher = await self._score_teacher(scored, stats, prompts) if objective.teacher else ()
         samples = steps.make_train_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed, teacher=teacher)
         batch = make_train_batch(
             samples,
@@ -222,31 +232,42 @@ class Trainer:
         )
         result = await self._call(self.learner.update, batch)
         stats = list(result.stats) or stats
-        result = replace(result, metrics=result.metrics | steps.teacher_metrics(teacher, stats))
+        if teacher:
+            result = replace(result, metrics=result.metrics | steps.teacher_metrics(scored, teacher, stats))
         return samples, stats, steps.step_kl(stats), result
 
     async def _score_teacher(
-        self, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]
-    ) -> list[np.ndarray | None]:
-        """Return log-probabilities [R] of each response by the policy that reads its critique; None if none fits."""
-        max_tokens = self.config.revision_window - self.config.rollout.max_new_tokens
-        teacher_ids = []
-        all_contexts = steps.teacher_contexts(scored, sibling=self.config.objective.teacher.sibling)
-        for s, contexts, prompt in zip(scored, all_contexts, prompts, strict=True):
-            encode = partial(encode_revision, self.task, prompt, s.rollout.response_text)
-            # The prompt may be cut for the last context only, which is the critique without a sibling.
-            encoded = (encode(text, self.tokenizer, max_tokens, cut=text is contexts[-1]) for text in contexts)
-            teacher_ids.append(next((ids for ids in encoded if ids is not None), None))
-        rollouts = [
-            replace(s.rollout, prompt_ids=ids) for s, ids in zip(scored, teacher_ids, strict=True) if ids is not None
-        ]
-        if not rollouts:
-            raise RunStopped(
-                f"no response has a critique for objective.teacher that fits into {max_tokens} tokens beside it"
-            )
+        self, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats], prompts: Sequence[Prompt]
+    ) -> list[TeacherStats | None]:
+        """Return the teacher's log-probabilities for each response; None if no critique fits into its prompt.
 
-        stats = iter(await self._call(self.learner.forward, rollouts))
-        return [None if ids is None else next(stats).old_logprobs for ids in teacher_ids]
+        Raises:
+            RunStopped: The teacher has no critique at all, and the loss has no other part.
+        """
+        rule = self.config.objective.teacher
+        assert rule is not None
+        max_tokens = self.config.revision_window - self.config.rollout.max_new_tokens
+        critiques = steps.teacher_critiques(
+            [s.rollout.prompt_id for s in scored],
+            [s.feedback.critique for s in scored],
+            shuffled=rule.critique == "shuffled",
+        )
+        teacher_ids = [
+            encode_teacher_prompt(self.task, prompt, critique, self.tokenizer, max_tokens) if critique else None
+            for prompt, critique in zip(prompts, critiques, strict=True)
+        ]
+        queries = [
+            TeacherQuery(prompt_ids=ids, response_ids=s.rollout.response_ids, top_ids=t.top_ids)
+            for s, t, ids in zip(scored, stats, teacher_ids, strict=True)
+            if ids is not None
+        ]
+        if not queries and rule.weight == 1:
+            raise RunStopped(
+                f"no response of the step has a critique for objective.teacher that fits into a prompt of {max_tokens} "
+                "tokens, and objective.teacher.weight=1 trains on nothing else; set it below 1"
+            )
+        teacher_stats = iter(await self._call(self.learner.score_teacher, queries) if queries else ())
+        return [None if ids is None else next(teacher_stats) for ids in teacher_ids]
 
     async def _call(self, call: Callable[..., Result], *args: Any) -> Result:
         """Call the learner in a thread, so that requests go on meanwhile.
@@ -265,22 +286,25 @@ class Trainer:
 
     async def _score(self, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
         outcome_reward = 0.0
-        if self.config.objective.outcome_rewards:
+        if self.config.objective.outcome_rewards and rollout.answer_start is not None:
             metrics = await sampling.measure(
                 self.task, prompt, rollout, self.config.feedback.sandbox, self._measure_limit
             )
             outcome_reward = metrics[self.task.score_name]
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
         rule = self.config.objective.rewards
-        reward_by = partial(token_rewards, offsets, feedback.spans, text=rollout.response_text)
+        reward_by = partial(token_rewards, offsets, text=rollout.response_text, weights=self.config.feedback.weights)
+        by_criterion = {name: [s for s in feedback.spans if s.criterion == name] for name in feedback.criteria}
         return ScoredRollout(
             rollout=rollout,
             feedback=feedback,
-            token_rewards=reward_by(rule=rule),
-            by_token=reward_by(rule=with_overrides(rule, {"unit": "token"})),
+            token_rewards=reward_by(feedback.spans, rule=rule),
+            by_token=reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"})),
             step_ids=compute_step_ids(offsets, rollout.response_text, self.task.step_pattern),
             outcome_reward=outcome_reward,
-            truncation_penalty=self.config.objective.truncation_penalty if rollout.is_truncated else 0.0,
+            truncation_penalty=self.config.objective.truncation_penalty if rollout.is_unfinished else 0.0,
+            num_thinking=count_thinking_tokens(offsets, rollout.answer_start),
+            criterion_rewards={name: float(reward_by(spans, rule=rule).sum()) for name, spans in by_criterion.items()},
         )
 
     def _advance(self, step: int, policy_version: int, num_samples: int, kl: float) -> None:
@@ -323,6 +347,7 @@ class Trainer:
         now = time.monotonic()
         self.state, self._since = replace(self.state, wall_s=self.state.wall_s + now - self._since), now
         groups = producer.collect_finished()
+        self.on_checkpoint(self.state.step)
 
         def fill(folder: Path) -> FileHashes:
             save_identity(folder, self.identity)

@@ -5,7 +5,7 @@ const names = { 1: "good", [-1]: "poor" };
 let state, place, item, characters;
 let moving = false;
 let before = []; // the spans before each change of this response, for undo
-let last = null; // the span that 1, 2, 3 and x change if no span is selected
+let last = null; // the span that 1, 2, 3, f, d and x change if no span is selected
 let sent = Promise.resolve(); // the last save
 let queued = null; // a save that has not started
 let typing, caret;
@@ -77,6 +77,7 @@ function draw() {
     if (!CSS.highlights.has(group)) CSS.highlights.set(group, new Highlight());
     CSS.highlights.get(group).add(range);
     line.textContent = `${name} ${span.severity}: ${characters.slice(span.start, span.end).join("")}`;
+    if (span.fix != null) line.textContent += ` → ${span.fix || "(delete)"}`;
     line.className = span === last ? `${name} active` : name;
     at("spans").append(line);
   }
@@ -123,8 +124,24 @@ function currentSpan() {
 function setSeverity(severity) {
   const old = currentSpan();
   if (!old) return say("mark something first, or put the caret into a mark");
-  const span = { ...old, severity };
+  replace(old, { severity });
+}
+
+function replace(old, values) {
+  const span = { ...old, ...values };
   change(item.spans.map((s) => (s === old ? span : s)), span);
+}
+
+// Set the fix of a poor span: "" deletes it, undefined is none. Without a value, type it.
+function fix(value) {
+  const old = currentSpan();
+  if (old?.label !== -1) return say("mark something as poor first, or put the caret into a poor mark");
+  replace(old, { fix: value ?? old.fix });
+  if (value !== undefined) return;
+  caret = getSelection().getRangeAt(0).cloneRange();
+  at("fix").hidden = false;
+  at("fix").value = old.fix ?? "";
+  at("fix").focus();
 }
 
 function remove() {
@@ -172,6 +189,7 @@ function move(action) {
 
 const keys = {
   g: () => mark(1), p: () => mark(-1), 1: () => setSeverity(1), 2: () => setSeverity(2), 3: () => setSeverity(3), x: remove, u: undo,
+  f: () => fix(), d: () => fix(""),
   c: () => { caret = getSelection().getRangeAt(0).cloneRange(); at("critique").focus(); }, n: () => move(finish), enter: () => move(finish),
   s: () => move(() => go(1)), b: () => move(() => go(-1)),
 };
@@ -184,7 +202,9 @@ function act(key) {
 
 document.addEventListener("keydown", (event) => {
   const key = event.key.toLowerCase(), ours = Object.hasOwn(keys, key);
-  if (event.target === at("critique")) {
+  if (event.target === at("fix")) {
+    if (["escape", "enter"].includes(key) && !event.isComposing) { event.preventDefault(); back(); }
+  } else if (event.target === at("critique")) {
     if (key === "escape") back();
     if (key === "enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); act("n"); }
   } else if (ours && !event.ctrlKey && !event.metaKey && !event.altKey && event.target.tagName !== "BUTTON") {
@@ -196,12 +216,21 @@ for (const kind of ["beforeinput", "paste", "cut", "drop", "dragstart"])
   at("response").addEventListener(kind, (event) => event.preventDefault());
 // Input methods cannot be prevented from writing into the response: restore its text.
 at("response").addEventListener("input", () => { at("response").textContent = item.response; draw(); });
-at("critique").addEventListener("input", () => {
+function saveSoon() {
   say("");
   at("saved").textContent = "saving";
   clearTimeout(typing);
   typing = setTimeout(() => reportError(save()), 300);
+}
+at("critique").addEventListener("input", saveSoon);
+at("fix").addEventListener("input", () => { // undo takes back the whole fix: `fix` has kept the spans before it
+  const span = { ...last, fix: at("fix").value || undefined };
+  item.spans = item.spans.map((s) => (s === last ? span : s));
+  last = span;
+  draw();
+  saveSoon();
 });
+at("fix").addEventListener("blur", () => { at("fix").hidden = true; });
 at("critique").addEventListener("change", () => reportError(save()));
 for (const button of document.querySelectorAll("#keys button")) {
   button.addEventListener("mousedown", (event) => event.preventDefault()); // the selection stays

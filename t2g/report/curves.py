@@ -74,7 +74,8 @@ def line_chart(
     x_ticks = nice_ticks(min(xs), max(xs), whole=all(x % 1 == 0 for x in xs))
     y_ticks = nice_ticks(min(ys), max(ys))
     x_low, x_high = min(xs), max(max(xs), min(xs) + x_ticks[1] - x_ticks[0])
-    x_labels = [(x, text) for x, text in tick_labels(x_ticks) if x_low <= x <= x_high]
+    slack = 1e-9 * (x_high - x_low)  # of rounding, without which a single point near 0 has no label
+    x_labels = [(x, text) for x, text in tick_labels(x_ticks) if x_low - slack <= x <= x_high + slack]
     x_chars, y_chars = (max(len(text) for _, text in labels) for labels in (x_labels, tick_labels(y_ticks)))
     left, right = max(LEFT, CHAR * y_chars + 26), max(RIGHT, CHAR * x_chars // 2)
 

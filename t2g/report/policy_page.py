@@ -1,13 +1,12 @@
 """Write the results of a policy evaluation: evaluation.json, .md and .html, and exports. Computes no figures."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t2g.files import write_atomic
+from t2g.files import write_atomic, write_json
 from t2g.report.reward_page import HTML_FILE, JSON_FILE
 from t2g.report.templates import number, render_page
 from t2g.runs.versions import collect_versions
@@ -54,7 +53,7 @@ def write_policy_evaluation(
         "bleu_signature": bleu_signature() if BLEU in measures else None,
         "versions": collect_versions(),
     }
-    write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
+    write_json(folder / JSON_FILE, result)
     write_atomic(folder / MD_FILE, _markdown(result, measures).encode())
     render_page(
         folder / HTML_FILE,
@@ -113,4 +112,4 @@ def _export(folder: Path, prompts: Sequence[Prompt], answers: Mapping[str, Seque
     for name, rows in answers.items():
         texts = zip(prompts, rows, strict=True)
         outputs = [{"instruction": p.prompt_text, "output": r.responses[0].text, "generator": name} for p, r in texts]
-        write_atomic(folder / f"alpaca_eval_{name}.json", json.dumps(outputs, indent=1).encode())
+        write_json(folder / f"alpaca_eval_{name}.json", outputs)

@@ -1,13 +1,12 @@
 """Write the results of a reward model evaluation: evaluation.json and evaluation.html. Computes no figures."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from t2g.feedback.records import AnnotatedRecord
-from t2g.files import write_atomic
+from t2g.files import write_json
 from t2g.report.templates import render_page
 from t2g.runs.versions import collect_versions
 from t2g.study import reward_eval
@@ -45,7 +44,7 @@ def write_evaluation(
         "errors": {kind: _errors_json(of_kind, records, judged) for kind, of_kind in errors.items()},
         "versions": collect_versions(),
     }
-    write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
+    write_json(folder / JSON_FILE, result)
     render_page(
         folder / HTML_FILE,
         "reward.html",

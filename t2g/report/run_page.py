@@ -144,7 +144,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _read_run(folder: Path) -> _Run:
-    steps = [step | {m.STEP: int(step[m.STEP])} for step in _read(folder / METRICS_FILE, _STEP)]
+    steps = [step | {m.STEP: int(step[m.STEP])} for step in read_records(folder / METRICS_FILE, _STEP)]
     if not steps:
         raise UserError(
             f"{folder / METRICS_FILE} holds no finished step: the folder of a run of jobs.train_policy is needed"
@@ -161,7 +161,7 @@ def _read_run(folder: Path) -> _Run:
         steps=steps,
         summary={"base": base} | summary,
         examples=examples(folder / SAMPLES_FILE),
-        alarms=[(f"step {line[m.STEP]}", line["alarm"]) for line in _read(folder / ALARMS_FILE, _ALARM)],
+        alarms=[(f"step {line[m.STEP]}", line["alarm"]) for line in read_records(folder / ALARMS_FILE, _ALARM)],
         made=how_made(folder),
     )
 
@@ -172,7 +172,7 @@ def examples(path: Path) -> list[Example]:
     Examples of two steps or more come first, among them those of held-out prompts, then those of the latest steps.
     """
     by_key: dict[tuple[str, str, str, int], list[SampleRecord]] = {}
-    for sample in _read(path, _SAMPLE):
+    for sample in read_records(path, _SAMPLE):
         # A prompt_id is unique within one data set; the held-out data set may have the same id.
         responses = by_key.setdefault((sample.split, sample.prompt_id, sample.prompt, sample.sample_index), [])
         if not responses or sample.step > responses[-1].step:
@@ -189,19 +189,6 @@ def how_made(folder: Path) -> dict[str, str]:
     if (config := folder / FILE_NAME).is_file():
         made["config"] = config.read_text(errors="replace")
     return {name: mask_secrets(text[:MAX_CONFIG_CHARS]) for name, text in made.items()}
-
-
-def _read(path: Path, schema: TypeAdapter[Any]) -> Iterator[Any]:
-    """Yield the lines of a file that a RunLog wrote.
-
-    Raises:
-        UserError: A line is invalid.
-    """
-    for number, record in read_records(path):
-        try:
-            yield schema.validate_python(record)
-        except ValidationError as error:
-            raise UserError(f"{path}:{number} is not a line of a run's log ({format_first_error(error)})") from error
 
 
 def write_report(
@@ -301,7 +288,12 @@ def charts(
         y_range = (0.0, 1.0) if is_share else ()
         if svg := line_chart(lines, x_label="samples of training", y_label=metric, level=level, y_range=y_range):
             yield f"Held-out {metric}", svg, None if level is None else "base", legend_entries(lines)
-    for title, y_label, keys in OVER_STEPS:
+    all_keys = dict.fromkeys(key for steps in arms.values() for step in steps for key in step)
+    criteria = {key: key.partition("/")[2] for key in all_keys if key.startswith(m.CRITERION_REWARD)}
+    by_criterion = [("Reward by criterion", "mean reward of a response", tuple(criteria))] if criteria else []
+    if len(arms) > 1:
+        by_criterion = [(f"Reward of {name}", "mean reward of a response", (key,)) for key, name in criteria.items()]
+    for title, y_label, keys in (*OVER_STEPS, *by_criterion):
         several = len(keys) > 1
         lines = [
             series(key.partition("/")[2] if several and len(arms) == 1 else name, steps, m.STEP, key, len(arms) == 1)

@@ -16,6 +16,8 @@ class Segment:
     good: bool  # covered by a good span
     poor: bool
     opens: tuple[tuple[int, int], ...]  # (index, label) of the spans that begin with this segment
+    is_struck: bool = False  # covered by a span with a fix
+    fixes: tuple[str, ...] = ()  # of the spans that end with this segment
 
 
 def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
@@ -27,14 +29,23 @@ def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
     >>> [(s.text, s.good, s.poor) for s in segments("abcd", spans)]
     [('ab', True, False), ('c', True, True), ('d', False, True)]
     """
-    inside = [(i, max(0, s.start), min(len(text), s.end), s.label) for i, s in enumerate(spans)]
+    inside = [(i, max(0, s.start), min(len(text), s.end), s) for i, s in enumerate(spans)]
     inside = [item for item in inside if item[1] < item[2]]
     cuts = sorted({0, len(text), *(start for _, start, _, _ in inside), *(end for _, _, end, _ in inside)})
     result = []
     for start, end in pairwise(cuts):
-        covering = {label for _, first, last, label in inside if first <= start and end <= last}
-        opens = tuple((i, label) for i, first, _, label in inside if first == start)
-        result.append(Segment(text=text[start:end], good=1 in covering, poor=-1 in covering, opens=opens))
+        covering = [span for _, first, last, span in inside if first <= start and end <= last]
+        labels = {span.label for span in covering}
+        result.append(
+            Segment(
+                text=text[start:end],
+                good=1 in labels,
+                poor=-1 in labels,
+                opens=tuple((i, span.label) for i, first, _, span in inside if first == start),
+                is_struck=any(span.fix is not None for span in covering),
+                fixes=tuple(span.fix for _, _, last, span in inside if last == end and span.fix is not None),
+            )
+        )
     return result
 
 

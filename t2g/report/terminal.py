@@ -17,7 +17,8 @@ MARKS = {(True, False): "+", (False, True): "-", (True, True): "±"}
 def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> None:
     """Print the feedback on a response; spans are coloured, or between marks on a console without colours.
 
-    Without colours "about a laptop by Ann." is "about a [-laptop-] by [+Ann+]."
+    Without colours "about a laptop by Ann." is "about a [-laptop-] by [+Ann+].", and "about a [-laptop-]{phone} by ..."
+    where the laptop has a fix.
     """
     colours = console.color_system is not None and not console.no_color
     lines = [printable(feedback.critique) or "(no critique)", "", marked(response, feedback, colours), ""]
@@ -32,14 +33,16 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> No
 
 
 def marked(response: str, feedback: SpanFeedback, colours: bool) -> Text:
-    """Return the response with its good and poor spans in colours, or between marks."""
+    """Return the response with its good and poor spans in colours, or between marks, each followed by its fix."""
     text = Text()
     for segment in segments(printable(response), feedback.spans):
         label = (segment.good, segment.poor)
         if colours or label not in MARKS:
-            text.append(segment.text, STYLES.get(label))
+            text.append(segment.text, f"{STYLES[label]} strike" if segment.is_struck else STYLES.get(label))
         else:
             text.append(f"[{MARKS[label]}{segment.text}{MARKS[label]}]")
+        for fix in filter(None, segment.fixes):
+            text.append(f"{{{printable(fix)}}}", "green")
     return text
 
 
@@ -50,8 +53,10 @@ def span_line(span: Span, response: str, feedback: SpanFeedback) -> str:
     >>> span_line(Span(start=2, end=8, label=-1, severity=3, critique_range=(0, 15)), "a laptop", feedback)
     'poor, severity 3: "laptop" (It says laptop.)'
     """
-    label = "good" if span.label == 1 else "poor"
+    label = (f"{span.criterion}: " if span.criterion else "") + ("good" if span.label == 1 else "poor")
     line = f'{label}, severity {span.severity}: "{_one_line(response[span.start : span.end])}"'
+    if span.fix is not None:
+        line += f', should be "{_one_line(span.fix)}"'
     if span.critique_range is None:
         return line
     return f"{line} ({_one_line(feedback.critique[slice(*span.critique_range)])})"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from t2g.files import TEMPORARY_PREFIX, describe_file, describe_write_failure, make_write_error, sync_path, write_atomic
+from t2g.files import TEMPORARY_PREFIX, describe_file, describe_write_failure, make_write_error, sync_path, write_json
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def _seal(folder: Path, hashes: FileHashes) -> None:
     files = {name: hashes.get(name) or describe_file(folder / name) for name in names}
     for path in folder.rglob("*"):
         sync_path(path)
-    write_atomic(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
+    write_json(folder / MANIFEST, {"files": files})
 
 
 def _read_sealed(folder: Path, name: str) -> dict[str, Any] | str:

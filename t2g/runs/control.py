@@ -75,7 +75,8 @@ def get_scalable_fleets(config: PolicyJob) -> dict[str, WorkersConfig]:
     The rollout fleet of an autoscaled run is left out: the autoscaler would undo the change.
     """
     bounds = {} if config.rollout.autoscale else {"rollouts": config.rollout.workers}
-    return bounds | ({"rewards": config.feedback.engine.workers} if config.feedback.own_engines else {})
+    source = config.feedback.engine_source
+    return bounds | ({"rewards": source.engine.workers} if source else {})
 
 
 def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
@@ -92,7 +93,7 @@ def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
         raise UserError("no target is given: rollouts or rewards needs a number")
     why_not = {
         "rollouts": "this run chooses their number itself; start it again with rollout.autoscale=false to choose",
-        "rewards": f"feedback.source={config.feedback.source} has no engines of this run that could be scaled",
+        "rewards": f"feedback.source={config.feedback.describe()} has no engines of this run that could be scaled",
     }
     for field, number in requested.items():
         if field not in bounds:
@@ -158,8 +159,11 @@ class Control:
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Replace status.json."""
-    write_atomic(folder / STATUS_FILE, status.model_dump_json(indent=1).encode())
+    """Replace status.json; the run continues, with a warning, if it cannot be written."""
+    try:
+        write_atomic(folder / STATUS_FILE, status.model_dump_json(indent=1).encode())
+    except (OSError, UserError) as error:
+        logger.warning("the status of the run was not written: %s", error)
 
 
 @contextmanager
@@ -173,10 +177,7 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
         status = Status(step=0, num_steps=num_steps, samples=0, updated=now())
         with suppress(UserError):  # no status yet
             status = read_status(folder)
-        try:
-            write_status(folder, status.model_copy(update={"phase": phase, "reason": reason, "updated": now()}))
-        except (OSError, UserError) as error:
-            logger.warning("the status of the run was not written: %s", error)
+        write_status(folder, status.model_copy(update={"phase": phase, "reason": reason, "updated": now()}))
 
     publish("starting")
     try:

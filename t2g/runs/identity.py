@@ -13,12 +13,15 @@
 
 `config` lacks the keys that can change on resume (`t2g.config.field_marks`) and each local path: the content behind a
 path is compared, so that a moved folder can be continued. A hub name stays in `config`, with its revision. A job that
-starts a folder calls `save_identity`. A job that continues one calls `check_identity`, or `load_result` for its result.
+starts a folder calls `save_identity`. A job that continues one calls `check_identity`. `save_result` finishes a folder,
+and `load_result` returns the result of a finished one.
 """
 
 import json
 import os
+import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,14 +29,14 @@ from pydantic import BaseModel, Field, ValidationError
 
 from t2g.config import AnyJob, PolicyJob, Section
 from t2g.config.field_marks import paths
-from t2g.config.loading import identity_values
+from t2g.config.loading import default_values, identity_values
 from t2g.config.validation_errors import format_value
 from t2g.errors import UserError
-from t2g.files import write_atomic
+from t2g.files import write_atomic, write_json
 from t2g.runs.contents import content_hash, source_hash
 
 IDENTITY_FILE = "identity.json"
-IMPORTED = ("task", "feedback.source", "annotate.source")  # keys that may hold an import path
+IMPORTED = re.compile(r"task|(feedback|annotate)(\.sources\.\w+)?\.source")  # keys that may hold an import path
 SCHEDULE = "learner.schedule_steps"
 
 
@@ -58,6 +61,7 @@ class Identity(Section):
     contents: dict[str, str] = Field({})  # dotted key -> hash, for contents on this machine
     accepted: tuple[ContentChange, ...] = ()  # oldest first
     accept: tuple[str, ...] = Field((), exclude=True)  # run.accept of this start
+    defaults: dict[str, Any] = Field({}, exclude=True)  # of keys that an earlier version of this program did not have
 
     @classmethod
     def from_config(cls, config: BaseModel, **more: Any) -> Self:
@@ -77,16 +81,17 @@ class Identity(Section):
             if key in settings and (os.path.isabs(value) or os.path.exists(value)):
                 del settings[key]
                 contents[key] = content_hash(Path(value))
-        for key in IMPORTED:
-            if ":" in str(settings.get(key)):
-                contents[key] = source_hash(settings[key])
+        for key, value in settings.items():
+            if IMPORTED.fullmatch(key) and ":" in str(value):
+                contents[key] = source_hash(value)
         contents = {key: digest for key, digest in contents.items() if digest}
         accept = config.run.accept if isinstance(config, AnyJob) else ()
-        return cls(config=settings, contents=contents, accept=accept)
+        return cls(config=settings, contents=contents, accept=accept, defaults=default_values(type(config)))
 
     def differences_from(self, saved: "Identity") -> tuple[list[str], list[ContentChange]]:
         """Return the differences from an earlier identity: settings as text, and contents not accepted yet."""
-        before, now = saved.config, self.config
+        now = self.config
+        before = {key: value for key, value in self.defaults.items() if key in now} | saved.config
         settings = [
             f"{key} ({format_value(before.get(key))} -> {format_value(now.get(key))})"
             for key in sorted(before.keys() | now.keys())
@@ -150,6 +155,12 @@ def check_identity(folder: Path, identity: Identity) -> Identity:
     if changes:
         save_identity(folder, identity)
     return identity
+
+
+def save_result(folder: Path, identity: Identity, result_file: str, result: Mapping[str, Any]) -> None:
+    """Write identity and result into `folder`: it is finished. See `load_result`."""
+    save_identity(folder, identity)
+    write_json(folder / result_file, result)
 
 
 def load_result(folder: Path, identity: Identity, result_file: str) -> dict[str, Any] | None:

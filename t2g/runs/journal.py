@@ -59,9 +59,16 @@ class Journal:
                 raise
 
     def sync(self) -> None:
-        """Sync the appended lines to the disk."""
-        if self._file is not None:
-            os.fsync(self._file)
+        """Sync the appended lines to the disk. `append` may run in another thread meanwhile.
+
+        Raises:
+            UserError: The disk reports an error.
+        """
+        try:
+            if self._file is not None:
+                os.fsync(self._file)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be synced to the disk: {error}") from error
 
     def close(self) -> None:
         if self._file is not None:

@@ -5,13 +5,15 @@ import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from t2g.config import LogConfig
+from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.feedback import token_offsets
 from t2g.files import raise_if_unwritable, write_atomic
@@ -25,6 +27,7 @@ ALARMS_FILE = "alarms.jsonl"
 COMMANDS_FILE = "commands.log"  # time and command of each start
 
 Split = Literal["train", "eval"]
+_ANY_RECORD = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,9 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+_SAMPLE = TypeAdapter(SampleRecord)
 
 
 class RunLog:
@@ -115,18 +121,16 @@ class RunLog:
                 finish_reason=rollout.finish_reason,
                 feedback=feedback,
             )
-            records.append(asdict(sample))
+            records.append(_SAMPLE.dump_python(sample))
             index = indices.get((prompt.prompt_id, rollout.sample_index))
             if index is not None:
                 ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
-                records[-1] |= (
-                    {  # lists of length R: character range, text and reward of each response token
-                        "token_ranges": ranges,
-                        "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                        "token_rewards": scored[index].rewards.tolist(),
-                    }
-                    | {name: [round(float(value), 5) for value in values[index]] for name, values in columns.items()}
-                )
+                records[-1] |= {  # lists of length R: character range, text and reward of each response token
+                    "token_ranges": ranges,
+                    "token_texts": [rollout.response_text[start:end] for start, end in ranges],
+                    "token_rewards": scored[index].rewards.tolist(),
+                    **{name: [round(float(value), 5) for value in of[index]] for name, of in columns.items()},
+                }
         _append(self._folder / SAMPLES_FILE, records)
 
     def write_dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -184,13 +188,16 @@ class WandbSink:
         self._run.finish()
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number and record of each line of a RunLog's file; nothing for a missing file.
+def read_records(path: Path, schema: TypeAdapter[Any] = _ANY_RECORD) -> Iterator[Any]:
+    """Yield the record of each line of a RunLog's file; nothing for a missing file.
 
     A last line that a crash cut off is left out.
 
+    Args:
+        schema: Type of a record.
+
     Raises:
-        UserError: Another line is not a JSON object with a step.
+        UserError: Another line is not a JSON object with a step, or not such a record.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -199,14 +206,18 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError:
             record = None
         if isinstance(record, dict) and isinstance(record.get(STEP), int):
-            yield number, record
+            try:
+                yield schema.validate_python(record)
+            except ValidationError as error:
+                reason = format_first_error(error)
+                raise UserError(f"{path}:{number} is not a line of a run's log ({reason})") from error
         elif number < len(lines):
             raise UserError(f"{path}:{number} is not a JSON object with a step, and it is not the last line")
 
 
 def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
     """Keep the complete lines of steps before `first_step`, and return their records."""
-    records = [record for _, record in read_records(path) if record[STEP] < first_step]
+    records = [record for record in read_records(path) if record[STEP] < first_step]
     write_atomic(path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
     return records
 

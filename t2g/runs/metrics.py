@@ -22,7 +22,9 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | policy/approx_kl                           | old to new policy, k3, nats per token                                  |
 | policy/ratio_max                           | largest probability ratio of a token, new by old                       |
 | teacher/share                              | share of responses with a critique for objective.teacher               |
-| teacher/gap_mean                           | mean |teacher - policy| logprob, nats                                  |
+| teacher/gap_{good,poor,poor_first}         | teacher - policy logprob of tokens in good spans, in poor spans, and   |
+|                                            | of the first token of each poor run, nats                              |
+| teacher/kl                                 | KL(policy || teacher) per token, mean over minibatches, nats           |
 | critic/clip_share                          | tokens whose clipped value error is larger than the unclipped one      |
 | response/length_mean                       | sampled tokens, EOS included                                           |
 | response/truncated_share                   | responses that max_new_tokens truncated                                |
@@ -31,7 +33,10 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
 | importance/truncated_share                 | tokens whose weight rollout_correction_cap changed                     |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
+| criterion_reward/                          | + criterion: mean over responses of the sum of its token rewards       |
+| criterion_failed/                          | + criterion: responses without usable feedback of it                   |
 | feedback/located_rate                      | quotes found in their response                                         |
+| feedback/metrics/<name>                    | metric of the feedback function, mean over the responses that have it  |
 | feedback/recall_                           | + fault class of the task: share of its faults that overlap poor spans |
 | feedback/faults_praised                    | share of the task's faults that overlap good spans                     |
 | staleness/{mean,max}                       | updates between the weights that sampled a token and those it trains   |
@@ -66,7 +71,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
 | dpo/{pairs,ties_share}                     | pairs of the update; share left out because their rewards are equal    |
 | dpo/{loss,accuracy,margin,grad_norm,steps} | metrics of the last optimizer step, see `actors.learner.dpo`           |
-| ilf/{loss,revised_share}                   | loss of the fine-tuning; share of responses with a revision            |
+| ilf/{loss,revised_share,fixed_share}       | loss of fine-tuning; responses with a revision; imitated ones by fixes |
 | reflection/{revised_share,revise_s}        | share of held-out responses that were revised; seconds of the revision |
 | eval/<name>                                | held-out metric of the task, only in steps that evaluate               |
 | eval/score                                 | the metric that selects the best checkpoint                            |
@@ -83,7 +88,10 @@ ENTROPY = "policy/entropy"
 LENGTH = "response/length_mean"
 TRUNCATED_SHARE = "response/truncated_share"
 FAILED_SHARE = "feedback/failed_share"
+TEACHER_GAP = "teacher/gap_poor_first"
 RECALL = "feedback/recall_"  # prefix
+FEEDBACK_METRICS = "feedback/metrics/"  # prefix
+CRITERION_REWARD, CRITERION_FAILED = "criterion_reward/", "criterion_failed/"  # prefixes
 EVAL = "eval/"  # prefix
 
 _LINE = (  # parts of a step's terminal line: metric and template

@@ -80,16 +80,17 @@ def show_progress(name: str, total: int, done: int = 0) -> Iterator[ProgressBar]
 
 
 @contextmanager
-def log_duration(work: str) -> Iterator[None]:
-    """Print the start of `work`, and how long the block took."""
+def log_duration(work: str, purpose: str = "") -> Iterator[None]:
+    """Print the start of `work` and its purpose, then how long the block took."""
     started = time.monotonic()
-    _print_line(f"{work} ...")
-    with _limit_silence(lambda elapsed: _print_line(f"{work}: {elapsed} so far")):
+    print_line(f"{work}: {purpose} ..." if purpose else f"{work} ...")
+    with _limit_silence(lambda elapsed: print_line(f"{work}: {elapsed} so far")):
         yield
-    _print_line(f"{work}: {format_duration(time.monotonic() - started)}")
+    print_line(f"{work}: {format_duration(time.monotonic() - started)}")
 
 
-def _print_line(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print a line to stderr, and record it in progress.log."""
     print(line, file=sys.stderr, flush=True)
     record_line(line)
 

@@ -5,8 +5,9 @@ They share PPO's base policy, prompts, seeds, feedback source, number of samples
     dpo         samples from the base policy at all steps; `actors.learner` trains on pairs of a better and a worse
                 response to the same prompt
     ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): one sample of a prompt is
-                a response, the other samples revise it with its critique in the context; the base policy is fine-tuned
-                on the best revision
+                a response, the other samples revise it with its critique in the context; the response with the fixes
+                of its spans is a revision without a model, and replaces one of them; the base policy is
+                fine-tuned on the best one
     reflection  no training: the policy answers a held-out prompt, reads the critique and answers again
 
 Responses are ranked by the sum of their token rewards, the reward of scalar PPO. This module depends on Protocols
@@ -30,13 +31,15 @@ from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoR
 from t2g.data.prompts import encode_revision
 from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
-from t2g.feedback.examples import encode_target
+from t2g.feedback.examples import encode_target, end_thinking
+from t2g.feedback.fixes import apply_fixes
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import (
     JudgedResponse,
     JudgedStep,
     compute_held_out_metrics,
+    judge_answer,
     make_sampling,
     sample_held_out,
     select_usable,
@@ -45,6 +48,8 @@ from t2g.loop.sampling import (
 from t2g.runs.log import RunLog
 from t2g.runs.progress import show_progress
 from t2g.tasks.base import Task
+from t2g.text.offsets import decode
+from t2g.text.thinking import find_thinking_tags
 from t2g.types import Prompt, Rollout, TrainSequence
 
 POLICY = "policy"  # folder of the trained model, inside the run folder
@@ -101,8 +106,10 @@ def check(procedure: str, job: PolicyJob) -> None:
     compares = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}.get(procedure)
     if compares and job.rollout.samples_per_prompt < 2:
         raise UserError(f"{procedure} needs {compares}: rollout.samples_per_prompt is 1; set it to 2 or more")
-    if procedure != "dpo" and not job.feedback.style.critique:
+    if procedure != "dpo" and not job.feedback.writes_critiques:
         raise UserError(f"{procedure} shows the critique to a model, and feedback.style.critique=false has none")
+    if procedure == "dpo" and not job.objective.train_thinking:
+        raise UserError("dpo trains whole responses; set objective.train_thinking=true, or leave the method out")
     if job.eval_data is None:
         raise UserError(f"{procedure} is evaluated on held-out prompts; eval_data is missing")
     if compares and job.objective.outcome_rewards > 0:
@@ -132,12 +139,17 @@ def ilf(arm: Arm) -> Metrics:
     """Fine-tune the base policy on the best revision of each of its responses."""
     steps = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 1))[1]
     revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, steps))
-    best = [max(group, key=lambda r: r.reward) for group in score(arm, revised, arm.reviser_tokenizer)]
+    groups = score(arm, revised, arm.reviser_tokenizer)
+    answered = [[r for r in group if r.rollout.answer_start is not None] for group in groups]
+    best = [max(group, key=lambda r: r.reward) for group in answered if group]
     if not best:
         raise RunStopped("ilf has nothing to imitate: no response has a critique that fits the reviser's context")
     began = time.monotonic()
-    trained = arm.train(imitation_examples(best, arm.tokenizer))
+    tags = find_thinking_tags(arm.tokenizer, arm.job.model.thinking_tags)
+    examples = imitation_examples(best, arm.tokenizer)
+    trained = arm.train([end_thinking(example, arm.tokenizer, tags) for example in examples])
     metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(step.pairs) for step in steps)}
+    metrics["ilf/fixed_share"] = mean(not response.rollout.policy_versions for response in best)
     metrics |= run_metrics(arm.job, [*steps, *revised], best, learn_s=time.monotonic() - began)
     return metrics | score_result(arm)
 
@@ -190,7 +202,11 @@ async def sample_base(
 
 
 async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutSource) -> list[JudgedStep]:
-    """Return each step's judged revisions: `samples_per_prompt` - 1 of each response, so that PPO samples as many."""
+    """Return each step's judged revisions of each response: by its fixes, if it has any, and by the reviser.
+
+    They are `samples_per_prompt` - 1 at most, so that PPO has as many judged responses: a revision by fixes takes the
+    place of the reviser's last one.
+    """
     job, revised = arm.job, []
     feedback, num_samples = training_feedback(job, arm.feedback), job.rollout.samples_per_prompt - 1
     with show_progress(f"{job.run.name}: revisions", job.num_steps) as bar:
@@ -199,16 +215,35 @@ async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutS
             began = time.monotonic()
             revisions = await revise(arm, responses, rollouts, split="revise", step=step, num_samples=num_samples)
             sampled_at = time.monotonic()
-            pairs = await judge(arm, feedback, [(prompt, new) for (prompt, _, _), news in revisions for new in news])
+            candidates = [
+                (r[0], new) for r, sampled in revisions for new in (*revise_by_fixes(arm, r), *sampled)[:num_samples]
+            ]
+            pairs = await judge(arm, feedback, candidates)
             feedback_s = time.monotonic() - sampled_at
             revised.append(JudgedStep(pairs=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
             bar.advance()
     return revised
 
 
+def revise_by_fixes(arm: Arm, judged: JudgedResponse) -> list[Rollout]:
+    """Return the response with its fixes applied, in the reviser's tokens and without engine data; [] without fixes.
+
+    A response that is truncated, or exceeds `max_new_tokens` with its fixes, is not revised: it would be imitated.
+    """
+    _, rollout, feedback = judged
+    text = apply_fixes(rollout.response_text, feedback.spans)
+    if rollout.is_truncated or text == rollout.response_text:
+        return []
+    ids = encode_target(text, arm.reviser_tokenizer)
+    if len(ids) > arm.job.rollout.max_new_tokens:
+        return []
+    tokens = {"response_ids": ids, "rollout_logprobs": np.zeros(len(ids), np.float32), "policy_versions": ()}
+    return [replace(rollout, response_text=decode(arm.reviser_tokenizer, ids), **tokens)]
+
+
 async def judge(arm: Arm, feedback: FeedbackSource, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[JudgedResponse]:
     """Return the responses with the feedback on them."""
-    feedbacks = await gather_unless_stopped((feedback.judge(p, r.response_text) for p, r in pairs), arm.stop)
+    feedbacks = await gather_unless_stopped((judge_answer(feedback, p, r) for p, r in pairs), arm.stop)
     return [(p, r, f) for (p, r), f in zip(pairs, feedbacks, strict=True)]
 
 
@@ -240,7 +275,7 @@ async def measure(arm: Arm, pairs: Sequence[tuple[Prompt, Rollout]], *, step: in
 
 def score_result(arm: Arm) -> Metrics:
     """Return the held-out metrics of the trained policy, on the prompts and seeds of the base policy."""
-    model = ModelConfig(policy=str(arm.job.run.folder / POLICY))
+    model = with_overrides(arm.job.model, {"policy": str(arm.job.run.folder / POLICY), "revision": None})
     return arm.serve(model, arm.job.rollout, partial(score_held_out, arm, step=arm.job.num_steps))[1]
 
 
@@ -275,14 +310,14 @@ def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Sc
     Args:
         tokenizer: Tokenizer of the model that wrote the responses.
     """
-    objective = arm.job.objective
+    objective, weights = arm.job.objective, arm.job.feedback.weights
     groups: dict[tuple[int, str], list[Scored]] = defaultdict(list)
     for step, judged in enumerate(steps, start=1):
         has_samples = judged.pairs or judged.unsampled
         for p, r, f in select_usable(judged, arm.job, step=step, source=arm.feedback.name) if has_samples else ():
             offsets = token_offsets(tokenizer, r.response_ids)
-            span_reward = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards).sum()
-            reward = float(span_reward) + (objective.truncation_penalty if r.is_truncated else 0.0)
+            rewards = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards, weights=weights)
+            reward = float(rewards.sum()) + (objective.truncation_penalty if r.is_unfinished else 0.0)
             groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, reward=reward))
     return list(groups.values())
 
@@ -317,7 +352,7 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
 
 def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[TrainSequence]:
     """Return the policy's prompts with the revised responses as targets, encoded by the policy's tokenizer."""
-    targets = [encode_target(response.rollout.response_text, tokenizer) for response in best]
+    targets = [encode_target(response.rollout.answer, tokenizer) for response in best]
     return [
         TrainSequence(prompt_ids=response.prompt.prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))
         for response, ids in zip(best, targets, strict=True)
@@ -336,7 +371,7 @@ def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prom
     prompt, rollout, feedback = judged
     if not feedback.usable or not feedback.critique.strip():
         return None
-    ids = encode_revision(task, prompt, rollout.response_text, feedback.critique, tokenizer, max_prompt_tokens)
+    ids = encode_revision(task, prompt, rollout.answer, feedback.critique, tokenizer, max_prompt_tokens)
     # The seed depends on the prompt_id: revisions of two responses to one prompt need different seeds.
     prompt_id = f"{prompt.prompt_id}/{rollout.sample_index}"
     return None if ids is None else replace(prompt, prompt_id=prompt_id, prompt_ids=ids)

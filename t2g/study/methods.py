@@ -33,7 +33,7 @@ PLAIN = "plain"  # reward model of the methods that do not change the feedback s
 NOISY = ("span", "scalar")  # methods that run under `compare.noise`
 MAX_WIDER = 4  # learning rates that a search may add to its grid
 # key of feedback.style -> feedback sources that use it
-READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program")}
+READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program"), "spans": ("llm",)}
 
 
 class Method(Section):

@@ -31,14 +31,14 @@ class Reflecting:
         def follow_up(phase: str, ids: Any) -> Prompt:  # the prompt_id decides the seed: each answer gets its own
             return replace(prompt, prompt_id=f"{prompt.prompt_id}/{first.sample_index}/{phase}", prompt_ids=ids)
 
-        build: Callable[..., list[Message]] = partial(self.task.critique_messages, prompt, first.response_text)
+        build: Callable[..., list[Message]] = partial(self.task.critique_messages, prompt, first.answer)
         ids = fit_chat(build, self.tokenizer, self.max_prompt_tokens, input_chars=len(prompt.prompt_text))
         if ids is None:
             return first
         (answer,) = await self.rollouts.sample(follow_up("critique", ids), sampling)
-        if not (critique := answer.response_text.strip()):
+        if not (critique := answer.answer.strip()):
             return first
-        ids = encode_revision(self.task, prompt, first.response_text, critique, self.tokenizer, self.max_prompt_tokens)
+        ids = encode_revision(self.task, prompt, first.answer, critique, self.tokenizer, self.max_prompt_tokens)
         if ids is None:
             return first
         (second,) = await self.rollouts.sample(follow_up("again", ids), sampling)

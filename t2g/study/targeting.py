@@ -14,10 +14,12 @@ import numpy as np
 from t2g.feedback import token_offsets
 from t2g.feedback.rewards import token_rewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.loop.sampling import JudgedResponse
+from t2g.loop.sampling import JudgedResponse, judge_answer
+from t2g.text.thinking import count_thinking_tokens
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 NUM_MATCHES = 10  # unmentioned tokens that a criticised token is compared with
+THINKING = 2  # label of tokens that are left out
 MENTIONS = {-1: "criticised", 1: "praised", 0: "unmentioned"}
 
 
@@ -28,7 +30,7 @@ async def sample_and_judge(
 
     async def respond(prompt: Prompt) -> JudgedResponse:
         (rollout,) = await rollouts.sample(prompt, sampling)
-        return prompt, rollout, await feedback.judge(prompt, rollout.response_text)
+        return prompt, rollout, await judge_answer(feedback, prompt, rollout)
 
     return list(await asyncio.gather(*(respond(prompt) for prompt in prompts)))
 
@@ -52,7 +54,7 @@ async def measure(
         rollouts: Engines with the trained policy.
         sampling: Sampling parameters of the reference, including the seed, so that only the policy changes a response.
     """
-    before = await asyncio.gather(*(feedback.judge(p, r.response_text) for p, r, _ in reference))
+    before = await asyncio.gather(*(judge_answer(feedback, p, r) for p, r, _ in reference))
     after = await sample_and_judge([p for p, _, _ in reference], rollouts, feedback, sampling)
     returned = returns(
         [criticisms(r.response_text, f) for (_, r, _), f in zip(reference, before, strict=True)],
@@ -67,12 +69,15 @@ async def measure(
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
     """Return the label of each token, [R] int8.
 
-    -1 criticised (even if praised as well), 1 praised, 0 unmentioned (always for EOS).
+    -1 criticised (even if praised as well), 1 praised, 0 unmentioned (always for EOS), THINKING for thinking, which no
+    feedback can mention.
     """
     offsets = token_offsets(tokenizer, rollout.response_ids)
     # Without the job's reward rule, under which some criticised spans may have no reward.
     deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text)
-    return np.sign(deltas).astype(np.int8)
+    labels = np.sign(deltas).astype(np.int8)
+    labels[: count_thinking_tokens(offsets, rollout.answer_start)] = THINKING
+    return labels
 
 
 def changes_by_mention(

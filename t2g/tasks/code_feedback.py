@@ -6,6 +6,7 @@ spectrum-based fault localization", section 3). A missing case has no line: fail
 line that is right for other tests. The critique then reports the missing case, and no line is blamed.
 """
 
+import ast
 import math
 import re
 from collections import Counter
@@ -30,6 +31,8 @@ MAX_QUOTED = 60  # good or poor lines in the dense style
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _CONDITION = re.compile(r"(if|elif)\b|case\b(?!\s+_\s*:)")
 _OTHERWISE = re.compile(r"else\s*:|case\s+_\s*:")
+# A constant whose repr a test's result holds unchanged: without blanks and escapes.
+_RETURNED = re.compile(r"""return\s+(-?(?:0|[1-9]\d{0,30})(?:\.\d+)?|True|False|None|'[^'\s\\]*'|"[^"\s\\]*")""")
 _DRASTIC = {
     "exited": re.compile(r"\b(_exit|exit|quit|abort|kill)\b"),
     "killed": re.compile(r"\b(kill|abort|ctypes|string_at)\b"),
@@ -86,7 +89,10 @@ def judge_outcome(
     return {
         "critique": format_critique(outcome, lines, good, poor, sandbox, fallen) if style.critique else "",
         "good": [_span(*lines[line], label=1, severity=1) for line in good],
-        "poor": [_span(*lines[line], label=-1, severity=WRONG) for line in poor],
+        "poor": [
+            _span(*lines[line], label=-1, severity=WRONG, fix=find_correction(outcome, line, lines[line][1]))
+            for line in poor
+        ],
         "execution": {
             "passed": outcome.passed,
             "reason": outcome.reason,
@@ -154,6 +160,17 @@ def find_blamed_lines(outcome: Outcome, lines: Mapping[int, Any], fallen: Iterab
         hint = _DRASTIC.get(outcome.reason)
         blamed = {line for line, (_, text) in lines.items() if hint and hint.search(text)} or {min(lines)}
     return sorted(blamed)
+
+
+def find_correction(outcome: Outcome, line: int, text: str) -> str | None:
+    """Return `return 24` for a line `return 42` if all tests that returned there expect 24, else None."""
+    value = _RETURNED.fullmatch(text)
+    ended = [test for test in outcome.tests if test.returned == line and not test.skipped]
+    expected = {test.expected for test in ended}
+    if value is None or len(expected) != 1 or any(test.got != repr(ast.literal_eval(value[1])) for test in ended):
+        return None
+    fix = f"return {expected.pop()}"
+    return fix if _RETURNED.fullmatch(fix) else None
 
 
 def _most_suspicious(failed: list[TestResult], passed: list[TestResult]) -> set[int]:
@@ -239,8 +256,8 @@ def _format_failure(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> s
     return f"{test.name} fails{position} with {error}."
 
 
-def _span(start: int, text: str, *, label: Literal[-1, 1], severity: int) -> Span:
-    return Span(start=start, end=start + len(text), label=label, severity=severity)
+def _span(start: int, text: str, *, label: Literal[-1, 1], severity: int, fix: str | None = None) -> Span:
+    return Span(start=start, end=start + len(text), label=label, severity=severity, fix=fix)
 
 
 def _summarize_test(test: TestResult) -> dict[str, Any]:

@@ -13,6 +13,7 @@ _PIECE = re.compile(
     r"|(?P<name>\b[A-Z][\w'’-]*(?: (?:of |for |the |and )?[A-Z][\w'’-]*)*)"
 )
 _OPENS = re.compile(r"(?:^|[.!?:;\n][\"'”’)\]]*)\s*[-*\"'“‘(\[\d.)]*\s*$")  # text before the first word of a sentence
+_DATE_PARTS = re.compile(rf"{_MONTHS}|\d")
 _WORD = re.compile(r"\w+")
 _SEVERITY: dict[str, Literal[1, 2, 3]] = {"date": 3, "number": 3, "name": 2}
 
@@ -27,7 +28,7 @@ def feedback_function(prompt_text: str, response_text: str) -> tuple[str, list[S
     """Return critique, good spans and poor spans.
 
     The first occurrence of a detail that the text has is good. Each occurrence of another detail is poor, with
-    severity 3 for a number or date and 2 for a name.
+    severity 3 for a number or date and 2 for a name. A date may have a fix: see `find_correction`.
 
     >>> feedback_function("Zinc helped 40 of 60.", "In 2019 it helped 40.")[0]
     '2019: the text has no such date. 40: so says the text.'
@@ -43,9 +44,20 @@ def feedback_function(prompt_text: str, response_text: str) -> tuple[str, list[S
         sentence = f"{detail}: {'so says the text' if label == 1 else f'the text has no such {kind}'}."
         critique += sentence if not critique else f" {sentence}"
         about, severity = (len(critique) - len(sentence), len(critique)), 1 if label == 1 else _SEVERITY[kind]
-        span = Span(start=start, end=end, label=label, severity=severity, critique_range=about)
+        fix = find_correction(prompt_text, response_text, detail) if label == -1 and kind == "date" else None
+        span = Span(start=start, end=end, label=label, severity=severity, critique_range=about, fix=fix)
         (good if label == 1 else poor).append(span)
     return critique or "It names nobody, no number and no date.", good, poor
+
+
+def find_correction(text: str, response: str, date: str) -> str | None:
+    """Return the only date of the text, if it has the form of `date`, as `March 2019` and `May 2020`, and is not in the
+    response.
+    """
+    dates = {text[start:end] for kind, start, end in find_details(text) if kind == "date"}
+    form = _DATE_PARTS.sub("#", date)
+    fix = dates.pop() if len(dates) == 1 else ""
+    return fix if _DATE_PARTS.sub("#", fix) == form and fix not in response else None
 
 
 def find_details(text: str) -> Iterator[Detail]:

@@ -685,3 +685,22 @@ def test_what_follows_from_other_sections_goes_when_they_do() -> None:
     assert (engine.max_num_seqs, engine.start_timeout_s) == (512, 1200)
     assert with_overrides(RolloutConfig(max_num_seqs=64), {"gpus": 1}).max_num_seqs == 64
     assert with_overrides(DemoJob(), {"run.name": "other"}).rollout == DemoJob().rollout
+
+
+@pytest.mark.parametrize("tags", ["[<think>]", "[<a>, <a>]", "[<a>, ' ']", "[a, b, c]"])
+def test_thinking_tags_are_two_or_none(tmp_path: Path, tags: str) -> None:
+    (tmp_path / "job.yaml").write_text(GOOD)
+    assert loading.load(PolicyJob, tmp_path / "job.yaml", ["model.thinking_tags=[]"]).model.thinking_tags == ()
+    with pytest.raises(
+        UserError, match=r"model.thinking_tags: .* needs an opening and a closing tag, or \[\] for a model"
+    ):
+        loading.load(PolicyJob, tmp_path / "job.yaml", [f"model.thinking_tags={tags}"])
+
+
+def test_a_run_from_before_train_thinking_has_the_same_identity(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(GOOD)
+    job = loading.load(PolicyJob, tmp_path / "job.yaml")
+    assert "objective.train_thinking" not in loading.identity_values(job)
+    changed = with_overrides(job, {"objective.train_thinking": False})
+    assert loading.identity_values(changed)["objective.train_thinking"] is False
+    assert loading.load(PolicyJob, loading.write(changed, tmp_path / "run")) == changed

@@ -11,6 +11,7 @@ from t2g.data.load import load_records
 from t2g.data.prompts import encode_policy_prompt, make_prompts
 from t2g.errors import UserError
 from t2g.feedback.examples import make_policy_examples
+from t2g.loop.annotation import make_samples
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.text.tokenizer import encode_chat, load_tokenizer
@@ -45,6 +46,9 @@ def test_messages_with_system_and_several_turns(tokenizer: Any) -> None:
         {"role": "user", "content": "Why?"},
     ]
     prompt = make_prompts([{"messages": messages, "prompt_id": 5}], PROMPTS, tokenizer, 100)[0]
+    assert prompt.messages == tuple(messages)
+    record = {"messages": messages, "response": "So."}
+    assert make_samples([record], PROMPTS)[0].prompt.messages == tuple(messages), "in annotation, too"
     assert prompt.prompt_id == "5"
     assert tokenizer.decode(prompt.prompt_ids) == (
         "<|system|>Be short.<|end|><|user|>Hi<|end|><|assistant|>Yes?<|end|><|user|>Why?<|end|><|assistant|>"

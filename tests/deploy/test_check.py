@@ -6,8 +6,8 @@ import pytest
 
 from t2g.config import PolicyJob, loading
 from t2g.deploy import check_config
-from t2g.deploy.memory import store_gib
 from t2g.errors import UserError
+from t2g.resources.memory import store_gib
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [ROOT / "configs" / name / "policy.yaml" for name in ("kodcode", "own", "slf5k", "tiny", "ultrafeedback")]
@@ -190,3 +190,23 @@ def test_a_machine_without_a_sandbox_is_warned_of_where_the_task_is_code(monkeyp
     monkeypatch.setattr("t2g.deploy.check.available", lambda require: f"no {', '.join(require)}")
     assert "on this machine no processes, files, network" in warnings(check(file="kodcode")[1])
     assert not any("on this machine" in line for line in warnings(check()[1]))
+
+
+def test_one_machine_gets_no_warning_about_pods_and_advice_that_its_sharing_allows() -> None:
+    shared = ["cluster.gpu_sharing=alternate", "rollout.gpus=1", "learner.gpus=1", "learner.lora=null"]
+    model = "model.policy=meta-llama/Llama-3.1-8B-Instruct"
+    job = loading.load(PolicyJob, ROOT / "configs/own/one_gpu.yaml", [*shared, model], environ={}, cwd=ROOT)
+    problems, report = check_config(job, gpu="L4")
+    assert not [line for line in warnings(report.splitlines()) if "pods" in line]
+    (learner,) = [problem for problem in problems if problem.startswith("learner: ")]
+    assert "learner.lora" in learner
+    assert "offload" not in learner
+    assert "workers" not in learner
+
+
+def test_an_engine_with_too_little_room_for_its_sequences_is_a_warning() -> None:
+    _, lines = check(*GOOD, "rollout.max_model_len=16384", gpu="A100-40GB")
+    (room,) = [line for line in lines if line.startswith("rollout: an engine must hold")]
+    wanted, fitting = (int(number) for number in (room.split()[5], room.split("room for ")[1].split()[0]))
+    assert fitting < wanted
+    assert [warning for warning in warnings(lines) if f"room for {fitting} of its {wanted}" in warning]

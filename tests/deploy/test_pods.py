@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import PolicyJob, WorkersConfig, loading
-from t2g.deploy.pods import GPUS_PER_POD, WORKERS_PER_POD, pod_groups, satisfies, workers_per_pod
+from t2g.deploy.pods import GPUS_PER_POD, WORKERS_PER_POD, pod_groups, workers_per_pod
 from t2g.errors import UserError
+from t2g.resources.preflight import satisfies
 
 ROOT = Path(__file__).resolve().parents[2]
 

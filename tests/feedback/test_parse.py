@@ -5,6 +5,7 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from t2g.config import StyleConfig
 from t2g.feedback.grammar import make_answer_grammar
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
+    MAX_METRICS,
     MAX_QUOTES,
     Quote,
     find_sentence,
@@ -255,6 +257,9 @@ def test_pieces_that_a_feedback_function_may_give() -> None:
     quote, span = Quote(quote="a", occurrence=2, severity=3), Span(start=0, end=1, label=-1, severity=3)
     assert (parse_piece(quote, -1), parse_piece(span, -1)) == (quote, span)
     assert parse_piece((3, 9), -1) == Span(start=3, end=9, label=-1)
+    assert parse_piece(Span(start=0, end=1, label=-1, severity=3, criterion="style"), -1) == span, (
+        "only the config names criteria"
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,12 +274,44 @@ def test_what_is_no_piece(rubbish: Any) -> None:
 
 
 def test_ranges_are_taken_as_they_are() -> None:
-    feedback = make("First phone: right. Second phone: repeated.", [(16, 21)], [(31, 36), (30, 99), (5, 5), (7, 8)])
+    feedback = make("First phone: right. Second phone: repeated.", [(16, 21)], [(31, 36), (5, 5), (7, 8)])
     assert [(s.start, s.end, s.label, s.critique_range) for s in feedback.spans] == [
         (16, 21, 1, (0, 19)),
         (31, 36, -1, (20, 43)),  # the second phone of the response and of the critique
     ]
-    assert (feedback.num_quotes, feedback.num_located) == (5, 2)  # beyond the response, empty, blank
+    assert (feedback.num_quotes, feedback.num_located) == (4, 2)  # empty, blank
+
+
+@pytest.mark.parametrize("piece", [(30, 99), (-3, 2), (5, 4), (38, 38), Span(start=30, end=99, label=-1)])
+def test_a_range_outside_of_the_response_is_an_error(piece: Any) -> None:
+    with pytest.raises(ValueError, match=r"\(-?\d+, \d+\) is no range of the response's 37 characters"):
+        judged(("c", [], [piece]))
+    assert len(RESPONSE) == 37 and judged(("c", [], [(37, 37)])).status == "empty"
+
+
+def test_a_list_is_understood_where_a_tuple_is_meant() -> None:
+    spans = [(0, 5), ["phone", 2], [16, 21], "phone"]
+    assert judged(["c", spans[:2], spans[2:]]) == judged(("c", [(0, 5), ("phone", 2)], [(16, 21), "phone"]))
+
+
+def test_metrics_are_finite_numbers_by_name() -> None:
+    answer = {"critique": "c", "good": [], "poor": []}
+    numbers = {"tone": 1, "facts/right": np.float32(0.5), "is_short": True}
+    assert judged({**answer, "metrics": numbers}).metrics == {"tone": 1.0, "facts/right": 0.5, "is_short": 1.0}
+    assert judged(answer).metrics == judged(("c", [], [])).metrics == {}
+    many = {f"m{i}": 1.0 for i in range(MAX_METRICS + 1)}
+    for wrong in (None, [1], {"a": "high"}, {"a": float("nan")}, {"a": 10**400}, {"": 1}, {"a b": 1}, {3: 1}, many):
+        with pytest.raises(
+            ValueError, match=f"the metrics are .*need to be at most {MAX_METRICS} finite numbers by name"
+        ):
+            judged({**answer, "metrics": wrong})
+
+
+def test_an_unknown_and_a_missing_key_are_named() -> None:
+    with pytest.raises(ValueError, match="a dict with the unknown key 'bad'; it needs critique, good, poor, and may"):
+        judged({"critique": "c", "good": [], "poor": [], "bad": []})
+    with pytest.raises(ValueError, match="a dict with the unknown key 'score', no key 'poor'; it needs"):
+        judged({"critique": "c", "good": [], "score": 3})
 
 
 @pytest.mark.parametrize(

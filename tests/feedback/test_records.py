@@ -69,12 +69,15 @@ def test_quotes_without_spans_are_located(without: dict[str, Any]) -> None:
 
 
 def test_a_line_holds_every_field() -> None:
-    judged = replace(feedback("a phone", ["a"], []), execution={"passed": False}, agreement=0.5, reason="so")
+    judged = replace(
+        feedback("a phone", ["a"], []), execution={"passed": False}, agreement=0.5, reason="so", metrics={"tone": 0.5}
+    )
     line = json.loads(make_annotated_record(PROMPT, "a phone", judged, sample_index=2).model_dump_json())
     assert line == {
         "prompt_id": "7", "prompt": "post", "response": "a phone", "critique": "The phone.", "good": ["a"], "poor": [],
         "spans": [{"start": 0, "end": 1, "label": 1, "severity": 1, "critique_range": None}],
         "status": "ok", "reason": "so", "source": "program", "version": "v", "execution": {"passed": False},
+            "metrics": {"tone": 0.5},
         "agreement": 0.5, "num_quotes": 1, "num_located": 1, "task": "tiny", "sample_index": 2,
         "payload": {"facts": {"a": "é"}},
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,6 +145,30 @@ def test_a_span_is_paid_once_at_the_last_token_that_it_covers() -> None:
         0,
     ]  # of " bad" it has the blank alone
     assert rewards(span(0, 2, -1, 2), span(8, 15, -1, 3), unit="span", poor=(0, -0.5, -2)) == [-0.5, 0, 0, 0, -2, 0, 0]
+
+
+@given(
+    made=st.lists(st.tuples(st.integers(0, len(TEXT) - 1), st.integers(1, 9)), min_size=1, max_size=6),
+    unit=st.sampled_from(["span", "token"]),
+    weight=st.floats(0.01, 10),
+)
+def test_criteria_add_up_and_opposite_labels_of_one_weight_cancel(
+    made: list[tuple[int, int]], unit: str, weight: float
+) -> None:
+    rule = RewardRuleConfig(unit=unit)  # type: ignore[arg-type]
+
+    def spans(label: int, criterion: str | None) -> list[Span]:
+        ends = [min(len(TEXT), start + length) for start, length in made]
+        plain = [span(start, end, label) for (start, _), end in zip(made, ends, strict=True)]
+        return [replace(one, criterion=criterion) for one in plain]
+
+    def paid(*spans: Span, **weights: float) -> np.ndarray:
+        return token_rewards(OFFSETS, spans, text=TEXT, rule=rule, weights=weights)
+
+    assert not paid(*spans(1, "a"), *spans(-1, "b"), a=weight, b=weight).any()
+    alone = paid(*spans(1, None))
+    assert paid(*spans(1, "a"), a=1.0).tobytes() == alone.tobytes()
+    np.testing.assert_array_equal(paid(*spans(1, "a"), *spans(1, "b"), a=2.0, b=0.5), 2.5 * alone)
 
 
 def test_how_many_tokens_a_span_has_does_not_matter() -> None:

@@ -53,7 +53,7 @@ def test_a_baseline_runs_and_is_kept(job: PolicyJob, fleets: Fleets, method: str
     summary = run_baseline(arm, data, feedback, StopFlag(), procedure=method)
     assert (summary["steps"], summary["samples"]) == (2, samples)
     folder = arm.run.folder
-    first, last = [record for _, record in read_records(folder / METRICS_FILE)]
+    first, last = read_records(folder / METRICS_FILE)
     assert (first["step"], last["step"]) == (0, 2)
     assert summary["base"]["score"] == first["eval/score"]
     assert summary["policy"]["score"] == last["eval/score"]

@@ -32,11 +32,23 @@ from actors.learner.parts import NO_CRITIC
 from actors.weights.sync import WeightSync
 from t2g.algo import head
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
+from t2g.config.learning import TeacherConfig
 from t2g.data.batching import normalize_weights
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
 from t2g.loop.steps import make_train_samples
-from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainBatch, TrainSample, TrainSequence
+from t2g.types import (
+    DistillationSample,
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    Span,
+    SpanFeedback,
+    TeacherQuery,
+    TrainBatch,
+    TrainSample,
+    TrainSequence,
+)
 
 # AdamW's first step is lr * g / (|g| + eps). Clipped this far below eps, g is left as it is: lr * g / eps. So the
 # weights before and after tell the whole gradient, where an ordinary step would tell little more than its signs.
@@ -210,6 +222,68 @@ def test_the_only_pass_of_an_update_says_the_old_logprobs(
             np.testing.assert_allclose(getattr(now, name), getattr(before, name), rtol=1e-4, atol=1e-5)
     for name, value in correction_metrics(batch, objective).items():
         assert metrics[name] == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.parametrize("top_k", [3, 10_000])
+@pytest.mark.usefixtures("cluster")
+def test_the_gradient_with_a_teacher_is_that_of_the_plain_loop(top_k: int, base: Path, tmp_path: Path) -> None:
+    """(1 - w) L_policy + w KL(policy || teacher) over the likeliest tokens and the rest, or the whole vocabulary."""
+    weight, rng = 0.7, np.random.default_rng(3)
+    objective = ObjectiveConfig(
+        advantages="group", whiten="none", kl_estimator="k3", teacher=TeacherConfig(weight=weight, top_k=top_k)
+    )
+    rollouts = [r for r in random_rollouts() if len(r.response_ids)]
+    policy = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+
+    def logprobs(prompt_ids: np.ndarray, response_ids: np.ndarray) -> torch.Tensor:
+        ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids])).long()
+        return (policy(ids[None]).logits[0, len(prompt_ids) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+
+    with closing(SharedGroup(learner_spec(base, objective, **ONE_STEP | {"tokens_per_microbatch": 40}))) as group:
+        group.save(tmp_path)
+        stats = group.forward(rollouts)
+        prompts = [np.append(rng.integers(0, VOCABULARY, 5), r.prompt_ids).astype(np.int32) for r in rollouts]
+        teacher = group.score_teacher(
+            [
+                TeacherQuery(prompt_ids=ids, response_ids=r.response_ids, top_ids=s.top_ids)
+                for ids, r, s in zip(prompts, rollouts, stats, strict=True)
+            ]
+        )
+        plain = train_batch(group, rollouts, kl_coef=KL_COEF)
+        mask = np.ones(len(rollouts))
+        mask[1] = 0.0  # the teacher has not read this critique
+        samples = tuple(
+            DistillationSample(
+                **vars(sample),
+                top_ids=s.top_ids,
+                teacher_logprobs=t.top_logprobs,
+                teacher_mask=np.full(len(sample.response_ids), has_teacher, np.float32),
+            )
+            for sample, s, t, has_teacher in zip(plain.minibatches[0], stats, teacher, mask, strict=True)
+        )
+        gradient, metrics = Started(group, tmp_path).gradient(replace(plain, minibatches=(samples,)))
+
+    loss = torch.tensor(0.0)
+    for sample, ids, t, has_teacher in zip(samples, prompts, teacher, mask, strict=True):
+        now, taught = logprobs(sample.prompt_ids, sample.response_ids), logprobs(ids, sample.response_ids).detach()
+        sampled = torch.from_numpy(sample.response_ids).long()
+        np.testing.assert_allclose(t.logprobs, taught[range(len(sampled)), sampled], rtol=1e-4)
+        for i in np.flatnonzero(sample.weights):
+            ppo = token_loss(sample, i, now[i]) + 0.1 * -(now[i].exp() * now[i]).sum()  # without the entropy bonus
+            k3 = KL_COEF * ((d := float(sample.ref_logprobs[i]) - now[i][sampled[i]]).exp() - 1 - d)
+            top = now[i].detach().topk(min(top_k, now.shape[1])).indices
+            p, q = ([*dist[i][top].exp()] for dist in (now, taught))
+            if len(top) < now.shape[1]:
+                p, q = ([*part, 1 - sum(part)] for part in (p, q))
+            divergence = sum(a * (a / b).log() for a, b in zip(p, q, strict=True))
+            loss = loss + float(sample.weights[i]) * (
+                (1 - weight) * (ppo - k3) + weight * float(has_teacher) * divergence + k3
+            )
+    loss.backward()
+    for name, parameter in policy.named_parameters():
+        want = parameter.grad.numpy()
+        assert np.linalg.norm(gradient[name] - want) < 1e-3 * np.linalg.norm(want), name
+    assert metrics["teacher/kl"] > 0.01
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -19,7 +19,11 @@ COMPARED = ("policy/", "critic/", "reward/", "tokens/", "response/", "feedback/"
 TOLERANCE = 1e-6
 
 FUNCTION = """
+import os
+
 def judge(prompt, response):
+    with open(os.environ["JUDGED"], "a") as file:
+        file.write(repr((prompt, response)) + chr(10))
     letters = [c for c in response if c.isascii() and c.isalpha()]
     good = [c for c in letters if c.lower() in "aeiou"]
     return "vowels are good", good[:2], [c for c in letters if c not in good][:2]
@@ -71,8 +75,10 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: 
             },
         )
 
+    environ["JUDGED"] = str(folder / "whole.txt")
     assert start(run("whole"), log, **environ).wait(timeout=DEADLINE_S) == 0, log.read_text()[-4000:]
     whole = lines(folder / "runs" / "whole")
+    environ["JUDGED"] = str(folder / "killed.txt")
 
     rng = random.Random(SEED)
     for kill in range(KILLS):
@@ -95,6 +101,11 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: 
         assert {name: b[name] for name in names} == pytest.approx(
             {name: a[name] for name in names}, abs=TOLERANCE, rel=TOLERANCE
         ), f"step {a['step']}"
+    num_judged, num_after_kills = (
+        len((folder / name).read_text().splitlines()) for name in ("whole.txt", "killed.txt")
+    )
+    assert num_judged == NUM_STEPS * 8 + 4 * 4, "two responses to four prompts a step, and four evaluations of four"
+    assert num_after_kills <= num_judged + KILLS, "a judgement at the moment of a kill is made again, and no other"
     rewards = [line["reward/token_mean"] for line in whole[1:]]
     losses = [line["policy/loss"] for line in whole[1:]]
     assert len(set(rewards)) > NUM_STEPS / 2 and len(set(losses)) > NUM_STEPS / 2

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import queue
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import pytest
 import ray
 import torch
 from gloo_group import GlooWorker, cpu_streams
+from heads import free_port
 from models import BYTE_EOS, BYTE_VOCABULARY, byte_llama
 from processes import title
 from transformers import LlamaForCausalLM
@@ -293,9 +293,7 @@ class GlooLearner(TorchLearner):
         self.sender = NcclSender()
 
     def address(self) -> tuple[str, int]:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            return found.getsockname()
+        return "127.0.0.1", free_port()  # another process cannot take it for an outgoing connection
 
     def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
         """Runs ahead as Ray's generators do: what follows a yield is the broadcast."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from heads import free_port
 from models import random_model
 
 pytestmark = pytest.mark.slow  # an engine of its own; tests/jobs/test_serve.py has a stand-in
@@ -29,8 +30,7 @@ sys.exit(40 + said["usage"]["completion_tokens"])
 def test_a_command_asks_the_policy(tmp_path: Path) -> None:
     model = random_model(tmp_path / "model")
     (tmp_path / "harness.py").write_text(HARNESS)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     config = {
         "run": {"root": str(tmp_path), "name": "served"},
         "model": {"policy": str(model)},

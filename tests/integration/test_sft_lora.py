@@ -1,13 +1,13 @@
 """What real models need, on the real stack: adapters, gradient checkpointing, offload, bfloat16."""
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from heads import free_port
 from peft import PeftModel
 from safetensors.torch import load_file
 from sft_runs import (
@@ -130,10 +130,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     from t2g.algo.losses import supervised_loss
     from t2g.data.batching import normalize_weights
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    zero3.init_distributed(0, 1, "127.0.0.1", port, "gloo", timeout_s=60)
+    zero3.init_distributed(0, 1, "127.0.0.1", free_port(), "gloo", timeout_s=60)
     source, folder = ModelConfig(policy=base), Path(scratch)
     rows = Rows(normalize_weights(examples), torch.device("cpu"))
 

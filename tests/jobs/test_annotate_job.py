@@ -174,7 +174,7 @@ def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> N
         assert part and prompt_ids(folder / name) == part
     assert metrics["train_records"] + metrics["heldout_records"] == NUM_SAMPLES
     assert metrics["failed_share"] == 0 and json.loads((folder / DONE_FILE).read_text()) == metrics
-    assert metrics["style"] == {"critique": True, "labels": "sparse"}
+    assert metrics["style"] == {"critique": True, "labels": "sparse", "spans": True}
 
     untouched = FakeFleets(sampled)
     assert annotate_data(sampled, untouched) == metrics
@@ -355,7 +355,8 @@ def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:
         ({"source": "human", "align": "llm", "llm": {"model": "m", "url": "http://h/v1"}}, False),
         ({"source": "human", "align": "llm", "llm": {"model": "m"}}, True),
         ({"source": "human", "align": "reward_model", "reward_model": "m"}, True),
-        ({"source": "program", "align": "reward_model", "reward_model": "m"}, False),
+        ({"source": "pkg.mod:f", "align": "reward_model", "reward_model": "m"}, True),
+        ({"source": "pkg.mod:f", "align": "llm", "llm": {"model": "m", "url": "http://h/v1"}}, False),
     ],
 )
 def test_what_needs_ray(tmp_path: Path, options: dict[str, Any], cluster: bool) -> None:

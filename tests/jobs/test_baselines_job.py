@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sandbox import SandboxConfig
 from t2g.study.baselines import Arm, dpo, ilf, reflection, revise_steps, sample_base
 from t2g.tasks.prompts_only import PromptsTask
-from t2g.types import Prompt, Rollout
+from t2g.types import FinishReason, Prompt, Rollout, SpanFeedback
 
 NUM_PROMPTS, NUM_HELD_OUT, NUM_STEPS = 6, 4, 3  # 2 prompts a step: each is seen once
 
@@ -100,7 +101,7 @@ class World:
         return self.serve(self.job.model, self.job.rollout, partial(sample_base, self.arm, num_samples))
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return [record for _, record in read_records(self.job.run.folder / name)]
+        return list(read_records(self.job.run.folder / name))
 
 
 def make_job(folder: Path) -> PolicyJob:
@@ -169,6 +170,50 @@ def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> Non
     assert [example.response_ids.tolist() for example in world.learnt] == [target] * NUM_PROMPTS
     assert (metrics["reward/response_mean"], metrics["ilf/loss"], metrics["ilf/revised_share"]) == (4, 0.5, 1)
     assert world.served == [("base", 64), ("reviser", 64 + 2048), ("policy", 64)]
+
+
+class Fixer(FakeFeedback):
+    """Each `b` of a response is poor and should be an `a`."""
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        feedback = await super().judge(prompt, response_text)
+        spans = [replace(span, fix="a") if span.label == -1 else span for span in feedback.spans]
+        return replace(feedback, spans=tuple(spans))
+
+
+class Finishing(FakeRollouts):
+    """Keeps its responses; they end by themselves, apart from that to p0."""
+
+    async def _sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        rollouts = await super()._sample(prompt, sampling)
+        self.texts = getattr(self, "texts", {}) | {prompt.prompt_id: rollouts[0].response_text}
+        reason: FinishReason = "length" if prompt.prompt_id == "p0" else "stop"
+        return [replace(rollout, finish_reason=reason) for rollout in rollouts]
+
+
+def test_a_response_with_its_fixes_is_a_revision_that_may_be_the_best(world: World) -> None:
+    world.base, world.feedback = Finishing(world.arm.tokenizer), Fixer()
+    world.arm = replace(world.arm, feedback=world.feedback)
+    world.reviser.texts = ["cbbb", "cccc"]
+    metrics = ilf(world.arm)
+    fixed = {name: text.replace("b", "a") for name, text in world.base.texts.items() if "b" in text and name != "p0"}
+    expected = [fixed.get(f"p{i}", "cccc") for i in range(NUM_PROMPTS)]
+    learnt = [world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt]
+    assert sorted(learnt) == sorted(expected) and 0 < expected.count("cccc") < NUM_PROMPTS
+    assert metrics["ilf/fixed_share"] == 1 - expected.count("cccc") / NUM_PROMPTS
+    assert (metrics["samples"], metrics["ilf/revised_share"]) == (18, 1)
+
+
+@pytest.mark.parametrize("source", [FakeFeedback, Fixer])
+def test_ilf_judges_as_many_responses_as_ppo_with_and_without_fixes(world: World, source: type[FakeFeedback]) -> None:
+    world.base, feedback = Finishing(world.arm.tokenizer), source()
+    world.arm = replace(world.arm, feedback=feedback)
+    _, steps = world.from_base(1)
+    revised = world.serve(world.arm.reviser, world.job.rollout, partial(revise_steps, world.arm, steps))
+    assert [len(step.pairs) for step in steps] == [2] * NUM_STEPS
+    assert [len(step.pairs) for step in revised] == [4] * NUM_STEPS  # as PPO: 3 samples of 2 prompts
+    texts = [[rollout.response_text for _, rollout, _ in step.pairs[i : i + 2]] for step in revised for i in (0, 2)]
+    assert {row[-1] for row in texts} == ({"aaab"} if source is FakeFeedback else {"aaab", "aaaa"})
 
 
 def test_of_revisions_worth_the_same_the_first_is_imitated(world: World) -> None:

@@ -112,6 +112,28 @@ def test_a_policy_truncated_to_8_words_is_worse(tmp_path: Path, models: Path) ->
     assert first == {"instruction": "post 0", "output": " ".join(SENTENCES[0].split()[:8]), "generator": "cut"}
 
 
+class Thinking(Engine):
+    """Thinks before it copies the reference."""
+
+    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        head = "Hm hm hm hm hm.</think>"
+        sampled = await super().sample(prompt, sampling)
+        return [replace(r, response_text=head + r.response_text, answer_start=len(head)) for r in sampled]
+
+
+def test_the_thinking_of_a_policy_is_not_measured(tmp_path: Path, models: Path) -> None:
+    thinks = {"policy": str(models / "cut"), "thinking_tags": ["<think>", "</think>"]}
+    policies = {"whole": {"policy": str(models / "whole")}, "cut": thinks}
+    config = job(tmp_path, models, PLAIN, task="prompts", policies=policies)
+    result = run(config, {"whole": Engine(100), "cut": Thinking(100)})
+    assert result["policies"]["cut"] == result["policies"]["whole"]
+    rows = (config.run.folder / "responses" / "cut" / "responses.jsonl").read_text()
+    assert "Hm" not in rows and "The phone that I bought" in rows
+    engine = Engine(100)
+    run(with_overrides(config, {"policies.cut.thinking_tags": []}), {"cut": engine})
+    assert len(engine.asked) == len(RECORDS)  # other tags make other answers
+
+
 class Reflective(Engine):
     """Answers with half of the reference, or with all of it once it has read its own critique."""
 

@@ -19,8 +19,8 @@ from actors.engines.rollout import RolloutWorker
 from jobs import gpu_check
 from jobs.stopwatch import random_models
 from t2g.config import DemoJob, PolicyJob, RolloutConfig, SFTJob, ShapeConfig, loading
-from t2g.deploy.preflight import preflight
 from t2g.interfaces import Sampling
+from t2g.resources.preflight import preflight
 from t2g.types import Prompt
 
 MACHINE = {"CPU": 16.0, "GPU": 2.0, "memory": 120 * 2**30}

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from heads import free_port
 from models import SENTENCES, SHARED
 from stub_server import Answers
 
@@ -40,11 +41,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def serve(folder: Path, port: int, then: str, model: str = "m") -> int:

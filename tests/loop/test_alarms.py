@@ -29,6 +29,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ),
         ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "timeout_s"]),
         ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
+        ("teacher/gap_poor_first", (0.62,), ["0.62 nats", "objective.teacher"]),
         (
             "feedback/recall_repeated",
             (0.9, 0.9, 0.16, 0.14),
@@ -55,6 +56,7 @@ def test_a_sentence_says_number_bound_and_what_to_try(
         ("feedback/failed_share", (0.1,)),
         ("response/truncated_share", (0.25,)),
         ("feedback/recall_invented", (0.8, 0.9, 0.4)),
+        ("teacher/gap_poor_first", (-1.7, 0.5)),
         ("policy/kl", (3.0, None)),
         ("policy/kl", ()),
     ],

@@ -201,7 +201,7 @@ def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:
     asyncio.run(
         annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.model_dump_json()), ConcurrencyLimit(1))
     )
-    assert 'quote \\"?\\" does not occur' in heard[0]
+    assert 'quote \\"\ufffd\\" does not occur' in heard[0]
 
 
 def test_the_documented_record_has_every_field_and_says_what_it_shows() -> None:

@@ -1,18 +1,24 @@
 """The producer: responses are judged as soon as each is sampled, and each once."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from fakes import FakeFeedback
 
-from t2g.config import PolicyJob
+from t2g.config import FeedbackConfig, PolicyJob
 from t2g.errors import SamplingFailed
 from t2g.feedback.parse import make_feedback
+from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import Sampling
 from t2g.loop.producer import Producer
+from t2g.loop.sampling import JudgedStep, make_dropped_records
+from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 PROMPT = Prompt(prompt_id="p", prompt_ids=np.array([1], np.int32), prompt_text="?", task="prompts", payload={})
@@ -82,3 +88,101 @@ def test_a_prompt_whose_sampling_fails_has_no_samples(tmp_path: Path) -> None:
     step, judged = take_step(tmp_path, fails=True)
     assert (step.pairs, judged) == ((), ["response 1"])
     assert step.unsampled == {"p": "prompt p: no answer"}
+
+
+# ------------------------------------------------------------------------------------- feedback functions in a step
+NUM_PROMPTS, NUM_SAMPLES = 16, 4  # the defaults of rollout.*
+CONCURRENCY = FeedbackConfig(source="a:b").concurrency
+BARRIER, ASYNC_BARRIER = threading.Barrier(CONCURRENCY), asyncio.Barrier(CONCURRENCY)
+RELEASE = threading.Event()
+
+
+def plain_in_step(prompt: str, response: str) -> Any:
+    BARRIER.wait(20)  # passes only when so many calls are inside
+    return "judged", [], []
+
+
+async def async_in_step(prompt: str, response: str) -> Any:
+    async with asyncio.timeout(20):
+        await ASYNC_BARRIER.wait()
+    return "judged", [], []
+
+
+async def blocking_in_step(prompt: str, response: str) -> Any:
+    return str(RELEASE.wait(20)), [], []
+
+
+def often_wrong(prompt: str, response: str) -> Any:
+    match response:
+        case "response 0":
+            return {"critique": "good", "good": ["response"], "poor": [], "metrics": {"tone": 0.5}}
+        case "response 1":
+            raise OSError("the judge is gone")
+        case "response 2":
+            return {"critique": "good", "score": 3}
+    return threading.Event().wait()
+
+
+class EqualRollouts:
+    async def sample(
+        self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        return [replace(rollout(i), prompt_id=prompt.prompt_id) for i in range(sampling.num_samples)]
+
+
+def judge_step(name: str, timeout_s: float = 30.0) -> tuple[JudgedStep, int]:
+    """Return a step of default size that the function of this module judges, and the beats of the loop meanwhile."""
+    config = PolicyJob(
+        model={"policy": "m"}, data={"path": "d"}, feedback={"source": f"{__name__}:{name}", "timeout_s": timeout_s}
+    )
+    source = make_local_source(config.feedback, PromptsTask())
+    prompts = [replace(PROMPT, prompt_id=f"p{i}") for i in range(NUM_PROMPTS)]
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            beats += 1
+            if beats == 20:
+                RELEASE.set()
+            await asyncio.sleep(0.002)
+
+    async def run() -> JudgedStep:
+        heartbeat = asyncio.ensure_future(beat())
+        async with Producer(config, prompts, EqualRollouts(), source) as producer:
+            producer.admit(1)
+            step = await producer.take(1, lambda: False)
+        heartbeat.cancel()
+        return step
+
+    return asyncio.run(run()), beats
+
+
+@pytest.mark.parametrize("name", ["plain_in_step", "async_in_step"])
+def test_a_step_of_default_size_is_judged_in_rounds_of_sixteen_calls(name: str) -> None:
+    """64 judgements of 1 s need four rounds, 4 s: each round waits for all its calls."""
+    assert CONCURRENCY == 16
+    step, _ = judge_step(name)
+    assert [feedback.critique for _, _, feedback in step.pairs] == ["judged"] * NUM_PROMPTS * NUM_SAMPLES
+
+
+def test_a_blocking_async_function_delays_no_heartbeat() -> None:
+    """The function blocks its loop until the driver's loop has beaten twenty times."""
+    step, beats = judge_step("blocking_in_step")
+    assert {feedback.critique for _, _, feedback in step.pairs} == {"True"} and beats >= 20
+
+
+def test_wrong_answers_of_some_calls_lose_no_other() -> None:
+    step, _ = judge_step("often_wrong", timeout_s=1)
+    reasons = [
+        "",
+        "the feedback function raised OSError: the judge is gone",
+        "the feedback function returned an invalid judgement: a dict with the unknown key 'score', no key 'good', "
+        "no key 'poor'",
+        "the feedback function gave no answer within feedback.timeout_s=1",
+    ]
+    assert len(step.pairs) == NUM_PROMPTS * NUM_SAMPLES
+    for _, sampled, feedback in step.pairs:
+        assert feedback.reason.startswith(reasons[sampled.sample_index])
+        assert feedback.usable is (sampled.sample_index == 0) is (feedback.metrics == {"tone": 0.5})
+    assert len(make_dropped_records(step)) == NUM_PROMPTS * 3

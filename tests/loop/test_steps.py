@@ -1,6 +1,7 @@
 """The pure pieces of a step, by hand."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +24,9 @@ from t2g.loop.steps import (
     sync_metrics,
     token_staleness,
 )
+from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD
 from t2g.tasks.tiny.task import TinyTask
-from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
+from t2g.types import CriterionResult, Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
 
 
 def test_every_prompt_needs_a_measure_for_an_outcome_reward_and_none_is_measured() -> None:
@@ -49,8 +51,10 @@ def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_out_less_than_a_step
     num_prompts: int, per_step: int, seed: int
 ) -> None:
     if per_step > num_prompts:
-        with pytest.raises(UserError, match=rf"prompts_per_step={per_step}.*only {num_prompts} prompts"):
-            select_prompts(num_prompts=num_prompts, per_step=per_step, step=1, seed=seed)
+        steps = [select_prompts(num_prompts=num_prompts, per_step=per_step, step=k, seed=seed) for k in range(1, 6)]
+        counts = [Counter(indices) for indices in steps]
+        assert all(count.total() == per_step and len(count) == num_prompts for count in counts)
+        assert all(max(count.values()) - min(count.values()) <= 1 for count in counts), "no prompt is preferred"
         return
     steps = num_prompts // per_step
     for epoch in range(2):
@@ -210,6 +214,34 @@ def test_what_the_feedback_sees_of_known_faults() -> None:
         "feedback/faults_praised": 0.25,
     }
     assert fault_recall(LetterTask(), pairs) == {} == fault_recall(TinyTask(), [])
+
+
+def test_metrics_of_a_function_are_averaged_over_the_responses_that_have_them() -> None:
+    prompt, scored = scored_pair([1.0])
+    numbers = ({"tone": 1.0, "facts/right": 0.25}, {"tone": 0.0}, {})
+    pairs = [(prompt, scored.rollout, replace(scored.feedback, metrics=row)) for row in numbers]
+    metrics = step_metrics(pairs, [scored] * 3, [stats(1)] * 3, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
+    found = {name: value for name, value in metrics.items() if name.startswith("feedback/metrics/")}
+    assert found == {"feedback/metrics/tone": 0.5, "feedback/metrics/facts/right": 0.25}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_response_without_an_answer_has_no_criteria_and_earns_0(order: int) -> None:
+    prompt, scored = scored_pair([1.0])
+    results = {
+        "facts": CriterionResult(status="failed", critique_range=(0, 0)),
+        "style": CriterionResult(status="ok", critique_range=(0, 1)),
+    }
+    judged = replace(
+        scored,
+        feedback=replace(scored.feedback, criteria=results),
+        criterion_rewards={"facts": 0.0, "style": 3.0},
+    )
+    rows = [judged, scored][::order]
+    pairs = [(prompt, row.rollout, row.feedback) for row in rows]
+    metrics = step_metrics(pairs, rows, [stats(1)] * 2, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
+    assert {name: metrics[f"{CRITERION_REWARD}{name}"] for name in results} == {"facts": 0.0, "style": 1.5}
+    assert {name: metrics[f"{CRITERION_FAILED}{name}"] for name in results} == {"facts": 1.0, "style": 0.0}
 
 
 def test_step_metrics_by_hand() -> None:

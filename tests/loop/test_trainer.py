@@ -4,13 +4,14 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import LENGTH, letter_tokenizer
+from fakes import LENGTH, letter_prompts, letter_tokenizer
 from pydantic import ValidationError
 from trainer_bench import NUM_STEPS, Bench, chosen, job
 
@@ -50,6 +51,33 @@ def test_a_run_stopped_between_steps_resumes_to_the_same_numbers(tokenizer: Any,
     assert second.run().step == NUM_STEPS
     assert second.metrics() == whole.metrics()
     np.testing.assert_array_equal(second.learner.logits.detach(), whole.learner.logits.detach())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_fewer_prompts_than_a_step_takes_get_more_samples_each(
+    tokenizer: Any, tmp_path: Path, max_staleness: int
+) -> None:
+    def bench(folder: str, **options: Any) -> Bench:
+        made = Bench(tmp_path / folder, tokenizer, job(max_staleness=max_staleness), **options)
+        made.trainer.prompts = letter_prompts(3)
+        return made
+
+    whole = bench("whole")
+    assert whole.run().num_samples == NUM_STEPS * 8 * 4
+    trained = [[(r.prompt_id, r.sample_index) for r in rollouts] for rollouts in whole.learner.seen]
+    assert all(
+        len(set(step)) == 8 * 4 and {prompt_id for prompt_id, _ in step} == {"p0", "p1", "p2"} for step in trained
+    )
+    counts = [sorted(Counter(prompt_id for prompt_id, _ in step).values()) for step in trained]
+    assert counts == [[8, 12, 12]] * NUM_STEPS, "8 prompts of 4 samples are 3 + 3 + 2"
+
+    cut = bench("cut", stop=lambda: cut.trainer.state.step >= 3)
+    cut.run()
+    resumed = bench("cut")
+    resumed.run()
+    if max_staleness == 0:
+        assert resumed.metrics() == whole.metrics()
+    assert resumed.trainer.state.num_samples == NUM_STEPS * 8 * 4
 
 
 def test_the_next_step_goes_on_while_a_checkpoint_is_sealed(

@@ -13,6 +13,7 @@ import pytest
 from browser import Browser, browsing, needs_browser
 
 from t2g.config import DataConfig
+from t2g.feedback.fixes import apply_fixes
 from t2g.feedback.records import load_annotated
 
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -81,6 +82,15 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
             "poor 3: phone",
         ]
         assert browser.ask("[...CSS.highlights.keys()].sort().join()") == "good2,poor3"
+        line, shut = "document.querySelector('#spans .poor').textContent", "document.getElementById('fix').hidden"
+        browser.press("d")
+        assert browser.ask(line) == "poor 3: phone → (delete)"
+        browser.press("f", "kettle", "Enter")
+        assert browser.ask(line) == "poor 3: phone → kettle" and browser.ask(shut)
+        browser.press("u", "u")
+        assert browser.ask(line) == "poor 3: phone"
+        browser.press("f", "bag", "Escape")
+        assert browser.ask(line) == "poor 3: phone → bag" and browser.ask(shut)
         browser.press("x")  # the caret is where it was
         assert browser.ask("[...CSS.highlights.keys()].join()") == "good2"
         browser.press("u")
@@ -138,6 +148,7 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
     first, second = load_annotated(DataConfig(path=str(data.with_suffix(".marks") / "ann" / "annotated.jsonl")))
     assert [(span.start, span.end, span.label, span.severity) for span in first.spans] == [(2, 7, 1, 2), (8, 13, -1, 3)]
     assert [quote.quote for quote in (*first.good, *first.poor)] == ["A red", "phone"]
+    assert apply_fixes(first.response, first.spans) == "👍 A red bag by Ann."
     assert (first.critique, first.source, first.version) == ("The phone was blue.", "human", "ann")
     assert first.spans[1].critique_range == (0, 19)
     assert (second.critique, len(second.spans), second.response) == ("no", 1, ROWS[1]["response"])

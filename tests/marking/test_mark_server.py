@@ -76,6 +76,10 @@ def test_what_is_saved_comes_back(server: MarkServer) -> None:
     span = {"start": 6, "end": 8, "label": -1, "severity": 2, "critique_range": None}
     assert json.loads(ask(server, "item/0")[1])["spans"] == [span]
     assert json.loads(ask(server, "item/0")[1])["version"] == 1
+    for fix in ("", "<b>"):
+        fixed = body | {"spans": [span | {"fix": fix}], "version": server.marks[0].version}
+        assert ask(server, "item/0", fixed)[0] == 200
+        assert json.loads(ask(server, "item/0")[1])["spans"] == [span | {"fix": fix}]
     assert json.loads(ask(server, "state")[1]) == {"by": "ann", "finished": [True], "agreements": []}
 
 
@@ -121,6 +125,8 @@ def test_another_page_changes_nothing(server: MarkServer, origin: str) -> None:
         ("item/0", {"done": True}, 400),
         ("item/0", {"spans": [{"start": 0, "end": 99, "label": 1}]}, 400),
         ("item/0", {"spans": [{"start": 0, "end": 1, "label": 1, "severity": 4}]}, 400),
+        ("item/0", {"spans": [{"start": 0, "end": 1, "label": 1, "fix": "x"}]}, 400),
+        ("item/0", {"spans": [{"start": 0, "end": 1, "label": -1, "fix": "x" * 4001}]}, 400),
     ],
 )
 def test_invalid_input_is_refused_with_a_message(server: MarkServer, name: str, body: Any, code: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from t2g.config import DataConfig
 from t2g.errors import UserError
+from t2g.feedback.fixes import apply_fixes
 from t2g.feedback.records import load_annotated
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.loop.annotation import Sample, make_samples
@@ -60,7 +61,7 @@ def test_what_is_finished_no_more_is_no_record(tmp_path: Path) -> None:
 
 def test_its_file_is_read_as_what_annotate_writes(tmp_path: Path) -> None:
     marks = Marks(tmp_path, "ann", samples())
-    spans = (Span(start=3, end=5, label=-1, severity=3), Span(start=0, end=2, label=1))
+    spans = (Span(start=3, end=5, label=-1, severity=3, fix="dc"), Span(start=0, end=2, label=1))
     marks.put(0, Mark(critique="ab is right. cd is wrong.", spans=spans, done=True))
     marks.put(1, mark(critique="nothing to say", done=True))
     path = tmp_path / "ann" / RECORDS_FILE
@@ -69,6 +70,7 @@ def test_its_file_is_read_as_what_annotate_writes(tmp_path: Path) -> None:
     good, poor = records[0].spans
     assert (good.start, good.end, good.label, good.critique_range) == (0, 2, 1, (0, 12))
     assert (poor.start, poor.end, poor.label, poor.severity, poor.critique_range) == (3, 5, -1, 3, (13, 25))
+    assert apply_fixes("ab cd", records[0].spans) == "ab dc"
     assert records[0].target() == (
         '{"critique": "ab is right. cd is wrong.", "good": ["ab"], "poor": [{"quote": "cd", "severity": 3}]}'
     )
@@ -122,7 +124,7 @@ def test_a_span_that_does_not_fit_is_refused_and_nothing_is_kept(
     tmp_path: Path, spans: tuple[tuple[int, int, int], ...]
 ) -> None:
     marks = Marks(tmp_path, "ann", samples())
-    with pytest.raises(ValueError, match="not within the 5 characters"):
+    with pytest.raises(ValueError, match="5 characters"):
         marks.put(0, mark(*spans))
     assert marks[0].spans == () and not (tmp_path / "ann" / JOURNAL_FILE).exists()
 

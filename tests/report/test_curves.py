@@ -3,7 +3,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from t2g.report.curves import (
@@ -115,6 +115,7 @@ def test_points_stand_where_the_axes_say() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(FINITE, FINITE), min_size=1, max_size=30), st.none() | FINITE)
+@example([(5e-324, 0.0)], None)
 def test_nothing_leaves_the_plot(points: list[tuple[float, float]], level: float | None) -> None:
     for across, down in polyline(chart(*points, level=level)):
         assert LEFT - 0.1 <= across <= WIDTH - RIGHT + 0.1

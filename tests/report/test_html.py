@@ -15,6 +15,7 @@ from t2g.types import Span, SpanFeedback
 
 VOID = {"meta"}  # SVG elements close themselves or have an end tag
 ALLOWED = {
+    *("del", "ins"),
     *("dl", "dt", "dd", "details", "summary", "pre", "label", "input", "i"),
     "html",
     "head",
@@ -157,6 +158,19 @@ def test_spans_are_marked_in_response_and_critique(tmp_path: Path) -> None:
     ]
     assert text.count('<sup class="poor">2✗</sup>') == 2  # in the response and in the critique
     assert text.count('<sup class="good">3✓</sup>') == 1  # the critique has no phrase for it
+
+
+def test_a_span_with_a_fix_is_struck_and_the_fix_is_escaped(tmp_path: Path) -> None:
+    judged = feedback(
+        "day wrong",
+        Span(start=8, end=14, label=-1, critique_range=(0, 9), fix="<b>Tues</b>\0"),
+        Span(start=14, end=15, label=-1, fix=""),
+    )
+    text = write(tmp_path / "r.html", examples=[[sample("p", "Mara on Monday!", judged)]])
+    fix = '<ins title="fix">&lt;b&gt;Tues&lt;/b&gt;␀</ins>'
+    assert f'<del><mark class="poor" title="poor">Monday</mark></del>{fix}' in text
+    assert '<del><mark class="poor" title="poor">!</mark></del></div>' in text
+    assert text.count("<ins") == 2  # one in the legend; none in the critique
 
 
 ATTACK = (

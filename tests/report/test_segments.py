@@ -44,6 +44,17 @@ def test_a_span_opens_once_with_its_number() -> None:
     assert [s.opens for s in found] == [(), ((0, 1),), ((1, -1), (2, 1)), ()]
 
 
+def test_a_fix_stands_where_its_span_ends() -> None:
+    fixed = Span(start=1, end=3, label=-1, fix="x"), Span(start=2, end=9, label=-1, fix="")
+    found = segments("abcde", [*fixed, Span(start=0, end=1, label=1)])
+    assert [(s.text, s.is_struck, s.fixes) for s in found] == [
+        ("a", False, ()),
+        ("b", True, ()),
+        ("c", True, ("x",)),
+        ("de", True, ("",)),
+    ]
+
+
 @settings(deadline=None)
 @given(st.text(max_size=30), SPANS)
 def test_segments_agree_with_a_character_by_character_oracle(text: str, spans: list[Span]) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +52,16 @@ def test_on_a_terminal_good_is_green_and_poor_is_red() -> None:
 def test_a_terminal_without_colours_gets_marks() -> None:
     out = shown(RESPONSE, says(GOOD, POOR), terminal=True, no_color=True)
     assert "[-laptop-]" in out and "[+Ann+]" in out and "\x1b" not in out
+
+
+def test_a_fix_follows_its_span() -> None:
+    fixed = says(replace(POOR, fix="phone\x1b"), Span(start=21, end=22, label=-1, fix=""))
+    marks = shown(RESPONSE, fixed)
+    assert shown(RESPONSE, fixed, terminal=True, no_color=True) == marks
+    assert "about a [-laptop-]{phone␛} by Ann[-.-]\n" in marks
+    assert 'poor, severity 3: "laptop", should be "phone␛" (it says' in marks and '".", should be ""\n' in marks
+    coloured = shown(RESPONSE, fixed, terminal=True)
+    assert "\x1b[1;9;31mlaptop\x1b[0m\x1b[32m{phone␛}\x1b[0m by Ann\x1b[1;9;31m.\x1b[0m" in coloured
 
 
 def test_where_good_and_poor_overlap() -> None:

@@ -270,3 +270,17 @@ def test_missing_content_is_refused_by_name_and_cannot_be_accepted(made: Made) -
     refusal = made.refusal()
     assert f"the content of data.path (hash {before} -> missing)" in refusal
     assert "run.accept" not in refusal
+
+
+def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default(made: Made) -> None:
+    identity = made.begin()
+    path = made.root / "runs/own" / IDENTITY_FILE
+    saved = json.loads(path.read_text())
+    for key in ("feedback.style.spans", "feedback.align", "objective.gamma"):
+        del saved["config"][key]
+    path.write_text(json.dumps(saved))
+    assert made.begin() == identity
+    path.write_text(json.dumps(saved))
+    assert "objective.gamma (1.0 -> 0.9)" in made.refusal(objective={"gamma": 0.9})
+    teacher = made.refusal(objective={"teacher": {}})
+    assert "objective.teacher.weight (null -> " in teacher, "the defaults of a section that was off are a change"

@@ -170,6 +170,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
             "execution": {},
             "agreement": None,
             "reason": "",
+            "metrics": {},
         },
         "token_ranges": [[0, 1], [1, 2], [1, 2], [2, 2]],
         "token_texts": ["h", "é", "é", ""],
@@ -205,7 +206,7 @@ def test_text_without_utf8_can_be_logged(tmp_path: Path) -> None:
     prompt, rollout, _ = judged(0)
     odd = Prompt(prompt_id="p", prompt_ids=prompt.prompt_ids, prompt_text="\ud800\u2028\n\0", task="tiny")
     log.write_samples(1, "eval", [(odd, rollout, None)])
-    assert [r["prompt"] for _, r in read_records(tmp_path / SAMPLES_FILE)] == ["\ud800\u2028\n\0"]
+    assert [r["prompt"] for r in read_records(tmp_path / SAMPLES_FILE)] == ["\ud800\u2028\n\0"]
 
 
 def test_sinks_get_every_step_and_are_closed(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     placement, unit = "objective.rewards.placement", "objective.rewards.unit"
     grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_aggregation")}
     critic = {"objective.advantages", "objective.kl_estimator"}
-    teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".where", ".sibling")}
+    teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".top_k", ".critique")}
     more: dict[str, set[str]] = {
         "sft": set(),
         "reflection": set(),
@@ -49,10 +49,9 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "scalar_token_critic": {placement, unit} | critic,
         "scalar_token_grpo": {placement, unit} | grpo,
         "paper": {unit, "objective.vf_coef"} | critic,
-        "sdpo": {*teacher, "objective.loss_aggregation"},
-        "sdpo_group": teacher,
-        "sdpo_sibling": {*teacher, "objective.loss_aggregation"},
-        "sdpo_spans": {*teacher, "objective.loss_aggregation"},
+        "sdpo": teacher,
+        "sdpo_shuffled": teacher,
+        "sdpo_span": teacher,
         "outcome": {"objective.span_coef", "objective.outcome_rewards"},
         "step": {placement},
         "shuffled": {placement},
@@ -85,7 +84,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         ("shuffled", {"objective.rewards.placement"}),
         ("dense", {"feedback.style.labels"}),
         ("no_critique", {"feedback.style.critique"}),
-        ("sdpo_group", {"objective.teacher.weight", "objective.teacher.where"}),
+        ("sdpo_span", {"objective.teacher.weight", "objective.teacher.top_k", "objective.teacher.critique"}),
     ],
 )
 def test_what_is_held_against_span_differs_from_it_in_its_own_keys_whatever_the_job_says(

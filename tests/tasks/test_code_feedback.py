@@ -8,6 +8,7 @@ import pytest
 
 from t2g.config import StyleConfig
 from t2g.errors import UserError
+from t2g.feedback.fixes import apply_fixes
 from t2g.feedback.parse import make_quote, read_judgement
 from t2g.sandbox import Outcome, SandboxConfig, TestResult
 from t2g.tasks import code_feedback
@@ -46,6 +47,34 @@ def quoted(response: str, found: SpanFeedback, label: int) -> list[tuple[int, st
     """(line of the response, text) of every span with that label."""
     spans = [span for span in found.spans if span.label == label]
     return [(response.count("\n", 0, span.start) + 1, response[span.start : span.end]) for span in spans]
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected", "fix"),
+    [
+        ("2", ["3", "3"], "return 3"),
+        ('"a"', ["'b'", "'b'"], "return 'b'"),
+        ("2", ["3", "4"], None),  # no constant is right
+        ("2", ["3", "2"], None),  # another test passes with this line
+        ("x", ["3", "3"], None),
+        ("2", ["'a b'", "'a b'"], None),  # a result does not keep its blanks
+        ("2", ["'" + "a" * 400 + "'"] * 2, None),  # nor all of its characters
+    ],
+)
+def test_a_constant_has_the_fix_that_every_test_expects(returned: str, expected: list[str], fix: str | None) -> None:
+    tests = "from solution import f\n" + "".join(
+        f"\ndef test_{i}():\n    assert f({i}) == {value}\n" for i, value in enumerate(expected)
+    )
+    response = f"def f(x):\n    return {returned}\n"
+    found = feedback(response, judged(response, tests))
+    assert [span.fix for span in found.spans if span.label == -1] == [fix]
+    if fix:
+        assert judged(apply_fixes(response, found.spans), tests)["execution"]["passed"]
+
+
+def test_a_constant_without_its_own_value_in_the_results_has_no_fix() -> None:
+    response, tests = "def f(x):\n    return 2\n", "from solution import f\n\ndef test():\n    assert f(1) + 1 == 5\n"
+    assert [span.fix for span in feedback(response, judged(response, tests)).spans] == [None]
 
 
 def test_each_case_that_a_program_gets_right_is_praised() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from t2g.feedback.fixes import apply_fixes
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.findings import measure_faithfulness
@@ -50,6 +51,21 @@ def test_the_critique_says_of_each_quote_what_is_wrong_where_the_span_says() -> 
     assert [critique[slice(*span.critique_range)] for span in (*poor, *good)] == [critique[:33], critique[34:]]
     assert [(span.start, span.end) for span in good] == [(19, 25)]  # a repeated detail earns nothing
     assert feedback_function(TEXT, "it helps")[1:] == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("summary", "fixed"),
+    [
+        ("Zinc helped in May 2018.", "Zinc helped in March 2019."),
+        ("Zinc helped in 2018.", None),  # the text's date has another form
+        ("In March 2019, or in May 2018.", None),  # it is stated
+        ("Zinc helped 300 in Kenya.", None),
+    ],
+)
+def test_the_only_date_of_the_text_is_the_fix_of_another(summary: str, fixed: str | None) -> None:
+    _, _, poor = feedback_function(TEXT, summary)
+    assert apply_fixes(summary, poor) == (fixed or summary)
+    assert [span.fix for span in feedback_function(f"{TEXT} Since June 2012.", summary)[2] if span.fix] == []
 
 
 def test_faithfulness_by_hand() -> None:

@@ -1,7 +1,8 @@
 """Requests to annotators and their answers: step-by-step reasoning, then a critique, then its spans.
 
     {"reasoning": "...", "critique": "It says laptop, which is wrong.",
-     "spans": [{"quote": "laptop", "occurrence": 1, "label": "poor", "severity": 2, "phrase": "laptop"}]}
+     "spans": [{"quote": "laptop", "occurrence": 1, "label": "poor", "severity": 2, "fix": "phone",
+      "phrase": "laptop"}]}
 
 Answers are untrusted: bounded, and no answer raises. Faults of an answer become sentences for the model.
 """
@@ -15,7 +16,7 @@ from pydantic import ConfigDict, ValidationError
 
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
-from t2g.feedback.parse import MAX_QUOTES, Quote, load_answer, make_failed_feedback, make_feedback
+from t2g.feedback.parse import MAX_QUOTES, Quote, load_answer, make_failed_feedback, make_feedback, replace_surrogates
 from t2g.feedback.sources.chat_client import Completion
 from t2g.tasks.base import Task
 from t2g.text.quotes import locate
@@ -35,7 +36,8 @@ _CRITIQUE = '"critique": then a short critique: what is right, what is wrong and
 _SPANS = (
     '"spans": last, {pieces}, each as an object. "quote": the piece, exactly as it stands in the response, character '
     'by character. "occurrence": 1, or 2, 3 ... where the same text stands earlier too and a later place is meant. '
-    '"label": "good" or "poor". "severity": of a poor piece: {severity}; of a good one 1.{phrase} '
+    '"label": "good" or "poor". "severity": of a poor piece: {severity}; of a good one 1. "fix": of a poor piece the '
+    'text that should stand in its place, "" to delete it; null where you do not know, and of a good one.{phrase} '
     "Pieces do not overlap. What is missing from the response has no piece."
 )
 _SEVERITY = "1, or 2 or 3 where it does more harm"
@@ -83,6 +85,7 @@ def make_request(
     """
     review = task.review
     writes_critique = style.critique and critique is None
+    writes_spans = style.spans or critique is not None
     pieces = f"the pieces of the response that {'your critique speaks of' if writes_critique else 'decide'}"
     questions = ""
     if critique is not None:
@@ -97,13 +100,14 @@ def make_request(
             pieces += f" ({review.sparse})"
     form = _FORMAT.format(questions=questions) + (_CRITIQUE if writes_critique else "")
     phrase = _PHRASE if writes_critique or critique is not None else ""
-    form += _SPANS.format(pieces=pieces, severity=review.severity or _SEVERITY, phrase=phrase)
+    if writes_spans:
+        form += _SPANS.format(pieces=pieces, severity=review.severity or _SEVERITY, phrase=phrase)
     opening = f"{review.opening} {review.labels}".strip()
     parts = (opening, task.material(prompt, response_text), notes, form)
     return AnnotationRequest(
         messages=(_make_message("user", "\n\n".join(part for part in parts if part)),),
         response_text=response_text,
-        keys=("reasoning", "critique", "spans") if writes_critique else ("reasoning", "spans"),
+        keys=("reasoning", *["critique"] * writes_critique, *["spans"] * writes_spans),
         critique=critique,
     )
 
@@ -121,6 +125,7 @@ def build_answer_schema(request: AnnotationRequest) -> dict[str, Any]:
         "occurrence": {"type": "integer"},
         "label": {"type": "string", "enum": list(LABELS.values())},
         "severity": {"type": "integer"},
+        "fix": {"type": ["string", "null"]},
     }
     if request.has_phrases:
         span["phrase"] = text
@@ -144,7 +149,9 @@ def read_answer(completion: Completion, request: AnnotationRequest, *, source: s
         return ParsedAnswer(feedback=unusable, faults=(f"{answer[0].upper()}{answer[1:]}.",))
     critique = answer["critique"] if "critique" in request.keys else request.critique or ""
     faults = [] if critique.strip() or not request.has_phrases else ["The critique is empty."]
-    items = sorted(answer["spans"], key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor"))
+    items = sorted(
+        answer.get("spans", []), key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor")
+    )
     spans: list[Span] = []
     for item in items[: 2 * MAX_QUOTES]:
         span, item_faults = _read_span(item, request, critique)
@@ -198,13 +205,14 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         return None, faults
     label: Literal[-1, 1] = 1 if entry.label == "good" else -1
     start, end = position
-    span = Span(start=start, end=end, label=label, severity=entry.severity, critique_range=critique_range)
+    fix = entry.fix if label == -1 else None
+    span = Span(start=start, end=end, label=label, severity=entry.severity, critique_range=critique_range, fix=fix)
     return span, faults
 
 
 def _format_json(value: Any) -> str:
     """Return JSON of at most 200 characters."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = replace_surrogates(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 200 else text[:200] + "..."
 
 

@@ -14,7 +14,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from t2g.data.published import translate_row
 from t2g.errors import MissingLocally, UserError
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.records import AnnotatedRecord, read_record, shorten_list
+from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.chat_client import FailureLog
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Record, Task
@@ -92,7 +92,7 @@ class HumanFeedback(FeedbackSource):
         if self._unaligned and self.aligner is None:
             raise UserError(
                 f"{len(self._unaligned)} critiques have no spans, the first at {next(iter(self._unaligned.values()))}; "
-                'set annotate.align to llm or reward_model to find them, or write "good": [] where none are meant'
+                'set align to llm or reward_model to find them, or write "good": [] where none are meant'
             )
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
@@ -105,8 +105,7 @@ class HumanFeedback(FeedbackSource):
         if key not in self._unaligned:
             return own
         assert self.aligner is not None, "see check_alignment"
-        aligned = await self.aligner.align(prompt, response_text, own.critique)
-        return replace(aligned, critique=own.critique, source=self.name, version=f"{own.version}, {aligned.version}")
+        return await find_spans(self.aligner, prompt, response_text, own)
 
     def is_current(self, record: AnnotatedRecord) -> bool:
         """Return whether the record still agrees with the file."""

@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from t2g.config import FeedbackConfig
+from t2g.config import SourceConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import make_failed_feedback
+from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.annotator import (
     AnnotationRequest,
     ParsedAnswer,
@@ -32,12 +33,12 @@ from t2g.feedback.sources.chat_client import (
     estimate_prompt_tokens,
 )
 from t2g.feedback.sources.votes import vote
-from t2g.interfaces import FeedbackSource
+from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
 
 
-def estimate_cost(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> str:
+def estimate_cost(items: Iterable[tuple[Prompt, str]], config: SourceConfig, task: Task) -> str:
     """Return an estimate of the tokens of these judgements as a sentence.
 
     It counts UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer, and no follow-ups.
@@ -67,14 +68,17 @@ class LLMFeedback(FeedbackSource):
 
     name = "llm"
 
-    def __init__(self, chat: Chat, config: FeedbackConfig, task: Task) -> None:
+    def __init__(self, chat: Chat, config: SourceConfig, task: Task, aligner: Aligner | None = None) -> None:
+        """`aligner` finds the spans of critiques with style.spans=false; none: this model finds them."""
         self.client = ChatClient(chat, config.llm, config.timeout_s)
         self._config, self._llm, self._task = config, config.llm, task
         votes = f"x{self._llm.num_annotators}" if self._llm.num_annotators > 1 else ""
         self.version = f"{chat.model}{votes}#{self._prompt_version()}"
+        self.journal_version = self.version
         # Bounds the judgements in progress, which a killed run loses; each has several sequential requests.
         self._semaphore = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))
-        self.fleet = chat.fleet
+        self._aligner: Aligner = aligner or self
+        self.fleet = chat.fleet or (aligner.fleet if aligner else None)
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Return critique and spans. Without an answer the status is failed, with an unusable one unparsable.
@@ -83,7 +87,10 @@ class LLMFeedback(FeedbackSource):
             UserError: The key or the model is wrong.
             RunStopped: MAX_LOST requests in a row got no answer.
         """
-        return await self._annotate(make_request(self._task, prompt, response_text, self._config.style))
+        own = await self._annotate(make_request(self._task, prompt, response_text, self._config.style))
+        if self._config.style.spans or not own.usable:
+            return own
+        return await find_spans(self._aligner, prompt, response_text, own)
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """Return the spans of this critique. Otherwise as `judge`."""
@@ -96,7 +103,7 @@ class LLMFeedback(FeedbackSource):
         return hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).hexdigest()
 
     async def _annotate(self, request: AnnotationRequest) -> SpanFeedback:
-        num_annotators = self._llm.num_annotators
+        num_annotators = self._llm.num_annotators if "spans" in request.keys else 1
         async with self._semaphore.get():
             answers = await asyncio.gather(*(self._ask_annotator(request, seed) for seed in range(num_annotators)))
         if num_annotators == 1:
@@ -110,9 +117,8 @@ class LLMFeedback(FeedbackSource):
 
     async def _ask_annotator(self, request: AnnotationRequest, seed: int) -> SpanFeedback:
         """Return the feedback of one annotator, with follow-ups about the faults of an answer."""
-        left_s = (
-            self._config.timeout_s
-        )  # for all attempts; waiting for a slot does not count: a rate limit is no failure
+        # For all attempts. Waiting for a slot does not count: a rate limit is no failure.
+        left_s = self._config.timeout_s
         chat_request = ChatRequest(
             messages=request.messages,
             schema=build_answer_schema(request),

@@ -29,7 +29,8 @@ def add_noise(
     """Return the feedback with spans dropped, flipped and moved with the probabilities of `noise`.
 
     A moved span keeps its length; its new position is uniform over all others. Every span takes the same draws at every
-    noise level, so that a higher level changes all that a lower level changes. Critique and counts stay the same.
+    noise level, so that a higher level changes all that a lower level changes. Critique and counts stay the same; no
+    span keeps its fix.
     """
     spans = (_apply_noise(span, noise, len(response_text), rng.random(4).tolist()) for span in feedback.spans)
     remaining = tuple(span for span in spans if span is not None)
@@ -42,6 +43,7 @@ def _apply_noise(span: Span, noise: NoiseConfig, num_chars: int, draws: list[flo
     drop, flip, move, position = draws
     if drop < (noise.drop if span.label == 1 else max(noise.drop, noise.drop_poor)):
         return None
+    span = replace(span, fix=None)
     if flip < noise.flip:
         span = replace(span, label=-span.label)
     num_positions = num_chars - (span.end - span.start)  # without its own

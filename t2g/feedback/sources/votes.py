@@ -74,8 +74,8 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
     """Return one feedback from the usable `answers` (at least one) of `num_annotators`.
 
     Spans are the runs of characters with one label from more than half of all annotators. A span's severity is the
-    lower median over the annotators with its label. The critique is that of the annotator closest to the result. Quotes
-    are counted over all answers. The status is empty if no label has a majority.
+    lower median over the annotators with its label; it has no fix. The critique is that of the annotator closest to the
+    result. Quotes are counted over all answers. The status is empty if no label has a majority.
     """
     labels = np.stack([label_characters(answer.spans, len(response_text)) for answer in answers])
     winner = majority(labels, num_annotators)

@@ -16,6 +16,7 @@ rules at the values HIDDEN, and all other keys. A program that passes only the f
 compares n, as a share SPECIAL of the branches of references do, or has a branch for a key without a rule.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from t2g.config import WorldConfig
 from t2g.tasks.tiny.world import is_heldout
+from t2g.types import Span
 
 WORDS = ("red", "blue", "green", "black", "white", "pink", "teal", "gold")
 OPERATORS = {"+": ("add", "plus"), "-": ("minus", "less"), "*": ("times", "by")}  # by wording
@@ -30,6 +32,8 @@ NUMBERS = range(2, 10)
 NUM_RULES = (3, 4, 5)
 VISIBLE, HIDDEN = (2, 5), (3, 8)  # values of n
 SPECIAL = 0.05
+_RULE = re.compile(rf"(\w+)[:,] ({'|'.join(name for names in OPERATORS.values() for name in names)}) (\d+)")
+_BRANCH = re.compile(r'if k == "(\w+)":\n\s*$')
 HEAD, LAST = "def f(k, n):", "\n    return n\n"
 
 
@@ -95,6 +99,15 @@ def _change_rule(rule: Rule, rng: np.random.Generator) -> Rule:
 
 def _sample_operator(rng: np.random.Generator) -> str:
     return str(rng.choice(list(OPERATORS)))
+
+
+def find_correction(question: str, response: str, span: Span) -> str | None:
+    """Return the line that the rule of the branch needs, if the span is another line directly under its condition."""
+    symbols = {name: symbol for symbol, names in OPERATORS.items() for name in names}
+    rules = {word: f"return n {symbols[name]} {number}" for word, name, number in _RULE.findall(question)}
+    branch = _BRANCH.search(response[: span.start])
+    line = rules.get(branch[1]) if branch else None
+    return None if line == response[span.start : span.end] else line
 
 
 def _list_other_words(rules: Iterable[Rule]) -> list[str]:

@@ -1,6 +1,7 @@
 """The tasks of the tiny worlds: SLF5K and KodCode records, with instructions for models of a million parameters."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from t2g.sandbox import Outcome, SandboxConfig
 from t2g.tasks.base import SPARSE, FeedbackFunction, Record, get_text
 from t2g.tasks.code import CodeTask
 from t2g.tasks.summarization import SummarizationTask
-from t2g.tasks.tiny import world
+from t2g.tasks.tiny import programs, world
 from t2g.tasks.tiny.interpreter import interpret
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -48,6 +49,11 @@ class TinyTask(SummarizationTask):
         request = f"Mend the summary. Post: {prompt.prompt_text[:input_limit]}"
         return [{"role": "user", "content": f"{request}\nSummary: {response_text}\nCritique: {critique}"}]
 
+    def teacher_messages(self, prompt: Prompt, critique: str, input_limit: int | None = None) -> list[Message]:
+        return [
+            {"role": "user", "content": f"{self.instruction}{prompt.prompt_text[:input_limit]}\nCritique: {critique}"}
+        ]
+
     def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
         findings = world.judge_clauses(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
         return [(verdict, clause.start, clause.end) for clause, verdict, _ in findings if verdict != "right"]
@@ -71,7 +77,7 @@ def feedback_function(
 
 
 class TinyCodeTask(CodeTask):
-    """Verbal rules and programs. Feedback function and critique are those of the task code."""
+    """Verbal rules and programs. Feedback and critique are those of the task code, with fixes from the rules."""
 
     name = "tiny_code"
     instruction = "Write f. "
@@ -86,6 +92,17 @@ class TinyCodeTask(CodeTask):
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
         """Return None: references have planted faults."""
         return None
+
+    def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction:
+        """Return the function of the task code; the poor lines of a rule's branch have a fix."""
+        judge = super().make_feedback_function(style=style, sandbox=sandbox)
+
+        def feedback_function(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
+            answer = judge(prompt_text, response_text, payload=payload)
+            find = partial(programs.find_correction, prompt_text, response_text)
+            return answer | {"poor": [replace(span, fix=find(span)) for span in answer["poor"]]}
+
+        return feedback_function
 
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return interpret(code, tests) or super().run(code, tests, sandbox)

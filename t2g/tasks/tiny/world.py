@@ -213,7 +213,8 @@ def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> Judgem
     """Return the critique of any response, with evidence before verdicts, and its good and poor spans.
 
     The value of a clause is good if it is right and new, poor if it is wrong or repeated. A clause about nothing in the
-    post is poor as a whole. A missing fact is part of the critique and has no span.
+    post is poor as a whole. A missing fact is part of the critique and has no span. A wrong value has the fact as its
+    fix, unless another clause states it. Other faults have no fix: a separator outside of the span would remain.
 
     Args:
         dense: Make every clause a span as a whole, with the label of its value; the critique is the same.
@@ -224,12 +225,17 @@ def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> Judgem
     good: list[Span] = []
     poor: list[Span] = []
     findings = judge_clauses(facts, response)
+    unstated = set(facts) - {clause.slot for clause, verdict, _ in findings if verdict == "right"}
     position = 0
     for clause, verdict, sentence in findings:
         start = clause.start if dense else clause.value_start
         label: Literal[-1, 1] = 1 if verdict == "right" else -1
         about = (position, position + len(sentence))
-        span = Span(start=start, end=clause.end, label=label, critique_range=about)
+        fix = None
+        if verdict == "wrong" and clause.slot in unstated:
+            unstated.remove(clause.slot)
+            fix = response[start : clause.value_start] + facts[clause.slot]
+        span = Span(start=start, end=clause.end, label=label, critique_range=about, fix=fix)
         (good if label == 1 else poor).append(span)
         position += len(sentence) + 1
     stated = {clause.slot for clause, _, _ in findings}

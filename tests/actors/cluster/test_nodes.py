@@ -3,7 +3,7 @@
 import psutil
 import ray
 
-from actors.cluster.nodes import listening_environment
+from actors.cluster.placement import listening_environment
 
 
 def test_groups_listen_on_the_interface_of_the_nodes_address_unless_the_user_chose() -> None:

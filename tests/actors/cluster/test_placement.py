@@ -11,8 +11,8 @@ import pytest
 from actors.cluster import placement
 from actors.cluster.placement import GIB, connect
 from t2g.config import ClusterConfig, RoleConfig
-from t2g.deploy.preflight import shortfall
 from t2g.errors import UserError
+from t2g.resources.preflight import shortfall
 
 ROLES = {
     "rollout": RoleConfig(workers=2, cpus=0.5, memory_gib=1.5),

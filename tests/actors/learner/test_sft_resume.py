@@ -59,7 +59,7 @@ class Ranks:
             return [], not self.then_silent
         time.sleep(self.pause_s / 2)
         step = self.steps.pop(0)
-        progress = SFTProgress(step=step, num_steps=40, loss=1, grad_norm=1, lr=1, tokens_per_s=1, train_s=1, left_s=1)
+        progress = SFTProgress(step=step, num_steps=40, loss=1, grad_norm=1, lr=1, tokens_per_s=1, train_s=1)
         return [(step, progress if step % 10 == 0 else None)], False
 
 

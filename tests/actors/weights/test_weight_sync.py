@@ -423,7 +423,7 @@ class Counted(FakeLearner):
 def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
     joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two would not fit into the object store that `t2g.deploy.memory` asks for."""
+    """Two would not fit into the object store that `t2g.resources.memory` asks for."""
     monkeypatch.setattr(rounds, "GRACE_S", 60)
     learner, fleet = Counted(), FakeFleet(w0=FakeWorker())
 

@@ -9,6 +9,7 @@ from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, judge
 from fake_endpoint import answer, span
 
 from t2g.config import PolicyJob, StyleConfig
+from t2g.feedback.fixes import apply_fixes
 from t2g.feedback.sources.annotator import make_request
 from t2g.feedback.sources.chat_client import Completion
 from t2g.tasks.base import get_task
@@ -28,12 +29,27 @@ def test_an_answer_becomes_spans_that_point_into_the_critique() -> None:
     assert feedback.agreement is None and feedback.version.startswith("scripted#")
 
 
+def test_a_fix_of_a_poor_piece_is_kept_and_of_a_good_one_ignored() -> None:
+    feedback, _ = ask(
+        answer(
+            "The phone is right. Its red is wrong: blue. The bag is too much.",
+            span("phone", "good", phrase="phone is right") | {"fix": "phone"},
+            span("red", "poor", phrase="red is wrong") | {"fix": "blue"},
+            span(", a red bag", "poor", phrase="too much") | {"fix": ""},
+        )
+    )
+    fixes = {RESPONSE[span.start : span.end]: span.fix for span in feedback.spans}
+    assert fixes == {"phone": None, "red": "blue", ", a red bag": ""}
+    assert apply_fixes(RESPONSE, feedback.spans) == "A blue phone."
+    assert [span.fix for span in ask(GOOD)[0].spans] == [None]  # an answer without the key
+
+
 def test_the_model_reasons_first_and_spans_come_last() -> None:
     _, chat = ask(GOOD)
     schema = chat.schemas[0]
     assert schema["required"] == list(schema["properties"]) == ["reasoning", "critique", "spans"]
     entry = schema["properties"]["spans"]["items"]
-    assert entry["required"] == ["quote", "occurrence", "label", "severity", "phrase"]
+    assert entry["required"] == ["quote", "occurrence", "label", "severity", "fix", "phrase"]
     ((message,),) = chat.requests
     task = get_task("summarization")
     assert message["content"].startswith(task.review.opening)
@@ -118,6 +134,18 @@ def test_a_given_critique_is_kept_and_its_spans_are_requested() -> None:
     assert critique in chat.requests[0][0]["content"] and chat.schemas[0]["required"] == ["reasoning", "spans"]
 
 
+def test_a_critique_alone_is_written_first_and_its_spans_are_found_by_a_second_request() -> None:
+    first = json.dumps({"reasoning": "r", "critique": "The bag is wrong."})
+    second = json.dumps({"reasoning": "r", "spans": [span("bag", "poor", phrase="bag")]})
+    feedback, chat = ask(first, second, style=StyleConfig(spans=False), align="llm", num_annotators=1)
+    assert (feedback.critique, spans(feedback), feedback.status) == ("The bag is wrong.", [("bag", -1)], "ok")
+    assert [schema["required"] for schema in chat.schemas] == [["reasoning", "critique"], ["reasoning", "spans"]]
+    asked = [messages[0]["content"] for messages in chat.requests]
+    assert '"spans"' not in asked[0] and "The bag is wrong." in asked[1] and len(asked) == 2
+    unusable, chat = ask(json.dumps({"reasoning": "r", "critique": " "}), style=StyleConfig(spans=False), align="llm")
+    assert unusable.status == "unparsable" and len(chat.requests) == 3, "nothing to align"
+
+
 # Faults
 
 
@@ -171,6 +199,7 @@ def test_a_critique_without_quotes_is_an_answer() -> None:
         (span("red", "poor", phrase="wrong", occurrence=0), "occurrence: Input should be"),
         (span("red", "poor", phrase="wrong", severity=4), "severity: Input should be"),
         (span("red", "poor", phrase="wrong") | {"severity": True}, "severity: Input should be"),
+        (span("red", "poor", phrase="wrong") | {"fix": 5}, "fix: Input should be a valid string"),
         (span("red", "bad", phrase="wrong"), "label: Input should be 'good' or 'poor'"),
         (span("red", "poor", phrase="wrong") | {"label": ["poor"]}, "label: Input should be 'good' or 'poor'"),
         (span("red bag", "good", phrase="wrong"), 'The good quote "red bag" overlaps a poor one.'),
@@ -185,6 +214,11 @@ def test_flawed_entries_are_reported_left_out_and_counted(entry: Any, fault: str
     feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="wrong"), entry), max_tries=2)
     assert fault in chat.requests[1][-1]["content"]
     assert (spans(feedback), feedback.num_quotes, feedback.num_located) == ([("bag", -1)], 2, 1)
+
+
+def test_a_lone_surrogate_in_an_answer_is_no_part_of_a_fault() -> None:
+    _, chat = ask(answer("The bag.", span("bag", "poor", phrase="lone \ud800")), GOOD)
+    assert 'The phrase "lone \ufffd" of the quote "bag"' in chat.requests[1][-1]["content"]
 
 
 def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> None:

@@ -202,7 +202,7 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
     assert (spans(found), found.critique, found.source) == ([(6, 11, -1, 1)], "No phone.", "human")
     assert found.version.endswith(", judge#1")
     assert judge(source, prompt("7", ""), "a phone").status == "ok" and aligner.critiques == ["No phone."]
-    with pytest.raises(UserError, match=r"1 critiques have no spans, the first at .*human\.jsonl:2; set annotate"):
+    with pytest.raises(UserError, match=r"1 critiques have no spans, the first at .*human\.jsonl:2; set align to llm"):
         make_local_source(AnnotateConfig(source="human", human_file=str(path)), PromptsTask())
 
 

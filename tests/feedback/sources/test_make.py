@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import UserError
@@ -15,25 +16,60 @@ from t2g.feedback.sources.program import ProgramFeedback
 from t2g.tasks.base import get_task
 
 URL, KEY_VARIABLE = "http://127.0.0.1:9/v1", "T2G_TEST_ENDPOINT_KEY"
+OWN, SERVER, TEXT = {"model": "m"}, {"model": "m", "url": URL}, {"spans": False}
 
 
 @pytest.mark.parametrize(
-    ("fields", "model", "engines"),
+    ("fields", "models", "engine_model"),
     [
-        ({"source": "reward_model", "reward_model": "m"}, "reward_model", True),
-        ({"source": "llm", "llm": {"model": "m"}}, "llm", True),
-        ({"source": "llm", "llm": {"model": "m", "url": URL}}, "llm", False),
-        ({"source": "program"}, None, False),
-        ({"source": "program", "align": "llm", "llm": {"model": "m"}}, None, False),  # nothing to align
-        ({"source": "human", "human_file": "f"}, None, False),
-        ({"source": "human", "human_file": "f", "align": "llm", "llm": {"model": "m"}}, "llm", True),
-        ({"source": "human", "human_file": "f", "align": "llm", "llm": {"model": "m", "url": URL}}, "llm", False),
-        ({"source": "human", "human_file": "f", "align": "reward_model", "reward_model": "m"}, "reward_model", True),
+        ({"source": "reward_model", "reward_model": "m"}, ["reward_model"], "reward_model"),
+        ({"source": "reward_model", "reward_model": "m", "align": "llm"}, ["reward_model"], "reward_model"),
+        ({"source": "llm", "llm": OWN}, ["llm"], "llm"),
+        ({"source": "llm", "llm": SERVER}, ["llm"], None),
+        ({"source": "llm", "llm": SERVER, "align": "reward_model"}, ["llm"], None),  # nothing to align
+        ({"source": "llm", "llm": OWN, "align": "llm", "style": TEXT}, ["llm"], "llm"),
+        (
+            {"source": "llm", "llm": SERVER, "align": "reward_model", "reward_model": "m", "style": TEXT},
+            ["llm", "reward_model"],
+            "reward_model",
+        ),
+        ({"source": "program"}, [], None),
+        ({"source": "pkg.mod:f", "align": "llm", "llm": OWN}, ["llm"], "llm"),
+        ({"source": "pkg.mod:f", "align": "llm", "llm": SERVER}, ["llm"], None),
+        ({"source": "human", "human_file": "f"}, [], None),
+        ({"source": "human", "human_file": "f", "align": "llm", "llm": OWN}, ["llm"], "llm"),
+        ({"source": "human", "human_file": "f", "align": "llm", "llm": SERVER}, ["llm"], None),
+        (
+            {"source": "human", "human_file": "f", "align": "reward_model", "reward_model": "m"},
+            ["reward_model"],
+            "reward_model",
+        ),
     ],
 )
-def test_which_model_has_a_part_in_the_feedback(fields: dict[str, Any], model: str | None, engines: bool) -> None:
-    config = AnnotateConfig(**fields)
-    assert (config.judge_model, config.own_engines) == (model, engines)
+def test_which_models_have_a_part_in_the_feedback(
+    fields: dict[str, Any], models: list[str], engine_model: str | None
+) -> None:
+    for config in (FeedbackConfig(**fields), AnnotateConfig(**fields)):
+        assert ([*config.models], config.engine_model) == (models, engine_model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"source": "pkg.mod:f", "align": "llm"}, r"align=llm needs llm\.model"),
+        ({"source": "pkg.mod:f", "align": "reward_model"}, "align=reward_model needs reward_model"),
+        ({"source": "program", "style": TEXT}, r"style\.spans=false is for source=llm, and source is program"),
+        ({"source": "llm", "llm": OWN, "style": TEXT}, r"style\.spans=false .* align needs to be llm or reward_model"),
+        ({"source": "llm", "llm": OWN, "align": "llm", "style": TEXT | {"critique": False}}, "style.critique true"),
+        (
+            {"source": "llm", "llm": OWN, "align": "reward_model", "reward_model": "m", "style": TEXT},
+            r"both need engines of our own; set llm\.url, or align=llm",
+        ),
+    ],
+)
+def test_a_critique_alone_needs_an_aligner(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        FeedbackConfig(**fields)
 
 
 def test_programs() -> None:

@@ -7,15 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from t2g.config import FeedbackConfig
+from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import MAX_QUOTES
+from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_failed_feedback, make_feedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.feedback.sources.program import ProgramFeedback
 from t2g.tasks.prompts_only import PromptsTask
@@ -127,6 +128,60 @@ def test_a_function_that_wants_the_payload_gets_it() -> None:
     assert [(s.start, s.end) for s in judge(source("with_payload")).spans] == [(2, 7)]
 
 
+def with_messages(prompt: str, response: str, messages: list[dict[str, str]]) -> Any:
+    messages[0]["content"] += "!"  # must not reach the next call
+    return " ".join(f"{message['role']}: {message['content']}" for message in messages), [], []
+
+
+def with_all(prompt: str, response: str, **options: Any) -> Any:
+    return f"{options['payload']['fact']} {len(options['messages'])} {len(options)}", [], []
+
+
+def test_a_function_that_wants_the_messages_gets_a_copy() -> None:
+    chat = ({"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi?"})
+    prompt, program = replace(PROMPT, messages=chat), source("with_messages")
+    answers = [asyncio.run(program.judge(prompt, "a")).critique for _ in range(2)]
+    assert answers == ["system: Be brief! user: Hi?"] * 2
+    assert judge(program).critique == "user: Hi?!", "without messages, the text of the prompt"
+    assert judge(source("with_all")).critique == "phone 1 2"
+
+
+@pytest.mark.parametrize("section", ["feedback", "annotate"])
+def test_messages_name_the_section_of_the_function(section: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"feedback": FeedbackConfig, "annotate": AnnotateConfig}[section]
+
+    def make(name: str) -> Any:
+        return make_local_source(config(source=f"{__name__}:{name}", timeout_s=0.05), PromptsTask())
+
+    for name, reason in (
+        ("missing", "cannot be imported"),
+        ("not_a_function", "has the type"),
+        ("one_argument", "cannot be"),
+    ):
+        with pytest.raises(UserError, match=rf"^{section}\.source={__name__}:{name} {reason}"):
+            make(name)
+    assert judge(make("hanging")).reason.endswith(f"no answer within {section}.timeout_s=0.05")
+    judge(make("with_score"))
+    assert f"{section}.source={__name__}:with_score: the feedback function returned an invalid judgement" in caplog.text
+    assert "a dict with the unknown key 'score'" in caplog.text
+    own = make_local_source(config(source="program", timeout_s=0.05), HangingTask())
+    assert judge(own).reason.endswith(f"no answer within {section}.timeout_s=0.05")
+    assert f"{section}.source=program: the feedback function gave no answer" in caplog.text
+
+
+class HangingTask(PromptsTask):
+    def make_feedback_function(self, **options: Any) -> Any:
+        return hanging
+
+
+def one_argument(prompt: str) -> Any:
+    return "", [], []
+
+
+def with_score(prompt: str, response: str) -> Any:
+    return {"critique": "", "good": [], "poor": [], "score": 3}
+
+
 def test_an_outcome_goes_into_the_feedback() -> None:
     assert judge(source("with_outcome")).execution == {"passed": False, "tests": ["a"]}
 
@@ -148,6 +203,58 @@ def test_a_function_that_a_function_made_is_known_by_its_maker() -> None:
     assert (feedback.critique, len(feedback.spans), feedback.version) == ("well", 1, f"{__name__}:made")
 
 
+class Aligner:
+    """Blames the first word that critique and response share; without one it fails."""
+
+    fleet, journal_version = "engines", "aligner#1"
+
+    def __init__(self) -> None:
+        self.critiques: list[str] = []
+
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        self.critiques.append(critique)
+        words = [word for word in response_text.split() if word in critique.split()]
+        if not words:
+            return make_failed_feedback("failed", source="llm", version="m", reason="no shared word")
+        return make_feedback("", (), words[:1], response_text, source="llm", version="m")
+
+
+def text_alone(prompt: str, response: str) -> Any:
+    texts = {"": "", "blank": " ", "long": "x" * (MAX_ANSWER_CHARS + 1)}
+    return texts.get(response, "The bag is wrong \udc80")
+
+
+async def text_alone_async(prompt: str, response: str) -> Any:
+    return text_alone(prompt, response)
+
+
+@pytest.mark.parametrize("function", [text_alone, text_alone_async])
+def test_the_spans_of_a_text_alone_are_the_aligners(function: Any) -> None:
+    aligner = Aligner()
+    source = ProgramFeedback(function, aligner=aligner)
+    assert source.fleet == "engines", "the loop supervises the engines of the aligner"
+
+    def judged(response: str) -> SpanFeedback:
+        return asyncio.run(source.judge(PROMPT, response))
+
+    found = judged("a bag")
+    assert found.spans == (Span(start=2, end=5, label=-1, critique_range=None),) and found.status == "ok"
+    assert (found.critique, found.source, found.num_quotes) == ("The bag is wrong \ufffd", "program", 1)
+    assert found.version == f"{__name__}:{function.__name__}, m"
+    lost = judged("a phone")
+    assert (lost.status, lost.reason, lost.critique) == ("failed", "no shared word", found.critique)
+    assert (judged("").status, judged("blank").status) == ("empty", "empty") and len(aligner.critiques) == 2
+    assert "at most 65536" in judged("long").reason
+
+
+def test_a_text_alone_without_an_aligner_names_the_key() -> None:
+    found = asyncio.run(ProgramFeedback(text_alone).judge(PROMPT, "a bag"))
+    assert found.status == "failed" and found.reason == (
+        "the feedback function returned a critique alone: feedback.align=llm or reward_model finds its spans, or "
+        "return (critique, good pieces, poor pieces)"
+    )
+
+
 def test_an_empty_response() -> None:
     assert judge(source("plain"), "").status == "empty"
 
@@ -157,7 +264,7 @@ def test_an_empty_response() -> None:
     [
         ("raising", "raised KeyError: 'facts'"),
         ("leaving", "raised SystemExit: 3"),
-        ("invalid", "returned an invalid judgement: 'good'"),
+        ("invalid", "returned a critique alone: feedback.align=llm"),
         ("raising_later", "raised OSError: the connection is gone"),
         ("unspeakable", "Unspeakable"),
         ("unspeakable_answer", "raised ZeroDivisionError"),
@@ -294,8 +401,13 @@ def test_an_async_function_that_raises_is_failed_feedback(response: str, kind: s
     assert feedback.status == "failed" and kind in feedback.reason
 
 
-def test_concurrent_timeouts_count_once_and_three_rounds_stop_the_run() -> None:
-    program = ProgramFeedback(async_hanging, timeout_s=0.05, concurrency=8)
+async def async_blocked(prompt: str, response: str) -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("function", [async_hanging, async_blocked])
+def test_concurrent_timeouts_count_once_and_three_rounds_stop_the_run(function: Any) -> None:
+    program = ProgramFeedback(function, timeout_s=0.05, concurrency=8)
 
     async def step(calls: int) -> list[SpanFeedback]:
         return await asyncio.gather(*(program.judge(PROMPT, "x") for _ in range(calls)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.common.cli import main, print_outputs, stop_flag
+from jobs.common.cli import main, print_outputs, program_name, stop_flag
 from jobs.common.run_folder import sole_process
 from t2g.config import DemoJob, EvaluateJob, PolicyJob, RunConfig
 from t2g.config.loading import load
@@ -75,8 +75,9 @@ def test_a_dry_run_and_a_start_list_all_problems_last(
     assert ("run folder: " in out) == bool(dry_run)
     assert err.splitlines()[-4:] == [
         "python -m jobs.train_policy: 3 problems:",
-        "- feedback.source=json:JSONDecoder cannot be called with (prompt_text, response_text) and perhaps payload=, "
-        "but is JSONDecoder(*, object_hook=None, parse_float=None, parse_int=None, parse_constant=None, strict=True, "
+        "- feedback.source=json:JSONDecoder cannot be called with (prompt_text, response_text) and perhaps payload= or "
+        "messages=, but is JSONDecoder(*, object_hook=None, parse_float=None, parse_int=None, parse_constant=None, "
+        "strict=True, "
         "object_pairs_hook=None): too many positional arguments",
         "- model.policy=./no-model: there is no folder of that name",
         "- data.path=no.jsonl: there is no such file",
@@ -281,3 +282,18 @@ def test_the_flag_is_the_handler_that_stands() -> None:
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "/venv/bin/t2g", "train", "--config", "a.yaml"], "t2g train"),
+        (["python", "-m", "jobs.train_policy", "--config", "a.yaml"], "python -m jobs.train_policy"),
+        (["python"], "python -m jobs.train_policy"),
+    ],
+)
+def test_messages_begin_with_the_command_that_was_typed(
+    command: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", command)
+    assert program_name("jobs.train_policy") == name

@@ -69,7 +69,7 @@ def test_dense_records_are_those_of_the_dense_feedback_function(tmp_path: Path) 
         (record,) = load_annotated(data)
         assert (record.good, record.poor, record.response) == (
             (Quote(quote="by Ann"),),
-            (Quote(quote="in Lima"),),
+            (Quote(quote="in Lima", fix="in Oslo"),),
             SPARSE.response,
         )
         assert record.critique.startswith("The name is Ann, it says Ann: right.")

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,8 +14,8 @@ from configs import differing
 from jobs.common import stages
 from jobs.common.fleets import Fleets
 from jobs.common.stages import demo_of, make_stages, once, resolve_stages, sft_job
-from jobs.demo import arm_job, run, select_facts, table
-from t2g.config import DemoJob, PolicyJob, SFTJob, WorldConfig, loading
+from jobs.demo import PURPOSES, arm_job, run, select_facts, table
+from t2g.config import DemoJob, Placement, PolicyJob, SFTJob, WorldConfig, loading
 from t2g.errors import UserError
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny"
@@ -72,7 +72,9 @@ def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
     assert asked == ["head:6379"]
 
 
-def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(tmp_path: Path) -> None:
+def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made: list[int] = []
 
     def make() -> dict[str, float]:
@@ -86,6 +88,9 @@ def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(tmp_path: Path)
     first = once(tmp_path / "world", WorldConfig(seed=3), make)
     assert once(tmp_path / "world", WorldConfig(seed=3), make) == first
     assert (len(made), first["records"]) == (2, 7.0) and first["seconds"] >= 0
+    purpose = f"phase world: {stages.PURPOSES['world']} ..."
+    kept = "phase world: kept, it took 0 s in an earlier start"
+    assert capsys.readouterr().err.splitlines() == [purpose, purpose, "phase world: 0 s", kept]
     with pytest.raises(UserError, match=r"world was made with other inputs: seed \(3 -> 4\)"):
         once(tmp_path / "world", WorldConfig(seed=4), make)
 
@@ -113,6 +118,11 @@ def test_a_demo_that_was_moved_goes_on_with_its_stages_and_no_other_contents(tmp
     (token,) = re.findall(r"data:[0-9a-f]{16}", str(error.value))
     accepted = base("there", f"run.accept=[{token}]")
     assert once(accepted.run.folder, accepted, make) == once(there.run.folder, there, make) == first
+
+
+def test_the_log_gives_the_purpose_of_every_phase() -> None:
+    assert PURPOSES.keys() == set(get_args(Placement))
+    assert stages.PURPOSES.keys() == {"world", "base", "annotated", "reward", "reviser", "follower"}
 
 
 def test_the_table_has_a_row_for_the_base_and_one_for_each_arm() -> None:

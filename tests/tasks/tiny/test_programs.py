@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t2g.config import DemoJob, StyleConfig, WorldConfig, loading
+from t2g.feedback.fixes import apply_fixes
 from t2g.sandbox import Outcome, SandboxConfig, run_solution
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import assets, programs
@@ -60,6 +61,24 @@ def test_feedback_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
     assert [FAULTY[span.start : span.end] for span in judged["good"]] == ["return n + 2"]
     assert "A case is missing before line 6" in judged["critique"]
     assert judged["execution"]["isolation"] == ["interpreted"]
+
+
+@pytest.mark.parametrize("wording", [0, 1])
+def test_a_fix_is_the_line_of_the_rule(wording: int) -> None:
+    judge = get_task("tiny_code").make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig(require=()))
+    assert judge is not None
+    poor = judge(programs.write_question(RULES, wording), FAULTY, payload={"test": TESTS})["poor"]
+    assert apply_fixes(FAULTY, poor) == FAULTY.replace("n * 5", "n * 3")
+    num_fixed = 0
+    for row in records(100, CONFIG.world.model_copy(update={"wrong": 0.5})):
+        task = get_task("tiny_code")
+        judged = judge(task.prompt_text(row), row["solution"], payload=row)
+        fixed = judge(task.prompt_text(row), apply_fixes(row["solution"], judged["poor"]), payload=row)
+        failed, fails = (sum(not test["passed"] for test in each["execution"]["tests"]) for each in (judged, fixed))
+        has_fix = any(span.fix for span in judged["poor"])
+        assert fails < failed if has_fix else fails == failed
+        num_fixed += has_fix
+    assert num_fixed > 50
 
 
 def test_without_faults_a_program_passes_but_where_it_looks_at_n() -> None:

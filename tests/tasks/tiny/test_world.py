@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from t2g.config import StyleConfig, WorldConfig
+from t2g.feedback.fixes import apply_fixes
 from t2g.feedback.parse import format_answer, make_feedback, make_quote
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import SPARSE
@@ -141,6 +142,27 @@ def test_a_wrong_fact_may_be_put_right() -> None:
     judged = world.judge_summary(FACTS, response)
     assert quotes(response, judged.good) == [("東京", 1)]
     assert quotes(response, judged.poor) == [("Oslo", 1)]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_fixes_of_wrong_values_give_the_ideal_summary_and_change_no_target(dense: bool) -> None:
+    rng = np.random.default_rng(0)
+    rates = WorldConfig(wrong=0.5, missing=0.0, invented=0.0, repeated=0.0)
+    for _ in range(50):
+        facts = world.sample_facts(rng, heldout=False)
+        response = world.write_summary(facts, rates, rng)
+        judged = world.judge_summary(facts, response, dense=dense)
+        assert apply_fixes(response, [*judged.good, *judged.poor]) == world.ideal_summary(facts)
+        bare = [make_quote(response, replace(span, fix=None)) for span in judged.poor]
+        quotes = [make_quote(response, span) for span in judged.poor]
+        assert format_answer("", [], quotes) == format_answer("", [], bare)
+
+
+def test_a_fix_states_no_fact_twice() -> None:
+    response = "in Oslo, in Lima, by Zoë, by José, it hums, it hums, plays chess."
+    poor = world.judge_summary(FACTS, response).poor
+    assert [span.fix for span in poor] == ["東京", None, None, None, None]
+    assert apply_fixes(response, poor) == response.replace("Oslo", "東京")
 
 
 def test_a_value_in_the_wrong_clause_and_an_unknown_value_are_wrong() -> None:

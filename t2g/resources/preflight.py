@@ -28,14 +28,15 @@ from t2g.config import (
 )
 from t2g.data.load import SUFFIXES, check_revision, load_records
 from t2g.data.prompts import make_prompts
-from t2g.deploy.memory import BYTES, GIB, find_shape, host_bytes
 from t2g.errors import MissingLocally, UserError
 from t2g.feedback.card import check_card, make_card
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.make import make_local_source
+from t2g.resources.memory import BYTES, GIB, find_shape, host_bytes
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
+from t2g.text.policy_chat import set_template_defaults
 from t2g.text.positions import check_head_size, check_heads, check_positions
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
@@ -82,6 +83,7 @@ class Model:
     key: str
     name: str
     revision: str | None = None
+    chat: ModelConfig | None = None  # of a policy: the options of its chat template
     engine: tuple[str, EngineConfig] | None = None
 
 
@@ -147,23 +149,23 @@ def models(job: AnyJob) -> Iterator[Model]:
     if isinstance(job, CompareJob) and job.compare.reviser:
         yield Model(key="compare.reviser", name=job.compare.reviser)
     for section, feedback in job.feedback_sections.items():
-        if feedback.own_engines:
+        if feedback.engine_model:
             key, name, revision = "reward_model", feedback.reward_model, feedback.reward_revision
-            if feedback.judge_model == "llm":
+            if feedback.engine_model == "llm":
                 key, name, revision = "llm.model", feedback.llm.model, feedback.llm.revision
             engine = f"{section}.engine", feedback.engine
             yield Model(key=f"{section}.{key}", name=str(name), revision=revision, engine=engine)
 
 
 def _policy(key: str, model: ModelConfig, engine: tuple[str, EngineConfig] | None) -> Model:
-    return Model(key=key, name=model.policy, revision=model.revision, engine=engine)
+    return Model(key=key, name=model.policy, revision=model.revision, chat=model, engine=engine)
 
 
 def servers(job: AnyJob) -> Iterator[LLMConfig]:
     """Yield the models behind external servers, which need an API key."""
     if isinstance(job, PolicyEvaluationJob):
         yield from (*job.endpoints.values(), *job.judges.values())
-    yield from (f.llm for f in job.feedback_sections.values() if f.judge_model == "llm" and f.llm.url)
+    yield from (f.llm for f in job.feedback_sections.values() if "llm" in f.models and f.llm.url)
 
 
 def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
@@ -185,6 +187,15 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
     return None
 
 
+def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Return whether a node with `labels` may hold a worker with `selector`; every node may if it is empty.
+
+    Values are compared for equality. Ray's operators (!value, in(...), !in(...)) count as satisfied, so that they never
+    cause a wrong warning.
+    """
+    return all(value.startswith(("!", "in(")) or labels.get(key) == value for key, value in selector.items())
+
+
 def _check_model(model: Model) -> bool:
     """Return True.
 
@@ -193,7 +204,10 @@ def _check_model(model: Model) -> bool:
     """
     check_model(model.key, model.name, model.revision)
     source = model.name, model.revision
-    check_chat_template(load_tokenizer(*source))
+    tokenizer = load_tokenizer(*source)
+    if model.chat is not None:
+        set_template_defaults(tokenizer, model.chat)
+    check_chat_template(tokenizer)
     if model.engine is not None:
         section, engine = model.engine
         check_positions(*source, f"{section}.max_model_len", engine.max_model_len)
@@ -249,8 +263,8 @@ def _check_sources(found: Findings, job: JobConfig, task: Task) -> None:
     for section, feedback in job.feedback_sections.items():
         if feedback.source == "human" and not Path(str(feedback.human_file)).is_file():
             found.missing.append(f"{section}.human_file={feedback.human_file}: there is no such file")
-        elif feedback.source not in ("llm", "reward_model") and not feedback.own_engines:
-            found.of(make_local_source, feedback, task)
+        elif feedback.source not in ("llm", "reward_model", *(["human"] if feedback.engine_model else [])):
+            found.of(make_local_source, feedback, task, section=section)
         is_usable = f"{section}.reward_model" in found.usable
         if is_usable and not isinstance(job, ScoreJob):  # a ScoreJob takes task and style from the card
             found.of(check_card, Path(str(feedback.reward_model)), make_card(task, feedback.style))

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from actors.learner.learner import LearnerWorker
 from actors.learner.parts import LearnerSpec
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig
-from t2g.deploy.flops import peak_flops, train_flops
-from t2g.deploy.memory import LLAMA_3_8B, ModelShape
+from t2g.resources.flops import peak_flops, train_flops
+from t2g.resources.memory import LLAMA_3_8B, ModelShape
 from t2g.types import TrainBatch, TrainSequence
 
 TOY = ModelShape(

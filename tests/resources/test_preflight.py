@@ -14,8 +14,8 @@ from models import random_model
 
 from jobs.common.policy_runs import read_data
 from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
-from t2g.deploy.preflight import Findings, preflight, read_inputs
 from t2g.errors import UserError
+from t2g.resources.preflight import Findings, preflight, read_inputs
 
 GIB = 2**30
 ROOMY = {"CPU": 8, "GPU": 0, "memory": 64 * GIB}

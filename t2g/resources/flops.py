@@ -5,7 +5,7 @@ It counts the FLOPs that the model's formulas need: recomputation for gradient c
 
 from collections.abc import Sequence
 
-from t2g.deploy.memory import ModelShape
+from t2g.resources.memory import ModelShape
 
 # Dense bfloat16 FLOP/s by a part of the device name that the driver reports; of the SXM variant if there are several.
 PEAK_FLOPS = {"A100": 312e12, "L40S": 362e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

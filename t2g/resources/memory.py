@@ -25,7 +25,7 @@ GPU_BATCHED_TOKENS = 8192  # max_num_batched_tokens of a GPU engine; vLLM's defa
 # (vllm-project/vllm, pull request 11349).
 GRAPH_BYTES = 400 * 2**10
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
-BUCKET_NUMEL = 50_000_000  # gradients in flight, as set by actors.learner.zero3
+BUCKET_NUMEL = 50_000_000  # elements that DeepSpeed reduces or prefetches at once, at most those of the model
 CHUNK_TOKENS = 1024  # tokens whose logits exist at one time, as in t2g.algo.head
 ONE_BYTE = ("fp8", "mxfp8", "int8")  # prefixes of vLLM 0.32's online quantisation methods with 8 bits per value
 # Keys of config.json of mixtures of experts and latent attention, for which the formulas would be wrong.

@@ -1,22 +1,15 @@
 """Supervision of a run's fleets: their target sizes, set by the operator or by autoscaling, and status.json."""
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from actors.fleet.fleet import Fleet
 from t2g.config import PolicyJob
 from t2g.config.describe import samples_per_step
-from t2g.errors import UserError
+from t2g.interfaces import FeedbackSource
 from t2g.loop.scaling import WINDOW_STEPS, StepLoad, compute_target_workers
 from t2g.runs.control import Control, FleetStatus, Status, get_scalable_fleets, now, write_status
-
-if TYPE_CHECKING:
-    from actors.engines.rollout import RolloutFleet
-    from actors.fleet.fleet import Fleet
-    from t2g.interfaces import FeedbackSource
-
-logger = logging.getLogger(__name__)
 
 CONTROL_S = 1.0  # between two looks at control.json
 STATUS_EVERY = 3  # looks between two pictures in status.json
@@ -27,7 +20,7 @@ FIELDS = {"rollout": "rollouts", "reward": "rewards"}  # role -> field of contro
 class Steering:
     """Background tasks of the trainer, and its hooks `metrics` and `on_step`."""
 
-    def __init__(self, config: PolicyJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> None:
+    def __init__(self, config: PolicyJob, rollouts: Fleet, feedback: FeedbackSource) -> None:
         self._config = config
         self._fleets: dict[str, Fleet] = {"rollout": rollouts} | ({"reward": feedback.fleet} if feedback.fleet else {})
         self._control = Control(config.run.folder, get_scalable_fleets(config))
@@ -81,7 +74,6 @@ class Steering:
             fleet.set_target_size(number)
 
     def write_status(self) -> None:
-        """Write the status file; the run continues if it cannot be written."""
         status = Status(
             step=self._step,
             num_steps=self._config.num_steps,
@@ -90,7 +82,4 @@ class Steering:
             fleets=tuple(FleetStatus(**fleet.report()) for fleet in self._fleets.values()),
             idle={name.removeprefix(IDLE): v for name, v in self._metrics.items() if name.startswith(IDLE)},
         )
-        try:
-            write_status(self._config.run.folder, status)
-        except (OSError, UserError) as error:
-            logger.warning("the status of the run was not written: %s", error)
+        write_status(self._config.run.folder, status)

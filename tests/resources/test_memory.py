@@ -11,13 +11,12 @@ from tensor_memory import TensorMemory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, masking_utils
 
-from actors.learner import zero3
 from t2g.algo import head
 from t2g.algo.head import install_chunked_head
 from t2g.algo.logprobs import Rows
 from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig, with_overrides
-from t2g.deploy import memory
-from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
+from t2g.resources import memory
+from t2g.resources.memory import GIB, LLAMA_3_8B, ModelShape
 from t2g.types import TrainSequence
 
 SMALL = {
@@ -143,8 +142,7 @@ def test_the_shapes_that_are_used(config: Any, numel: int, token_bytes: int, mon
     assert kept[0] - kept[1] == pytest.approx(64 * token_bytes, rel=0.02)
 
 
-def test_constants_are_those_of_the_learner() -> None:
-    assert memory.BUCKET_NUMEL == zero3.BUCKET_NUMEL
+def test_logits_are_chunked_as_by_the_head() -> None:
     assert memory.CHUNK_TOKENS == head.CHUNK_TOKENS
 
 
