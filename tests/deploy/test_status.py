@@ -74,9 +74,8 @@ def test_phases_are_reported_with_the_reason_of_the_last(tmp_path: Path) -> None
         write_status(tmp_path, STATUS)  # the steering's pictures, while it goes on
         assert "running" not in words()
         raise UserError("no room\x1b[2J")
-    assert words().splitlines() == [
-        "run own: step 12 of 100, 768 samples, as of 0 s ago", "failed: no room?[2J",
-    ]  # fmt: skip
+    first, last = words().splitlines()  # the age is that of a real clock: a slow machine shows a second more
+    assert first.startswith("run own: step 12 of 100, 768 samples, as of ") and last == "failed: no room?[2J"
     with pytest.raises(Stopped), publish_phases(tmp_path, 9):
         raise Stopped
     assert read_status(tmp_path).phase == "stopped" and read_status(tmp_path).step == 12
