@@ -8,6 +8,7 @@ over seeds, 95 %.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
@@ -17,7 +18,8 @@ from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spre
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
 TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns")
-STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  # of t2g.runs.metrics
+STEP, SAMPLES, SCORE, STEP_S, KL = "step", "samples", "eval/score", "time/step_s", "policy/kl"  # of t2g.runs.metrics
+KL_LEVELS = (0.5, 1.0, 2.0)  # nats a response at which scores are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class Run:
     seconds: tuple[float, ...]  # of the steps before each evaluation, without the evaluations
     step_seconds: float | None  # median duration of a step; None for a run without steps
     targeting: Mapping[str, Any] | None = None  # see t2g.study.targeting; None if not measured
+    kls: tuple[float, ...] = ()  # of the policy at the first evaluations, to the reference, nats a response
 
     @property
     def score(self) -> float:
@@ -44,17 +47,34 @@ class Run:
         """Return the index of the first evaluation at which the smoothed curve reaches `level`, or None."""
         return next((i for i, score in enumerate(self.smoothed) if score >= level), None)
 
+    def score_at_kl(self, level: float) -> float | None:
+        """Return the score where the KL first reaches `level`, or None if it never does.
+
+        Evaluations are connected by lines:
+
+            scores .6, .8, .9 at KL 0, 1, 3 -> .85 at 2
+        """
+        points = pairwise(zip(self.kls, self.scores, strict=False))
+        crossed = next((pair for pair in points if pair[0][0] < level <= pair[1][0]), None)
+        if crossed is None:
+            return None
+        (kl, score), (next_kl, next_score) = crossed
+        return score + (next_score - score) * (level - kl) / (next_kl - kl)
+
 
 def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None) -> Run:
     """Return a run from the lines of its metrics.jsonl.
 
-    A baseline that trains once, on the samples of all steps, has one line for all steps.
+    A baseline that trains once, on the samples of all steps, has one line for all steps. A step's KL is measured before
+    its update, so that it belongs to the evaluation after the previous step; the last evaluation has none.
 
     Raises:
         UserError: The run has no held-out score.
     """
-    points, steps, seconds, last = [], [], 0.0, 0
+    points, steps, kls, seconds, last = [], list[float](), list[float](), 0.0, 0
     for record in records:
+        if len(kls) < len(points) and record.get(KL) is not None:
+            kls.append(float(record[KL]))
         if record.get(STEP_S) is not None:
             seconds += record[STEP_S]
             steps.append(record[STEP_S] / (record[STEP] - last))
@@ -65,7 +85,9 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
         raise UserError("a run has no held-out score that can be compared: check its eval_data")
     samples, scores, times = zip(*points, strict=True)
     step_seconds = median(steps) if steps else None
-    return Run(samples=samples, scores=scores, seconds=times, step_seconds=step_seconds, targeting=targeting)
+    return Run(
+        samples=samples, scores=scores, seconds=times, step_seconds=step_seconds, targeting=targeting, kls=tuple(kls)
+    )
 
 
 def base_run(run: Run) -> Run:
@@ -90,6 +112,7 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     """Return the figures of one method, compared with the scalar runs of the same seeds if there are any."""
     summary: dict[str, Any] = {
         "score": interval([run.score for run in by_seed.values()]),
+        "score_at_kl": {f"{level:g}": summarise_at_kl(by_seed.values(), level) for level in KL_LEVELS},
         "samples": max(run.samples[-1] for run in by_seed.values()),
         "step_seconds": mean_known(run.step_seconds for run in by_seed.values()),
         "targeting": summarise_targeting([run.targeting for run in by_seed.values()]),
@@ -97,7 +120,7 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
             seed: {
                 "score": run.score,
                 "step_seconds": run.step_seconds,
-                "curve": {"samples": run.samples, "scores": run.scores},
+                "curve": {"samples": run.samples, "scores": run.scores, "kls": run.kls},
                 "targeting": run.targeting,
             }
             for seed, run in by_seed.items()
@@ -118,6 +141,12 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
         "seeds_at_scalar_best": sum(r["samples"] is not None for r in reached.values()),
         "overhead": own_s / scalar_s - 1 if own_s and scalar_s else None,
     }
+
+
+def summarise_at_kl(runs: Iterable[Run], level: float) -> Interval | None:
+    """Return the mean score at a KL, or None if a run never has this KL."""
+    scores = [run.score_at_kl(level) for run in runs]
+    return None if None in scores else interval([score for score in scores if score is not None])
 
 
 def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
@@ -173,8 +202,9 @@ def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict
 
 # -------------------------------------------------------------------------------------------------------------- tables
 COLUMNS = (
-    "method", "lr", "held-out score", "less scalar", "samples to scalar's best", "share of scalar's", "seconds to it",
-    "s a step", "overhead", "Δ log p criticised", "unmentioned", "matched difference", "criticism returns",
+    "method", "lr", "held-out score", "less scalar", "at 1 nat of KL", "samples to scalar's best",
+    "share of scalar's", "seconds to it", "s a step", "overhead", "Δ log p criticised", "unmentioned",
+    "matched difference", "criticism returns",
 )  # fmt: skip
 LEGEND = """\
 Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of prompts and sampling, with one
@@ -185,10 +215,11 @@ scalar's best: until the smoothed curve (mean of three evaluations) is first as 
 was, without evaluations. Of samples it is the restricted mean: a seed that never got there (in brackets, how many did)
 counts with all the samples of its run, so that the figure is a lower bound; the share of the samples that scalar took
 and the seconds are means over the seeds that got there. Seconds of dpo and ilf hold the start of their training
-process. Δ log p: change by training of the log-probability of the base's own held-out responses, nats a token, where
-they were criticised and where they were not mentioned (praised tokens are in neither). Matched difference: between
-those of the two that the base thought about as likely. A criticism returns when the same quote is criticised in the new
-response to that prompt."""
+process. At 1 nat of KL: the score where the KL to the base first is 1 nat a response, linear between evaluations; none
+if a run never is there. Δ log p: change by training of the log-probability of the base's own held-out responses, nats a
+token, where they were criticised and where they were not mentioned (praised tokens are in neither). Matched difference:
+between those of the two that the base thought about as likely. A criticism returns when the same quote is criticised in
+the new response to that prompt."""
 REWARD_COLUMNS = (
     "labelled_share", "good_precision", "good_recall", "good_f1", "poor_precision", "poor_recall", "poor_f1",
     "decisive_good_f1", "decisive_poor_f1", "located_rate", "parse_rate",
@@ -243,6 +274,7 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     return [
         spread(figures["score"]),
         spread(figures.get("minus_scalar")),
+        spread(figures["score_at_kl"]["1"]),
         reached,
         figure(figures.get("share_of_scalar_samples"), ".0%"),
         figure(figures.get("seconds_to_scalar_best"), ",.0f"),

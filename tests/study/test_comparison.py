@@ -115,6 +115,19 @@ def test_the_summary_of_two_seeds() -> None:
     json.dumps(found, allow_nan=False)
 
 
+def test_scores_are_compared_at_the_same_kl() -> None:
+    kls = {1: 0.0, 2: 0.4, 3: 0.5, 4: 1.3, 5: 1.5}  # before the update of the step
+    scores = {2: 0.6, 4: 0.8, 5: 0.9}
+    steps = [{"step": step, "policy/kl": kl, "eval/score": scores.get(step)} for step, kl in kls.items()]
+    run = read_run([{"step": 0, "eval/score": 0.2}, *steps])
+    assert run.kls == (0.0, 0.5, 1.5)  # after steps 0, 2 and 4; none is known after step 5
+    assert [run.score_at_kl(level) for level in (0.25, 0.5, 1.0)] == pytest.approx([0.4, 0.6, 0.7])
+    assert run.score_at_kl(2.0) is None
+    half = replace(run, scores=(0.2, 0.4, 0.5, 0.9))
+    found = summarise({"span": {1: run, 2: half}})["span"]["score_at_kl"]
+    assert (found["0.5"]["mean"], found["1"]["mean"], found["2"]) == (pytest.approx(0.5), pytest.approx(0.575), None)
+
+
 def test_without_scalar_no_figure_is_relative_to_it() -> None:
     found = summarise({"span": {1: a_run(0.1, 0.5)}})["span"]
     assert not [name for name in found if "scalar" in name or name == "overhead"]
@@ -127,17 +140,19 @@ def test_the_table_has_a_cell_for_each_column() -> None:
         "scalar": {1: a_run(0.2, 0.4, 0.6), 2: a_run(0.2, 0.5, 0.7)},
         "span": {1: a_run(0.2, 0.8, 0.8, step_s=3.0), 2: a_run(0.2, 0.1, 0.1, step_s=3.0)},
     }
+    runs["span"] = {seed: replace(run, kls=(0.0, 2.0)) for seed, run in runs["span"].items()}
     noise = summarise_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}})
     tried = {method: {"0.0001": {}, "0.0003": {}, "0.001": {}} for method in ("scalar", "span")}
     search = {"grid": [1e-4, 3e-4, 1e-3], "scores": tried, "chosen": {"scalar": 3e-4, "span": 1e-3}}
     text = tables({"methods": summarise(runs), "noise": noise, "rewards": {}, "search": search})
     methods, legend, noisy = text.split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in methods.splitlines()]
-    assert {len(row) for row in rows} == {13}
+    assert {len(row) for row in rows} == {14}
     named = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
     assert list(named) == ["sft", "scalar", "span"]
     assert (named["span"]["lr"], named["span"]["overhead"], named["span"]["s a step"]) == ("0.001*", "+50%", "3.00")
     assert named["scalar"]["lr"] == "0.0003"
+    assert (named["span"]["at 1 nat of KL"][:5], named["scalar"]["at 1 nat of KL"]) == ("0.325", "–")  # .5 and .15
     assert named["span"]["samples to scalar's best"] == "at least 15 (1 of 2)"  # seed 2 not within 20
     assert named["sft"]["samples to scalar's best"] == "– (0 of 2)"
     assert named["sft"]["held-out score"] == "0.200 ± 0.000"
