@@ -1,0 +1,200 @@
+"""Calls of a user's function, which is untrusted: at most so many at once, each with a deadline and a reason."""
+
+import asyncio
+import importlib
+import inspect
+import math
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from t2g.errors import MissingLocally, RunStopped, UserError
+from t2g.feedback.sources.chat_client import FailureLog, PerLoop
+
+MAX_TIMEOUTS = 3  # in a row
+MAX_REASON_CHARS = 300
+
+Result = TypeVar("Result")
+
+
+class FunctionFailed(Exception):
+    """A call without a usable answer; the message is the reason, a sentence."""
+
+
+class UserFunction:
+    """A user's function.
+
+    Each call of a plain function has a thread of its own, which a call that exceeds `timeout_s` keeps. An async
+    function runs on one event loop in a thread of its own, so that blocking code in it does not block the driver.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        kind: str,
+        path: str,
+        key: str,
+        timeout_s: float,
+        concurrency: int = 1,
+        log: Path | None = None,
+        section: str = "feedback",
+    ) -> None:
+        """Prepare the calls.
+
+        Args:
+            kind: "feedback function" or "reward function", for messages.
+            path: Its import path, for messages.
+            key: The config key and value that name it, for messages.
+            concurrency: Maximum number of concurrent calls; 1 for a function that keeps state.
+            log: File for the first traceback of each kind; its folder is created if needed.
+            section: Section of the config that has timeout_s.
+        """
+        self._function, self._kind, self._path, self._key = function, kind, path, key
+        self._timeout_s, self._section = timeout_s, section
+        self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
+        self._num_timeouts, self._timed_out_at = 0, -math.inf  # since the last answer; time of the last counted timeout
+        self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))
+        self._loop = start_event_loop() if _is_async(function) else None
+
+    async def call(self, read: Callable[[Any], Result], prompt_id: str, *arguments: Any, **options: Any) -> Result:
+        """Return what `read` makes of the function's answer; it runs where the function runs, as an answer may be lazy.
+
+        Args:
+            options: Keyword arguments, which are passed if the function takes them.
+            read: Raises FunctionFailed for an answer of another form.
+            prompt_id: The prompt of the call, for messages.
+
+        Raises:
+            FunctionFailed: The function raised, gave no answer in time, or its answer has another form.
+            RunStopped: MAX_TIMEOUTS calls in a row, begun one after the other, exceeded `timeout_s`.
+        """
+        async with self._calls.get():
+            self._check_timeouts()
+            started = time.monotonic()
+            call = partial(self._function, *arguments, **_select_options(self._function, options))
+            try:
+                answer = await asyncio.wait_for(self._start_call(call, read), self._timeout_s)
+                self._num_timeouts = 0
+            except TimeoutError:
+                if started >= self._timed_out_at:  # concurrent calls that time out together count once
+                    self._num_timeouts, self._timed_out_at = self._num_timeouts + 1, time.monotonic()
+                answer = FunctionFailed(f"gave no answer within {self._section}.timeout_s={self._timeout_s:g}")
+        if isinstance(answer, FunctionFailed):
+            reason = f"the {self._kind} {answer}"
+            self._failures.log(reason.partition(":")[0], f"{self._key}: {reason}, on prompt {prompt_id}")
+            self._check_timeouts()
+            raise FunctionFailed(reason)
+        return answer
+
+    def _start_call(self, call: Callable[[], Any], read: Callable[[Any], Result]) -> Awaitable[Result | FunctionFailed]:
+        def answer() -> Result | FunctionFailed:
+            try:
+                return read(call())
+            except BaseException as error:  # noqa: BLE001 sys.exit in a function must not end the run
+                return self._make_failed(error)
+
+        async def answer_async() -> Result | FunctionFailed:
+            try:
+                return read(await call())
+            except BaseException as error:  # noqa: BLE001 as above
+                return self._make_failed(error)
+
+        if self._loop is None:
+            return run_in_thread(answer)
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer_async(), self._loop))
+
+    def _make_failed(self, error: BaseException) -> FunctionFailed:
+        if isinstance(error, FunctionFailed):
+            return error
+        message = traceback.format_exception_only(error)[-1].strip()  # str(error) may raise
+        return FunctionFailed(f"raised {shorten(message)}{self._log_traceback(error)}")
+
+    def _log_traceback(self, error: BaseException) -> str:
+        """Write the traceback of the first error of its type to the log; return a reference to it, or ''."""
+        kind = type(error).__name__
+        if self._log is None or kind in self._kinds:
+            return ""
+        self._kinds.add(kind)
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a", encoding="utf-8", errors="replace") as file:
+                file.write("".join(traceback.format_exception(error)))
+        except OSError:
+            return ""
+        return f" (traceback in {self._log})"
+
+    def _check_timeouts(self) -> None:
+        if self._num_timeouts >= MAX_TIMEOUTS:
+            raise RunStopped(
+                f"{self._kind} {self._path} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} "
+                f"s each; correct the function, or raise {self._section}.timeout_s"
+            )
+
+
+def load_function(
+    import_path: str, key: str, form: str, *, num_arguments: int = 0, options: Iterable[str] = ()
+) -> Callable[..., Any]:
+    """Return the function at `pkg.mod:function`. It is not called.
+
+    Args:
+        key: The config key and value that name it, for messages.
+        form: What it is called with, for messages.
+        num_arguments: Number of its positional arguments.
+        options: Keyword arguments that are passed if it takes them.
+
+    Raises:
+        MissingLocally: The module does not exist on this machine.
+        UserError: The function does not exist, or cannot be imported or called.
+    """
+    module_name, _, attribute = import_path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
+        kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
+        raise kind(f"{key} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise UserError(f"{key} has the type {type(function).__name__}; it needs to be a function")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*range(num_arguments), **_select_options(function, dict.fromkeys(options)))
+    except TypeError as error:
+        raise UserError(f"{key} cannot be called with {form}, but is {attribute}{signature}: {error}") from None
+    return function
+
+
+def _select_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the keyword arguments that the function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in options.items() if takes_all or name in parameters}
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def shorten(text: str) -> str:
+    """Return at most MAX_REASON_CHARS characters, cut at a blank."""
+    cut = text[:MAX_REASON_CHARS]
+    return text if text == cut else f"{cut.rpartition(' ')[0] or cut} …"
+
+
+def run_in_thread(call: Callable[[], Result]) -> Awaitable[Result]:
+    """Start `call`, which must not raise, in a daemon thread, which does not keep the process alive if it hangs."""
+    result: Future[Result] = Future()
+    result.set_running_or_notify_cancel()  # else a timeout cancels it, and set_result raises in the thread
+    threading.Thread(target=lambda: result.set_result(call()), name="user function", daemon=True).start()
+    return asyncio.wrap_future(result)
+
+
+def start_event_loop() -> asyncio.AbstractEventLoop:
+    """Start an event loop in a daemon thread, for as long as the process lives."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async user functions", daemon=True).start()
+    return loop
