@@ -1,7 +1,8 @@
 """The pure functions of one step: prompts, advantages and metrics. They do not wait and keep no state."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -326,19 +327,19 @@ def teacher_critiques(prompt_ids: Sequence[str], critiques: Sequence[str], *, sh
     """Return the critique that the teacher reads for each response, "" for none.
 
     Args:
-        shuffled: Take the critique of a response to another prompt, the next one of the step; "" for a single prompt.
+        shuffled: Take a critique of the next prompt that has any; "" only if no other prompt has a critique.
     """
+    stripped = [critique.strip() for critique in critiques]
     if not shuffled:
-        return [critique.strip() for critique in critiques]
-    groups: dict[str, list[int]] = {}
-    for index, prompt_id in enumerate(prompt_ids):
-        groups.setdefault(prompt_id, []).append(index)
-    indices = [*groups.values()]  # of the responses to each prompt
-    shifted = [""] * len(critiques)
-    for group, next_group in zip(indices, indices[1:] + indices[:1], strict=True):
-        for position, index in enumerate(group if len(indices) > 1 else ()):
-            shifted[index] = critiques[next_group[position % len(next_group)]].strip()
-    return shifted
+        return stripped
+    by_prompt: dict[str, list[str]] = {prompt_id: [] for prompt_id in prompt_ids}
+    for prompt_id, critique in zip(prompt_ids, stripped, strict=True):
+        by_prompt[prompt_id] += [critique] if critique else []
+    prompts, others = [*by_prompt], dict[str, Iterator[str]]()
+    for index, prompt_id in enumerate(prompts):
+        following = prompts[index + 1 :] + prompts[:index]
+        others[prompt_id] = cycle(next((by_prompt[other] for other in following if by_prompt[other]), [""]))
+    return [next(others[prompt_id]) for prompt_id in prompt_ids]
 
 
 def teacher_metrics(

@@ -64,9 +64,10 @@ def test_the_same_prompts_are_scored_without_a_critique_with_their_own_and_with_
     data = SimpleNamespace(task=Measured(), tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts)
     config, policy = job(), Policy(tokenizer)
     plain, teacher, control = asyncio.run(score_responses(config, data, prompts, policy, Advice()))  # type: ignore[arg-type]
-    assert teacher.tolist() == [1.0] * 6, "p7 has no critique of its own, and p6 would read that of p7"
-    assert plain.tolist() == control.tolist() == [0.0] * 6
-    assert len(policy.prompts) == 8 + 7 + 7
+    assert teacher.tolist() == [1.0] * 7, "p7 has no critique of its own"
+    assert plain.tolist() == [0.0] * 7
+    assert control.tolist() == [0.0] * 6 + [1.0], "p6 reads the critique of p0, which names the same letter"
+    assert len(policy.prompts) == 8 + 7 + 8
 
 
 def test_a_comparison_needs_two_prompts_with_critiques(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_the_teacher_of_a_thinking_model_reads_critiques_of_answers(tmp_path: Pa
 
     scores = asyncio.run(score_responses(job(), data, prompts, Thinking(tokenizer), Reader()))  # type: ignore[arg-type]
     assert judged == ["z"] * 5
-    assert [row.tolist() for row in scores] == [[0.0] * 4, [1.0] * 4, [0.0] * 4], "p4 would read the critique of p5"
+    assert [row.tolist() for row in scores] == [[0.0] * 5, [1.0] * 5, [0.0] * 4 + [1.0]], "p4 reads that of p0"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from fakes import LENGTH, letter_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from test_steps import scored_pair, stats
 from trainer_bench import Bench, job
@@ -82,8 +84,18 @@ def test_the_loss_is_that_of_trls_trainer_on_the_same_ids(top_k: int) -> None:
 def test_the_control_reads_critiques_of_another_prompt_only() -> None:
     ids, critiques = ["p", "q", "p", "p", "r"], ["p0 ", "q0", "p1", "p2", " "]
     assert teacher_critiques(ids, critiques, shuffled=False) == ["p0", "q0", "p1", "p2", ""]
-    assert teacher_critiques(ids, critiques, shuffled=True) == ["q0", "", "q0", "q0", "p0"]
+    assert teacher_critiques(ids, critiques, shuffled=True) == ["q0", "p0", "q0", "q0", "p0"]
+    assert teacher_critiques(["p", "p", "q"], ["p0", "p1", ""], shuffled=True) == ["", "", "p0"]
     assert teacher_critiques(["p"], ["p0"], shuffled=True) == [""]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", " ", "c", "d"]))))
+def test_the_control_reads_an_empty_critique_only_where_no_other_prompt_has_one(step: list[tuple[int, str]]) -> None:
+    ids = [f"p{number}" for number, _ in step]
+    critiques = [f"{text}{prompt_id}" if text.strip() else text for prompt_id, (_, text) in zip(ids, step, strict=True)]
+    for prompt_id, critique in zip(ids, teacher_critiques(ids, critiques, shuffled=True), strict=True):
+        others = {text for other, text in zip(ids, critiques, strict=True) if other != prompt_id and text.strip()}
+        assert critique in (others or {""})
 
 
 def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
