@@ -270,7 +270,9 @@ class LogConfig(Section):
 class AlarmConfig(Section):
     """Bounds whose violation is reported in alarms.jsonl."""
 
-    max_kl: float = Field(40.0, gt=0, description="nats per sequence")
+    max_kl: float = Field(
+        40.0, gt=0, description="nats per sequence; above a quarter of it, a KL that doubles in a step is reported too"
+    )
     min_entropy: float = Field(0.01, ge=0, description="nats per token")
     length_ratio: float = Field(
         2.0, gt=1, description="mean response length relative to the first step, in either direction"

@@ -8,10 +8,13 @@ from t2g.runs import metrics as m
 
 Step = Mapping[str, float | None]
 RECALL_STEPS = 3  # window of the mean recall of a fault class
+EARLY_SHARE = 0.25  # of alarms.max_kl; the first steps of every run double a smaller KL
 
 
 def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     """Return a sentence for each bound that the last step crossed, unless the step before was beyond it already.
+
+    A KL that doubles within a step is reported above EARLY_SHARE of its bound.
 
     Args:
         history: The metrics of every step so far. Steps before a resume are included, so that no alarm is repeated.
@@ -19,8 +22,8 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     sentences = []
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
     criteria = [name for name in history[-1] if name.startswith(m.CRITERION_FAILED)] if history else []
-    names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE, m.TEACHER_GAP)
-    for name in (*names, *recalls, *criteria):
+    names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE)
+    for name in (*names, m.TEACHER_GAP, m.TEACHER_SHARE, *recalls, *criteria):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
@@ -30,6 +33,13 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
         *before, last = [_format_alarm(name, value, first, config) for value in values[-2:]]
         if last and not any(before):
             sentences.append(last)
+    kls = [0.0, *(step[m.KL] for step in history if step.get(m.KL) is not None)]
+    is_early = history and history[-1].get(m.KL) is not None and EARLY_SHARE * config.max_kl < kls[-1] <= config.max_kl
+    if is_early and kls[-1] > 2 * kls[-2]:
+        sentences.append(
+            f"the KL to the reference doubled within a step, from {kls[-2]:.1f} to {kls[-1]:.1f} nats per sequence, on "
+            f"its way to alarms.max_kl={config.max_kl:g}: lower learner.policy.lr or raise objective.kl_coef"
+        )
     return sentences
 
 
@@ -62,6 +72,11 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) ->
             return (
                 f"{1 - value:.1%} of the tokens are labelled, below alarms.min_labelled_share="
                 f"{config.min_labelled_share:.1%}: hardly anything is paid; read the critiques in samples.jsonl"
+            )
+        case m.TEACHER_SHARE if value == 0:
+            return (
+                "no response of the step has a critique for objective.teacher that fits into its prompt, so that the "
+                "rewards alone are trained: read the critiques in samples.jsonl, or raise rollout.max_model_len"
             )
         case m.TEACHER_GAP if first > 0 and value > 0:  # later a good policy passes its teacher
             return (

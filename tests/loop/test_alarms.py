@@ -29,7 +29,10 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ),
         ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "timeout_s"]),
         ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
+        ("policy/kl", (0.0, 4.0, 9.9, 20.1), ["from 9.9 to 20.1 nats", "alarms.max_kl=40", "learner.policy.lr"]),
+        ("policy/kl", (0.0, 12.0), ["from 0.0 to 12.0 nats"]),
         ("teacher/gap_poor_first", (0.62,), ["0.62 nats", "objective.teacher"]),
+        ("teacher/share", (0.4, 0.0), ["objective.teacher", "rollout.max_model_len"]),
         (
             "feedback/recall_repeated",
             (0.9, 0.9, 0.16, 0.14),
@@ -48,7 +51,10 @@ def test_a_sentence_says_number_bound_and_what_to_try(
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("policy/kl", (40.0,)),
+        ("policy/kl", (20.0, 40.0)),
+        ("policy/kl", (0.0, 0.5, 2.0, 5.0, 10.0)),
+        ("policy/kl", (4.0, 9.0, None)),
+        ("teacher/share", (0.01,)),
         ("policy/entropy", (0.01,)),
         ("response/length_mean", (40.0, 80.0)),
         ("response/length_mean", (40.0, 20.0)),
@@ -68,7 +74,7 @@ def test_silence_at_the_bound_and_without_a_number(name: str, values: tuple[floa
 def test_raised_on_crossing_and_again_after_recovery() -> None:
     history = steps("policy/kl", 1.0, 50.0, 60.0, None, 55.0, 2.0, 45.0)
     raised = [i for i in range(len(history)) if find_alarms(history[: i + 1], CONFIG)]
-    assert raised == [1, 6]
+    assert raised == [1, 6], "50 and 45 are above the bound, and only below it a doubling has a sentence of its own"
 
 
 def test_first_step_counts_as_a_crossing_and_all_bounds_speak() -> None:
@@ -82,6 +88,6 @@ def test_first_step_counts_as_a_crossing_and_all_bounds_speak() -> None:
 @given(st.lists(st.floats(0, 100)))
 def test_alarms_are_the_upward_crossings(values: list[float]) -> None:
     history = steps("policy/kl", *values)
-    raised = [bool(find_alarms(history[: i + 1], CONFIG)) for i in range(len(history))]
+    raised = ["above alarms.max_kl" in " ".join(find_alarms(history[: i + 1], CONFIG)) for i in range(len(history))]
     over = [False, *(value > 40 for value in values)]
     assert raised == [now and not before for before, now in pairwise(over)]
