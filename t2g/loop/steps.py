@@ -14,7 +14,7 @@ from t2g.algo.kl import sequence_kl
 from t2g.config import ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import apply_placement, compute_label_shares
-from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD, FEEDBACK_METRICS, RECALL, TEACHER_SHARE, TRUNCATED_SHARE
+from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD, FEEDBACK_METRICS, RECALL, TRUNCATED_SHARE
 from t2g.tasks.base import Task
 from t2g.text.thinking import find_last_tag, find_thinking_tags
 from t2g.types import (
@@ -360,7 +360,7 @@ def teacher_metrics(
     means = {
         f"teacher/gap_{name}": float(np.concatenate(rows).mean()) for name, rows in gaps.items() if any(map(len, rows))
     }
-    return means | {TEACHER_SHARE: sum(teacher_stats is not None for teacher_stats in teacher) / len(teacher)}
+    return means | {"teacher/share": sum(teacher_stats is not None for teacher_stats in teacher) / len(teacher)}
 
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:
