@@ -27,12 +27,17 @@ from t2g.loop.trainer import Trainer
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity
 from t2g.runs.log import RunLog
-from t2g.tasks.base import get_task
+from t2g.tasks.prompts_only import PromptsTask
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback, TrainSample
 
 AIM = 1 / 1.15  # of the floor
 AIM_TRL = 1.4
-PARTS = {"generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s"}
+PARTS = {
+    "generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s",
+    "rank_gib": "learner/peak_memory_gib",
+}  # fmt: skip
+CRITIQUE = "B" * 64  # as many tokens: the tokenizer joins no capital letters
 MOST_STEPS = 10_000
 UNIT = "response tokens"
 OURS, AHEAD, CRITIC = "here", "here, max_staleness=1", "here, with a critic"
@@ -166,7 +171,14 @@ class Counted(FeedbackSource):
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         places = [("a", k + 1) for k in range(min(8, response_text.count("a")))]
-        return make_feedback("a", places, [], response_text, source=self.name, version="")
+        return make_feedback(CRITIQUE, places, [], response_text, source=self.name, version="")
+
+
+class BareTask(PromptsTask):
+    """A task whose teacher reads a prompt and a critique, and no instructions, which would be longer than both."""
+
+    def teacher_messages(self, prompt: Prompt, critique: str, input_limit: int | None = None) -> list[Message]:
+        return [{"role": "user", "content": prompt.prompt_text[:input_limit] + critique}]
 
 
 @asynccontextmanager
@@ -201,7 +213,7 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
         group = LearnerGroup(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
         with closing(group) as learner:
             trainer = Trainer(
-                config=job, task=get_task("prompts"), tokenizer=bench.models.tokenizer,
+                config=job, task=BareTask(), tokenizer=bench.models.tokenizer,
                 prompts=prompts, eval_prompts=(),
                 rollouts=fleet, feedback=Counted(), learner=learner,
                 sync=WeightSync(learner, fleet, job.learner, prompts=[prompt.prompt_ids for prompt in prompts]),

@@ -5,6 +5,8 @@ import itertools
 import math
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from ray.exceptions import RayError
 
-from jobs.stopwatch import race_step
+from jobs.stopwatch import race_step, race_teacher
 from jobs.stopwatch.bare import environment
 from jobs.stopwatch.race_driver import answer, samples
 from jobs.stopwatch.random_models import make_model
@@ -32,6 +34,7 @@ from jobs.stopwatch.watch import (
     summary,
 )
 from t2g.config import BenchmarkJob, LearnerConfig, PolicyJob, RolloutConfig, ShapeConfig
+from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import RunStopped, UserError
 
 SHAPE = {
@@ -231,6 +234,41 @@ def test_the_step_is_compared_with_its_lower_bound_and_trl_by_alternating_runs(
     rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
     expected = [("GRPO step", "TRL", {**rivals, "here": 4.0, **variants})] if with_trl else []
     assert [said(race) for race in grpo] == expected and all([*race["aims"].values()] == [1.4, 1.4] for race in grpo)
+
+
+def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops are open together, each with a log of its own; the step without a teacher is the limit."""
+    ran: list[str] = []
+
+    @asynccontextmanager
+    async def loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
+        name = f"{job.run.name}, {'no' if job.objective.teacher is None else job.objective.teacher.top_k}"
+        ran.append(f"open {name}")
+
+        async def turn() -> Done:
+            ran.append(name)
+            return Done(amount=1, more={"rank_gib": 2.0 + (job.objective.teacher is not None)})
+
+        yield turn
+
+    monkeypatch.setattr(race_teacher, "running_loop", loop)
+    bench = Bench(job(tmp_path))
+    bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
+    (race,) = asyncio.run(race_teacher.measure(bench))
+    plain, distilling = "steps, no", "steps-teacher, 20"
+    assert ran == [f"open {plain}", f"open {distilling}", *[plain, distilling, distilling, plain, plain, distilling]]
+    assert {name: row["rank_gib"] for name, row in race["sides"].items()} == {"here": 2.0, "here, with a teacher": 3.0}
+    assert race["limit"] == "here"
+
+
+def test_the_critique_of_the_benchmark_has_a_token_for_each_letter(tmp_path: Path) -> None:
+    bench = Bench(job(tmp_path, shape={**SHAPE, "vocab_size": 512}))
+    feedback = asyncio.run(race_step.Counted().judge(bench.models.prompts[0], "aab"))
+    ids = [
+        encode_teacher_prompt(race_step.BareTask(), bench.models.prompts[0], critique, bench.models.tokenizer, 256)
+        for critique in ("", feedback.critique)
+    ]
+    assert len(ids[1]) - len(ids[0]) == 64
 
 
 def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

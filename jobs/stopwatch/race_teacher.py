@@ -1,0 +1,13 @@
+"""A step with `objective.teacher` beside the same step without, in ABBA order: time, and peak memory of the rank."""
+
+from jobs.stopwatch.race_step import OURS, UNIT, loop_job, running_loop
+from jobs.stopwatch.watch import Bench, Race, Record
+
+TEACHER = "here, with a teacher"
+
+
+async def measure(bench: Bench) -> list[Record]:
+    job = loop_job(bench, {"run.name": "steps-teacher", "objective.teacher": {}})
+    async with running_loop(bench, loop_job(bench)) as plain, running_loop(bench, job) as distilling:
+        sides = {OURS: plain, TEACHER: distilling}
+        return [await bench.race(Race(name="step with a teacher", unit=UNIT, sides=sides, limit=OURS))]
