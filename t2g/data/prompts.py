@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,15 @@ import numpy as np
 
 from t2g.errors import UserError
 from t2g.tasks.base import Record, Task, stable_id
-from t2g.text.tokenizer import Message, check_chat_template, encode_chat, fit_chat
+from t2g.text.tokenizer import Message, chat_renderer, encode_chat, encode_texts, fit_chat
 from t2g.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 3  # invalid records that an error message describes
+ENCODED_AT_ONCE = 1000  # prompts
+
+Draft = tuple[int, Record, Sequence[Message], str]  # the record's number, the record, its messages, their text
 
 
 class PromptTooLongError(ValueError):
@@ -47,12 +50,11 @@ def make_prompts(
         UserError: The tokenizer has no chat template. Or a field is missing or invalid, a prompt is too long, or an id
             belongs to other messages too; the message describes the first MAX_PROBLEMS of these records.
     """
-    if tokenizer is not None:
-        check_chat_template(tokenizer)
-    prompts: dict[str, Prompt] = {}
+    render = chat_renderer(tokenizer) if tokenizer is not None else lambda _: ""
+    drafts: dict[str, Draft] = {}
     repeats: Counter[tuple[str, str]] = Counter()
     skipped: list[int] = []
-    problems: list[str] = []
+    problems: dict[int, str] = {}
     for number, record in enumerate(records, start=1):
         try:
             messages = task.policy_messages(record)
@@ -61,34 +63,48 @@ def make_prompts(
             repeats[prompt_id, content] += 1
             if (repeat := repeats[prompt_id, content]) > 1:
                 prompt_id = f"{prompt_id}-{repeat}"
-            if prompt_id in prompts:
+            if prompt_id in drafts:
                 raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
-            encoded = {}
-            if tokenizer is not None:
-                cut = too_long == "truncate"
-                encoded = {"prompt_ids": encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=cut)}
-            prompts[prompt_id] = Prompt(
-                prompt_id=prompt_id,
-                prompt_text=task.prompt_text(record),
-                task=task.name,
-                payload=task.payload(record),
-                messages=tuple(messages),
-                **encoded,
+            drafts[prompt_id] = number, record, messages, render(messages)
+        except ValueError as error:
+            problems[number] = str(error)
+    prompts: list[Prompt] = []
+    encoded = _encode([text for *_, text in drafts.values()], tokenizer)
+    for (prompt_id, (number, record, messages, _)), ids in zip(drafts.items(), encoded, strict=True):
+        try:
+            if len(ids) > max_prompt_tokens:
+                ids = encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=too_long == "truncate")
+            prompts.append(
+                Prompt(
+                    prompt_id=prompt_id,
+                    prompt_text=task.prompt_text(record),
+                    task=task.name,
+                    payload=task.payload(record),
+                    messages=tuple(messages),
+                    prompt_ids=np.asarray(ids, np.int32),
+                )
             )
         except ValueError as error:
             if too_long == "skip" and isinstance(error, PromptTooLongError):
                 skipped.append(number)
             else:
-                problems.append(f"{key} record {number}: {error}")
+                problems[number] = str(error)
     if problems:
+        first = [f"{key} record {number}: {problem}" for number, problem in sorted(problems.items())[:MAX_PROBLEMS]]
         more = [f"{len(problems) - MAX_PROBLEMS} more records are wrong"] if len(problems) > MAX_PROBLEMS else []
-        raise UserError("\n".join([*problems[:MAX_PROBLEMS], *more]))
+        raise UserError("\n".join([*first, *more]))
     if skipped:
         summary = f"{len(skipped)} of {len(records)} prompts have more than {max_prompt_tokens} tokens"
         if not prompts:
             raise UserError(f"{summary}: nothing is left; raise rollout.max_model_len, or set data.too_long=truncate")
         logger.warning("%s and are left out, the first is record %d", summary, skipped[0])
-    return list(prompts.values())
+    return prompts
+
+
+def _encode(texts: Sequence[str], tokenizer: Any) -> Iterator[Sequence[int]]:
+    for start in range(0, len(texts), ENCODED_AT_ONCE):
+        batch = texts[start : start + ENCODED_AT_ONCE]
+        yield from encode_texts(tokenizer, batch) if tokenizer is not None else [()] * len(batch)
 
 
 def encode_policy_prompt(

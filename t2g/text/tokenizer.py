@@ -76,14 +76,24 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the token ids of `messages` and of the generation prompt.
+    """Return the token ids of `messages` and of the generation prompt, see `chat_renderer`."""
+    return list(encode_texts(tokenizer, [chat_renderer(tokenizer)(messages)])[0])
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of chats as text; a fast tokenizer divides them among the cores."""
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template has added BOS
+
+
+def chat_renderer(tokenizer: Any) -> Callable[[Sequence[Message]], str]:
+    """Return the function that makes messages, and the generation prompt, one text by the chat template.
 
     A special token in a message's text ("<|eot_id|>", "<s>") gets a space after its first character: a post or a
     sampled response can neither end its message nor start another. The vocabulary decides which tokens are special,
     with or without a role, such as Llama 3's "<|start_header_id|>".
 
     Raises:
-        UserError: The tokenizer has no chat template, or its template refuses the messages.
+        UserError: The tokenizer has no chat template; or, by the function, its template refuses the messages.
     """
     from jinja2 import TemplateError
 
@@ -96,13 +106,15 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    escaped = [{**message, "content": escape(message["content"])} for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(escaped, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"the tokenizer's chat template refuses messages by {roles}: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has added BOS
+    def render(messages: Sequence[Message]) -> str:
+        escaped = [{**message, "content": escape(message["content"])} for message in messages]
+        try:
+            return tokenizer.apply_chat_template(escaped, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(f"the tokenizer's chat template refuses messages by {roles}: {error}") from error
+
+    return render
 
 
 def check_chat_template(tokenizer: Any) -> None:

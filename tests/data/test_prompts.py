@@ -193,3 +193,13 @@ def test_examples_that_are_too_long_are_left_out(tokenizer: Any) -> None:
     assert len(make_policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="skip")) == 1
     _, cut = make_policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="truncate")
     assert len(cut) == 100
+
+
+def test_prompts_encoded_in_batches_are_those_encoded_alone(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("t2g.data.prompts.ENCODED_AT_ONCE", 2)
+    texts = ["Why?", "<|end|> no", "", "x" * 90, "é\n"]
+    records = [{"prompt_id": str(number), "prompt": text} for number, text in enumerate(texts) if text]
+    prompts = make_prompts(records, PROMPTS, tokenizer, 60, too_long="skip")
+    assert [prompt.prompt_id for prompt in prompts] == ["0", "1", "4"]
+    for prompt in prompts:
+        assert prompt.prompt_ids.tolist() == encode_chat(tokenizer, prompt.messages)
