@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xxhash
 
+from t2g.config.python_functions import source_text
 from t2g.files import hash_file
 
 OWN_PACKAGES = ("t2g", "actors", "jobs")  # a new version of this program can continue a run
@@ -41,8 +42,11 @@ def source_hash(import_path: str) -> str:
 
     For a module of a package every .py file of the top-level package is hashed, because its helpers matter too. The
     named module may only import the object, so the module that defines it is hashed as well. Modules of this program
-    are ignored. So is an object that cannot be imported: the caller that needs it raises the error.
+    are ignored. So is an object that cannot be imported: the caller that needs it raises the error. A `__main__:NAME`
+    is its own text alone: notebooks have no file, and the other lines of a script do not judge.
     """
+    if text := source_text(import_path):
+        return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogateescape"))
     module_name, _, attribute = import_path.partition(":")
     try:
         value = getattr(importlib.import_module(module_name), attribute)

@@ -1,7 +1,6 @@
 """The base class of tasks, and the lookup by name."""
 
 import hashlib
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from t2g.config import StyleConfig
+from t2g.config.python_functions import import_object
 from t2g.errors import MissingLocally, UserError
 from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message
@@ -208,7 +208,7 @@ def get_task(name: str) -> Task:
     if not (module and colon and attribute):
         raise UserError(f"task={name!r} is none of {', '.join(_TASKS)} and no import path pkg.mod:Class")
     try:
-        return getattr(importlib.import_module(module), attribute)()
+        return import_object(path)()
     except Exception as error:  # import of the user's module and construction of its class may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -1,7 +1,6 @@
 """Calls of a user's function, which is untrusted: at most so many at once, each with a deadline and a reason."""
 
 import asyncio
-import importlib
 import inspect
 import math
 import threading
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from t2g.config.python_functions import import_object
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import FailureLog, PerLoop
 
@@ -152,9 +152,8 @@ def load_function(
         MissingLocally: The module does not exist on this machine.
         UserError: The function does not exist, or cannot be imported or called.
     """
-    module_name, _, attribute = import_path.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
+        function = import_object(import_path)
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"{key} cannot be imported: {type(error).__name__}: {error}") from error
@@ -164,7 +163,8 @@ def load_function(
     try:
         signature.bind(*range(num_arguments), **_select_options(function, dict.fromkeys(options)))
     except TypeError as error:
-        raise UserError(f"{key} cannot be called with {form}, but is {attribute}{signature}: {error}") from None
+        name = import_path.partition(":")[2]
+        raise UserError(f"{key} cannot be called with {form}, but is {name}{signature}: {error}") from None
     return function
 
 
