@@ -16,7 +16,7 @@ from t2g.config.validation_errors import list_fields
 from t2g.runs import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDES = sorted((ROOT / "t2g" / "guides").glob("0*.md"))
+GUIDES = sorted((ROOT / "t2g" / "guides").glob("[0-9]*.md"))
 MAX_PARAGRAPH = 80  # words
 MAX_GUIDE = 900
 MAX_WORDS = {  # of `wc -w`: tables and code count

@@ -1,0 +1,90 @@
+"""Token rewards and advantages of one batch of judged responses, for a trainer that has sampled them itself."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from t2g.algo.advantages import group_advantages, whiten
+from t2g.config import RewardRuleConfig
+from t2g.errors import UserError
+from t2g.feedback import decode, token_offsets, token_rewards
+from t2g.feedback.parse import read_judgement
+from t2g.feedback.rewards import apply_placement, compute_step_ids
+from t2g.loop.sampling import shift_spans
+from t2g.loop.steps import pad_rows
+from t2g.tasks.base import Task
+
+SPAN_ONCE = RewardRuleConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credit:
+    """The numbers of a batch, right-padded with 0; entry [i, t] belongs to token t of response i."""
+
+    token_rewards: torch.Tensor  # [B, R] float32
+    advantages: torch.Tensor  # [B, R] float32; 0 for a response without a judgement
+
+
+def assign_credit(
+    tokenizer: Any,
+    texts: Sequence[str],
+    token_ids: Sequence[Sequence[int] | np.ndarray],
+    judgements: Sequence[Any],
+    groups: Sequence[Hashable],
+    *,
+    rule: RewardRuleConfig = SPAN_ONCE,
+    gamma: float = 1.0,
+    normalise: bool = False,
+    whitening: Literal["full", "scale_only", "none"] = "full",
+) -> Credit:
+    """Return token rewards and advantages as `t2g train` computes them, for one *global* batch of B responses.
+
+    Args:
+        tokenizer: Fast tokenizer of the policy; see `t2g.text.offsets` for the supported families.
+        texts: The texts that were judged: a response, or its end after the thinking. See `t2g.feedback.decode`.
+        token_ids: The sampled tokens of each response, without padding.
+        judgements: For each text (critique, good pieces, poor pieces), see `t2g.feedback.parse.read_judgement`. None:
+            not judged; such a response has no advantages, and the others are not compared with it.
+        groups: For each response its prompt, or any other value that is equal for responses to compare.
+        rule: What a span pays and where.
+        gamma: Discount of later token rewards.
+        normalise: Whether advantages are divided by the group's deviation; see `t2g.algo.advantages.group_advantages`.
+        whitening: Mode of `t2g.algo.advantages.whiten`; "none" is usual with `normalise`.
+
+    Raises:
+        UserError: The lengths differ, a judgement has another form, or a text is not in the decoded tokens.
+
+        assign_credit(tokenizer, ["so bad", "fine"], [[12, 31], [7]], [("", [], ["bad"]), ("", ["fine"], [])], [0, 0],
+                      whitening="none").advantages -> [[-2, -2], [2, 0]]
+    """
+    lengths = [len(texts), len(token_ids), len(judgements), len(groups)]
+    if len(set(lengths)) > 1:
+        raise UserError(f"got {lengths} texts, token ids, judgements and groups; needs as many of each")
+    rows, keep, group_of = [], [], {group: number for number, group in enumerate(groups)}
+    for number, (text, ids, judgement) in enumerate(zip(texts, token_ids, judgements, strict=True)):
+        keep.append(np.full(len(ids), judgement is not None))
+        try:
+            rows.append(_reward_tokens(tokenizer, text, ids, judgement, rule))
+        except ValueError as error:
+            raise UserError(f"response {number}: {error}") from None
+    rewards, mask = pad_rows(rows), pad_rows(keep)
+    # A response without a judgement is a group of its own.
+    numbers = [-1 - i if judgements[i] is None else group_of[group] for i, group in enumerate(groups)]
+    advantages, _ = group_advantages(rewards, mask, torch.tensor(numbers), gamma, normalise=normalise)
+    return Credit(token_rewards=rewards, advantages=whiten(advantages, mask, whitening))
+
+
+def _reward_tokens(tokenizer: Any, text: str, ids: Any, judgement: Any, rule: RewardRuleConfig) -> np.ndarray:
+    """Return the rewards of the spans that a judgement finds in `text`, placed on the tokens `ids`, [R] float32."""
+    response, offsets = decode(tokenizer, ids), token_offsets(tokenizer, ids)
+    start = response.rfind(text)  # the thinking, which comes before, may hold the same text
+    if start < 0:
+        raise ValueError(f"its text {text!r:.80} is not in its decoded tokens; t2g.feedback.decode gives their text")
+    answer = ("", (), ()) if judgement is None else judgement
+    feedback = shift_spans(read_judgement(answer, text, source="program", version=""), start)
+    rewards = token_rewards(offsets, feedback.spans, text=response, rule=rule)
+    steps = compute_step_ids(offsets, response, Task.step_pattern)
+    return apply_placement(rewards, rule.placement, step_ids=steps, prompt_id=response)

@@ -1,0 +1,139 @@
+"""Credit from texts, token ids and judgements: numbers worked by hand, and equality with the loop's own."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import LetterTask, letter_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g.config import ObjectiveConfig, PolicyJob
+from t2g.credit import assign_credit
+from t2g.errors import UserError
+from t2g.feedback import decode
+from t2g.feedback.parse import read_judgement
+from t2g.loop.steps import make_train_samples
+from t2g.loop.trainer import Trainer
+from t2g.types import Prompt, Rollout, TokenStats
+
+TEXTS = ("ab", "abc", "cba", "c")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return letter_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.convert_tokens_to_ids([*text])
+
+
+def credit(tokenizer: Any, texts: tuple[str, ...], judgements: list[Any], groups: Any, **options: Any) -> Any:
+    return assign_credit(tokenizer, texts, [encode(tokenizer, t) for t in texts], judgements, groups, **options)
+
+
+def test_worked_by_hand(tokenizer: Any) -> None:
+    judgements = [("", ["b"], []), ("", ["a"], ["c"]), ("", [], ["cb"]), None]
+    found = credit(tokenizer, TEXTS, judgements, ["p", "p", "q", "q"], whitening="none")
+    # by span: "cb" pays once, at its last token
+    assert found.token_rewards.tolist() == [[0, 1, 0], [1, 0, -1], [0, -1, 0], [0, 0, 0]]
+    # returns 1 1 and 0 -1 -1; "ab" continues with its last return. "c" is not judged, so "cba" is alone
+    assert found.advantages.tolist() == [[1, 2, 0], [-1, -2, -2], [0, 0, 0], [0, 0, 0]]
+    whitened = credit(tokenizer, TEXTS, judgements, ["p", "p", "q", "q"]).advantages
+    numbers = torch.tensor([1, 2, -1, -2, -2, 0, 0, 0.0])  # of judged tokens
+    scale = numbers.std(correction=0)
+    torch.testing.assert_close(whitened[0, :2], (numbers[:2] - numbers.mean()) / scale)
+    assert whitened[3].tolist() == [0, 0, 0] and whitened[0, 2] == 0
+
+
+def test_rules_discount_and_placement_are_the_configs(tokenizer: Any) -> None:
+    rule = ObjectiveConfig(rewards={"unit": "token", "poor": [-2, -3, -4], "placement": "scalar"}).rewards
+    found = credit(tokenizer, ("abc", "c"), [("", [], ["ab"]), ("", [], [])], [0, 0], rule=rule, gamma=0.5)
+    assert found.token_rewards.tolist() == [[0, 0, -4], [0, 0, 0]]
+    plain = credit(tokenizer, ("abc", "c"), [("", [], ["c"]), ("", [], [])], [0, 0], gamma=0.5, whitening="none")
+    assert plain.advantages.tolist() == [[-0.25, -0.5, -1], [0.25, 0, 0]]
+
+
+def test_a_judged_end_of_the_response_has_its_own_characters(tokenizer: Any) -> None:
+    """The thinking before it may hold the same text."""
+    found = assign_credit(tokenizer, ["ab"], [encode(tokenizer, "abcab")], [("", [(0, 1)], [])], [0])
+    assert found.token_rewards.tolist() == [[0, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "judgement", "groups", "reason"),
+    [
+        ("b", ("", [], []), [0], "response 0: its text 'b' is not in its decoded tokens"),
+        ("a", ("", "a", []), [0], "response 0: the good or poor pieces are 'a'"),
+        ("a", {}, [0], "response 0: a dict with no key 'critique'"),
+        ("a", ("", [], []), [0, 0], r"got \[1, 1, 1, 2\] texts"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    tokenizer: Any, text: str, judgement: Any, groups: list[int], reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        assign_credit(tokenizer, [text], [encode(tokenizer, "a")], [judgement], groups)
+
+
+# ----------------------------------------------------------------------------------------------- equality with the loop
+def loop_advantages(
+    tokenizer: Any, ids: list[list[int]], judgements: list[Any], groups: list[int], **objective: Any
+) -> list[np.ndarray]:
+    """The advantages that the loop's own scoring and `make_train_samples` give, of the judged responses alone."""
+    job = PolicyJob.model_validate(
+        {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"source": "a:b"}, "objective": objective}
+    )
+    loop: Any = SimpleNamespace(config=job, tokenizer=tokenizer, task=LetterTask())
+    scored = []
+    for index, (row, judgement, group) in enumerate(zip(ids, judgements, groups, strict=True)):
+        rollout = Rollout(
+            prompt_id=str(group), sample_index=index, prompt_ids=np.zeros(1, np.int32),
+            response_ids=np.array(row, np.int32), rollout_logprobs=np.zeros(len(row), np.float32),
+            response_text=decode(tokenizer, row), finish_reason="stop", policy_versions=((0, len(row), 0),),
+        )  # fmt: skip
+        if judgement is not None:
+            feedback = read_judgement(judgement, rollout.response_text, source="program", version="")
+            prompt = Prompt(prompt_id=str(group), prompt_text="", task="letters")
+            scored.append(asyncio.run(Trainer._score(loop, prompt, rollout, feedback)))
+    zeros = [np.zeros(len(s.token_rewards), np.float32) for s in scored]
+    stats = [TokenStats(old_logprobs=zero, ref_logprobs=zero, values=zero, entropy=zero) for zero in zeros]
+    samples = make_train_samples(scored, stats, job.objective, kl_coef=0.0, seed=1)
+    return [sample.advantages for sample in samples]
+
+
+responses = st.text("abc", min_size=1, max_size=6)
+pieces = st.lists(st.sampled_from("abc"), max_size=2)
+
+
+@given(st.lists(st.tuples(responses, st.none() | st.tuples(st.just(""), pieces, pieces)), min_size=2, max_size=6))
+@pytest.mark.parametrize("advantages", ["group", "group_normalised"])
+def test_it_is_the_loops_own(tokenizer: Any, advantages: str, judged: list[tuple[str, Any]]) -> None:
+    judged = [*judged, ("abc", ("", ["a"], ["b"]))]  # the loop stops a step without any judgement
+    texts, judgements = zip(*judged, strict=True)
+    groups = [index // 3 for index in range(len(texts))]
+    ids = [encode(tokenizer, text) for text in texts]
+    objective = ObjectiveConfig(advantages=advantages)
+    found = assign_credit(
+        tokenizer, texts, ids, judgements, groups,
+        normalise=advantages == "group_normalised", whitening=objective.whiten,
+    )  # fmt: skip
+    own = iter(loop_advantages(tokenizer, ids, [*judgements], groups, advantages=advantages))
+    for row, row_ids, judgement in zip(found.advantages.numpy(), ids, judgements, strict=True):
+        expected = np.zeros(len(row_ids)) if judgement is None else next(own)
+        np.testing.assert_allclose(row[: len(row_ids)], expected, atol=1e-6)
+        assert not row[len(row_ids) :].any()
+
+
+def test_it_imports_neither_an_engine_nor_a_cluster() -> None:
+    code = "import sys, t2g.credit; print(*{'ray', 'vllm', 'deepspeed', 'transformers', 'trl'} & {*sys.modules})"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
