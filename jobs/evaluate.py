@@ -60,6 +60,7 @@ def run_teacher(config: PolicyJob, data: Any, what: str) -> None:
     from jobs.common.policy_runs import read_data
     from jobs.common.stages import demo_of, make_stages, resolve_stages
     from jobs.common.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
+    from t2g.files import write_json
 
     demo = demo_of(config)
     resolved = resolve_stages(config, demo)
@@ -68,7 +69,10 @@ def run_teacher(config: PolicyJob, data: Any, what: str) -> None:
         with on_cluster(resolved), Fleets() as fleets:
             if demo:
                 make_stages(demo, fleets, reward="reward_model" in resolved.feedback.models)
-            print(format_result(evaluate_teacher(resolved, data or read_data(resolved), fleets)))
+            data = data or read_data(resolved)
+            result = evaluate_teacher(resolved, data, *fleets.for_policy(resolved, data.task))
+            write_json(folder / TEACHER_FILE, result)
+    print(format_result(result))
     print_outputs(numbers=folder / TEACHER_FILE)
 
 

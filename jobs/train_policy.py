@@ -10,6 +10,7 @@ from typing import Any
 
 from jobs.common.cli import main, print_outputs, stop_flag
 from t2g.config import PolicyJob, with_overrides
+from t2g.errors import RunStopped
 
 
 def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
@@ -30,6 +31,18 @@ def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
             "of them, so no span was paid; samples.jsonl has its critiques"
         )
     return text
+
+
+def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
+    """Return lines about the teacher of a smoke run, before anything is trained; [] without one. See `inputs` there."""
+    from jobs.common.teacher_evaluation import evaluate_teacher, format_result
+
+    if not config.run.smoke or config.objective.teacher is None:
+        return []
+    try:
+        return [format_result(evaluate_teacher(config, *inputs))]
+    except RunStopped as error:
+        return [f"the teacher was not measured: {error}"]
 
 
 def show_one(folder: Path) -> None:
@@ -71,10 +84,12 @@ def run(unresolved: PolicyJob, data: Any) -> None:
             say("loading")
             stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
             with Fleets() as fleets:
-                summary = train(config, data, *fleets.for_policy(config, data.task), stop)
+                rollouts, feedback = fleets.for_policy(config, data.task)
+                teacher = try_teacher(config, data, rollouts, feedback)
+                summary = train(config, data, rollouts, feedback, stop)
     folder = config.run.folder
     if unresolved.run.smoke:
-        print(format_smoke_summary(unresolved, summary))
+        print(format_smoke_summary(unresolved, summary), *teacher, sep="\n")
         show_one(folder)
     else:
         held_out = ", ".join(f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None)

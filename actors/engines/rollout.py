@@ -124,6 +124,19 @@ class RolloutFleet(Fleet):
             on_answer=on_rollout,
         )
 
+    async def score(self, prompt: Prompt, response_ids: np.ndarray) -> np.ndarray:
+        """Return the log-probabilities of a response at temperature 1, without its last token: [R - 1] float32.
+
+        The engine samples a token after those that it scores, and a window may be full.
+        """
+        ids = np.concatenate([prompt.prompt_ids, response_ids[:-1]])
+        (logprobs,) = await self.calls(
+            [lambda worker: worker.score.remote(ids)],
+            timeout_s=self.config.deadline_s,
+            what=f"prompt {prompt.prompt_id}",
+        )
+        return logprobs[len(prompt.prompt_ids) - 1 :]
+
     def targets(self) -> list[Member]:
         """Return the targets of the next weight sync. An unreachable worker misses it, and catches up later."""
         for member in self.started():

@@ -1,131 +1,156 @@
 """Whether the teacher of objective.teacher is better than the policy: measured before anything is trained.
 
-The policy responds to held-out prompts; the feedback source criticises the responses; the same weights respond again
-with the critique of their own response in the prompt, and with that of another prompt's response, which is the control.
+The policy responds to held-out prompts and the feedback source criticises the responses. The teacher is the same
+weights with the critique of their own response in the prompt; the control reads that of another prompt's response. Both
+score the tokens of the policy, since a teacher that follows critiques makes poor ones less likely, and both respond.
 """
 
 import asyncio
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jobs.common.fleets import Fleets
+from actors.engines.rollout import RolloutFleet
 from jobs.common.policy_runs import PolicyData
 from t2g.concurrency import gather_all
 from t2g.config import PolicyJob
 from t2g.data.prompts import encode_teacher_prompt
-from t2g.errors import RunStopped, UserError
-from t2g.files import write_atomic
-from t2g.interfaces import FeedbackSource, RolloutSource
-from t2g.loop.sampling import judge_answer, make_sampling, measure
-from t2g.loop.steps import teacher_critiques
-from t2g.study.paired import Draws, compare, mean_of
-from t2g.types import Prompt, Rollout
+from t2g.errors import RunStopped
+from t2g.feedback import token_offsets, token_rewards
+from t2g.interfaces import FeedbackSource
+from t2g.loop.sampling import JudgedResponse, make_sampling, measure
+from t2g.loop.steps import split_teacher_gap, teacher_contrast, teacher_critiques
+from t2g.study.paired import Draws, compare, mean_of, with_interval
+from t2g.study.targeting import sample_and_judge
+from t2g.types import Prompt
 
 TEACHER_FILE = "teacher.json"
 MIN_PROMPTS = 2  # an interval needs two
+TEACHERS = ("teacher", "shuffled")
+Gaps = Mapping[str, np.ndarray]  # of a response, see `split_teacher_gap`
 
 
-def evaluate_teacher(config: PolicyJob, data: PolicyData, fleets: Fleets) -> dict[str, Any]:
-    """Write teacher.json and return its content: mean scores, and differences with 95 % intervals over prompts.
+def evaluate_teacher(
+    config: PolicyJob, data: PolicyData, rollouts: RolloutFleet, source: FeedbackSource
+) -> dict[str, Any]:
+    """Return the content of teacher.json: log-ratios and mean scores with 95 % intervals over prompts, and `advice`.
+
+    A smoke run measures as many prompts as a step has responses. Without a measure of the task there are no scores.
+
+    Args:
+        rollouts: Engines with the weights of the start.
 
     Raises:
-        UserError: The task has no measure, or a prompt cannot be measured.
         RunStopped: Fewer than two prompts have both critiques.
     """
-    prompts = data.eval_prompts or data.prompts[: config.eval.num_prompts]
-    if not data.task.score_name or not all(map(data.task.can_measure, prompts)):
-        raise UserError(
-            f"task {data.task.name} cannot measure every held-out prompt; --what teacher compares such measures, so "
-            "name a task with a measure, and data with references or tests"
-        )
-    rollouts, source = fleets.for_policy(config, data.task)
-    scores = asyncio.run(score_responses(config, data, prompts, rollouts, source))
-    result = summarize_scores(*scores, name=data.task.score_name)
-    write_atomic(config.run.folder / TEACHER_FILE, json.dumps(result, indent=1).encode())
-    return result
+    rollout = config.rollout
+    limit = rollout.prompts_per_step * rollout.samples_per_prompt if config.run.smoke else None
+    prompts = (data.eval_prompts or data.prompts[: config.eval.num_prompts])[:limit]
+    return asyncio.run(measure_teacher(config, data, prompts, rollouts, source))
 
 
-async def score_responses(
-    config: PolicyJob, data: PolicyData, prompts: Sequence[Prompt], rollouts: RolloutSource, source: FeedbackSource
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the scores of policy, teacher and control on the N prompts with both critiques, [N] each.
-
-    Raises:
-        RunStopped: There are fewer than two such prompts.
-    """
-    sampling, sandbox = make_sampling(config, "eval", 0, num_samples=1), config.feedback.sandbox
+async def measure_teacher(
+    config: PolicyJob, data: PolicyData, prompts: Sequence[Prompt], rollouts: RolloutFleet, source: FeedbackSource
+) -> dict[str, Any]:
+    """Return what `evaluate_teacher` returns, of these prompts."""
+    task, sandbox, sampling = data.task, config.feedback.sandbox, make_sampling(config, "eval", 0, num_samples=1)
     limit, max_tokens = asyncio.Semaphore(sandbox.max_concurrent), config.rollout.max_prompt_tokens
+    is_measured = bool(task.score_name) and all(map(task.can_measure, prompts))
 
-    async def respond(prompt: Prompt) -> Rollout:
-        (rollout,) = await rollouts.sample(prompt, sampling)
-        return rollout
-
-    async def score(prompt: Prompt, rollout: Rollout) -> float:
-        return (await measure(data.task, prompt, rollout, sandbox, limit))[data.task.score_name]
-
-    async def score_teacher(prompt: Prompt, critique: str) -> float | None:
-        ids = encode_teacher_prompt(data.task, prompt, critique, data.tokenizer, max_tokens) if critique else None
-        if ids is None:
-            return None
+    def show(prompt: Prompt, critique: str) -> Prompt | None:
+        ids = encode_teacher_prompt(task, prompt, critique, data.tokenizer, max_tokens) if critique else None
         # The seed depends on the prompt_id: the teacher's response needs another one than the policy's.
-        teacher_prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}/teacher", prompt_ids=ids)
-        return await score(prompt, await respond(teacher_prompt))
+        return None if ids is None else replace(prompt, prompt_id=f"{prompt.prompt_id}/teacher", prompt_ids=ids)
 
-    responses = await gather_all(map(respond, prompts))
-    judged = await gather_all(map(partial(judge_answer, source), prompts, responses))
-    prompt_ids, critiques = [p.prompt_id for p in prompts], [f.critique if f.usable else "" for f in judged]
-    policy_scores = await gather_all(map(score, prompts, responses))
-    own_scores, shuffled_scores = [
-        await gather_all(map(score_teacher, prompts, teacher_critiques(prompt_ids, critiques, shuffled=shuffled)))
-        for shuffled in (False, True)
+    async def compare_teachers(judged: JudgedResponse, *shown: Prompt) -> tuple[list[Gaps], list[float]]:
+        """Return the gaps of teacher and control, and the scores of policy, teacher and control."""
+        prompt, response, feedback = judged
+        policy, *found = await gather_all(rollouts.score(p, response.response_ids) for p in (prompt, *shown))
+        offsets = token_offsets(data.tokenizer, response.response_ids)
+        deltas = token_rewards(offsets, feedback.spans, text=response.response_text)[: len(policy)]
+        gaps = [split_teacher_gap(logprobs - policy, deltas) for logprobs in found]
+        if not is_measured:
+            return gaps, []
+        others = [one for (one,) in await gather_all(rollouts.sample(p, sampling) for p in shown)]
+        scores = await gather_all(measure(task, prompt, r, sandbox, limit) for r in (response, *others))
+        return gaps, [score[task.score_name] for score in scores]
+
+    judged = await sample_and_judge(prompts, rollouts, source, sampling)
+    critiques = [feedback.critique if feedback.usable else "" for _, _, feedback in judged]
+    own, shuffled = [
+        map(show, prompts, teacher_critiques([p.prompt_id for p in prompts], critiques, shuffled=control))
+        for control in (False, True)
     ]
-    complete = [row for row in zip(policy_scores, own_scores, shuffled_scores, strict=True) if None not in row]
-    if len(complete) < MIN_PROMPTS:
+    rows = [(row, a, b) for row, a, b in zip(judged, own, shuffled, strict=True) if a is not None and b is not None]
+    if len(rows) < MIN_PROMPTS:
         raise RunStopped(
-            f"{len(complete)} of {len(prompts)} prompts have two critiques, their own and another prompt's, that fit "
+            f"{len(rows)} of {len(prompts)} prompts have two critiques, their own and another prompt's, that fit "
             f"into a prompt of {max_tokens} tokens, and a comparison needs {MIN_PROMPTS} such prompts; add prompts, or "
             "raise rollout.max_model_len"
         )
-    policy, teacher, control = np.array(complete, float).T
-    return policy, teacher, control
+    gaps, scores = zip(*await gather_all(compare_teachers(*row) for row in rows), strict=True)
+    found = summarize_scores(*np.array(scores).T, name=task.score_name) if is_measured else {}
+    found["gaps"] = {name: summarize_gaps(of) for name, of in zip(TEACHERS, zip(*gaps, strict=True), strict=True)}
+    return {"prompts": len(rows), **found, "advice": advise(found)}
+
+
+def summarize_gaps(responses: Sequence[Gaps]) -> dict[str, dict[str, float]]:
+    """Return the mean over tokens of each kind, nats, with its interval over responses; kinds without a token lack."""
+    draws, found = Draws(len(responses), seed=0), {}
+    for kind in responses[0]:
+        columns = np.array([[gaps[kind].sum(), gaps[kind].size] for gaps in responses], float)
+        sums = draws.resampled(columns), columns.sum(0)
+        drawn, value = (of[..., 0] / np.maximum(of[..., 1], 1) for of in sums)
+        found |= {kind: with_interval(drawn, value, len(responses))} if columns[:, 1].any() else {}
+    return found
 
 
 def summarize_scores(policy: np.ndarray, teacher: np.ndarray, control: np.ndarray, *, name: str) -> dict[str, Any]:
-    """Return mean scores, differences with intervals, and `advice`, a sentence for the user. All arrays are [N]."""
+    """Return mean scores, and differences with intervals. All arrays are [N]."""
     draws, figure = Draws(len(policy), seed=0), mean_of(len(policy))
 
     def subtract(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
         interval = compare(a[:, None], b[:, None], figure, draws)
         return {key: interval[key] for key in ("value", "low", "high")}
 
-    less_policy, less_shuffled = subtract(teacher, policy), subtract(teacher, control)
-    if less_policy["low"] <= 0:
-        advice = "the teacher is not better than the policy: objective.teacher will not help"
-    elif less_shuffled["low"] <= 0:
-        advice = "another prompt's critique helps as much: the gain is not what the critiques say"
-    else:
-        advice = "the teacher follows the critiques: objective.teacher can help"
-    means = {"policy": policy, "teacher": teacher, "shuffled": control}
     return {
         "measure": name,
-        "prompts": len(policy),
-        **{key: float(values.mean()) for key, values in means.items()},
-        "teacher_less_policy": less_policy,
-        "teacher_less_shuffled": less_shuffled,
-        "advice": advice,
+        **{key: float(of.mean()) for key, of in (("policy", policy), ("teacher", teacher), ("shuffled", control))},
+        "teacher_less_policy": subtract(teacher, policy),
+        "teacher_less_shuffled": subtract(teacher, control),
     }
 
 
-def format_result(result: dict[str, Any]) -> str:
+def advise(result: Mapping[str, Any]) -> str:
+    """Return what the measurement tells the user, warnings first."""
+    contrast = teacher_contrast({kind: of["value"] for kind, of in result["gaps"]["teacher"].items()}).get("contrast")
+    has_scores, warnings = "measure" in result, []
+    if has_scores and result["teacher_less_policy"]["low"] <= 0:
+        warnings.append("it is not better than the policy")
+    if contrast is not None and contrast < 0:
+        warnings.append(f"it makes poor tokens likelier, or good ones less likely than poor ones ({contrast:.2f} nats)")
+    if warnings:
+        return f"the teacher will not help: {', and '.join(warnings)}; train without objective.teacher"
+    if has_scores and result["teacher_less_shuffled"]["low"] <= 0:
+        return "another prompt's critique helps as much: the gain is not what the critiques say"
+    if contrast is None and not has_scores:
+        return "the task has no measure and the critiques have no poor spans: nothing tells whether the teacher helps"
+    return "the teacher follows the critiques: objective.teacher can help"
+
+
+def format_result(result: Mapping[str, Any]) -> str:
     """Return the lines that describe the result to a user."""
-    lines = [f"{result['measure']} on {result['prompts']} prompts"]
-    lines += [f"  {name:<22} {result[name]:.3f}" for name in ("policy", "teacher", "shuffled")]
-    for name in ("teacher_less_policy", "teacher_less_shuffled"):
-        interval = result[name]
-        lines.append(f"  {name:<22} {interval['value']:+.3f} [{interval['low']:+.3f}, {interval['high']:+.3f}]")
+
+    def line(name: str, interval: Mapping[str, float]) -> str:
+        return f"  {name:<22} {interval['value']:+.3f} [{interval['low']:+.3f}, {interval['high']:+.3f}]"
+
+    lines = []
+    if "measure" in result:
+        lines += [f"{result['measure']} on {result['prompts']} prompts"]
+        lines += [f"  {name:<22} {result[name]:.3f}" for name in ("policy", *TEACHERS)]
+        lines += [line(name, result[name]) for name in ("teacher_less_policy", "teacher_less_shuffled")]
+    lines += ["log-probability less the policy's, nats, of the policy's tokens"]
+    lines += [line(f"{name}, {kind}", of) for name, kinds in result["gaps"].items() for kind, of in kinds.items()]
     return "\n".join([*lines, result["advice"]])

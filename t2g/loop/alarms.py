@@ -23,7 +23,7 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
     criteria = [name for name in history[-1] if name.startswith(m.CRITERION_FAILED)] if history else []
     names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE)
-    for name in (*names, m.TEACHER_GAP, m.TEACHER_SHARE, *recalls, *criteria):
+    for name in (*names, m.TEACHER_CONTRAST, m.TEACHER_SHARE, *recalls, *criteria):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
@@ -78,10 +78,10 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) ->
                 "no response of the step has a critique for objective.teacher that fits into its prompt, so that the "
                 "rewards alone are trained: read the critiques in samples.jsonl, or raise rollout.max_model_len"
             )
-        case m.TEACHER_GAP if first > 0 and value > 0:  # later a good policy passes its teacher
+        case m.TEACHER_CONTRAST if first < 0 and value < 0:  # later a good policy passes its teacher
             return (
-                f"the teacher of objective.teacher makes the first tokens of poor spans {value:.2f} nats likelier: the "
-                "model does not follow critiques in its prompt, and the teacher will not help; train without it"
+                f"teacher/contrast is {value:.2f} nats: the teacher of objective.teacher makes poor tokens likelier, or "
+                "good ones less likely than poor ones; it does not follow critiques and will not help: train without it"
             )
         case _ if name.startswith(m.RECALL) and value < config.min_fault_recall:
             return (

@@ -1,7 +1,7 @@
 """The pure functions of one step: prompts, advantages and metrics. They do not wait and keep no state."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -342,25 +342,42 @@ def teacher_critiques(prompt_ids: Sequence[str], critiques: Sequence[str], *, sh
     return [next(others[prompt_id]) for prompt_id in prompt_ids]
 
 
+def split_teacher_gap(gap: np.ndarray, deltas: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the gaps of a response's good tokens, of its poor ones, and of the first token of each run of poor ones.
+
+    Args:
+        gap: Teacher's log-probability less the policy's of each sampled token, [R].
+        deltas: See `ScoredRollout.deltas`.
+    """
+    poor = deltas < 0
+    return {"good": gap[deltas > 0], "poor": gap[poor], "poor_first": gap[poor & ~np.append(False, poor[:-1])]}
+
+
+def teacher_contrast(means: Mapping[str, float]) -> dict[str, float]:
+    """Return `contrast`, the mean gap of good tokens, at most 0, less that of first poor tokens; {} without the latter.
+
+    Below 0 the teacher does not tell poor tokens from good ones: it makes the poor ones likelier, or the good ones
+    less likely than the poor ones.
+
+    >>> teacher_contrast({"good": -1.25, "poor_first": -0.25}), teacher_contrast({"good": 0.5, "poor_first": -0.25})
+    ({'contrast': -1.0}, {'contrast': 0.25})
+    """
+    return {"contrast": min(0.0, means.get("good", 0.0)) - means["poor_first"]} if "poor_first" in means else {}
+
+
 def teacher_metrics(
     scored: Sequence[ScoredRollout], teacher: Sequence[TeacherStats | None], stats: Sequence[TokenStats]
 ) -> dict[str, float]:
-    """Return the share of the step with a teacher, and the teacher's log-probability less the policy's, nats.
-
-    The gaps are means over the sampled tokens of good and of poor spans, and over the first token of each run of poor
-    ones. A teacher that understands the critique lowers poor tokens: their gaps are below 0.
-    """
-    gaps: dict[str, list[np.ndarray]] = {"good": [], "poor": [], "poor_first": []}
-    for s, t, teacher_stats in zip(scored, stats, teacher, strict=True):
-        if teacher_stats is not None:
-            gap, poor = teacher_stats.logprobs - t.old_logprobs, s.deltas < 0
-            gaps["good"].append(gap[s.deltas > 0])
-            gaps["poor"].append(gap[poor])
-            gaps["poor_first"].append(gap[poor & ~np.append(False, poor[:-1])])
-    means = {
-        f"teacher/gap_{name}": float(np.concatenate(rows).mean()) for name, rows in gaps.items() if any(map(len, rows))
-    }
-    return means | {"teacher/share": sum(teacher_stats is not None for teacher_stats in teacher) / len(teacher)}
+    """Return the share of the step with a teacher, the means of `split_teacher_gap`, and `teacher_contrast`."""
+    rows = [
+        split_teacher_gap(teacher_stats.logprobs - t.old_logprobs, s.deltas)
+        for s, t, teacher_stats in zip(scored, stats, teacher, strict=True)
+        if teacher_stats is not None
+    ]
+    gaps = {kind: np.concatenate([row[kind] for row in rows]) for kind in (rows[0] if rows else ())}
+    means = {kind: float(gap.mean()) for kind, gap in gaps.items() if gap.size}
+    metrics = {f"gap_{kind}": mean for kind, mean in means.items()} | teacher_contrast(means)
+    return {f"teacher/{name}": value for name, value in metrics.items()} | {"teacher/share": len(rows) / len(teacher)}
 
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:

@@ -24,6 +24,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | teacher/share                              | share of responses with a critique for objective.teacher               |
 | teacher/gap_{good,poor,poor_first}         | teacher - policy logprob of tokens in good spans, in poor spans, and   |
 |                                            | of the first token of each poor run, nats                              |
+| teacher/contrast                           | min(0, gap_good) - gap_poor_first; below 0: the teacher will not help  |
 | teacher/kl                                 | KL(policy || teacher) per token, mean over minibatches, nats           |
 | critic/clip_share                          | tokens whose clipped value error is larger than the unclipped one      |
 | response/length_mean                       | sampled tokens, EOS included                                           |
@@ -88,7 +89,7 @@ ENTROPY = "policy/entropy"
 LENGTH = "response/length_mean"
 TRUNCATED_SHARE = "response/truncated_share"
 FAILED_SHARE = "feedback/failed_share"
-TEACHER_GAP, TEACHER_SHARE = "teacher/gap_poor_first", "teacher/share"
+TEACHER_CONTRAST, TEACHER_SHARE = "teacher/contrast", "teacher/share"
 RECALL = "feedback/recall_"  # prefix
 FEEDBACK_METRICS = "feedback/metrics/"  # prefix
 CRITERION_REWARD, CRITERION_FAILED = "criterion_reward/", "criterion_failed/"  # prefixes

@@ -1,6 +1,5 @@
-"""jobs.evaluate --what teacher: scores of policy, teacher and control on the same prompts, and the advice."""
+"""jobs.evaluate --what teacher: scores and log-ratios of teacher and control on the same prompts, and the advice."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,41 +10,57 @@ import pytest
 from fakes import LetterTask, letter_prompts, letter_tokenizer
 from trainer_bench import job
 
-from jobs.common.teacher_evaluation import score_responses, summarize_scores
+from jobs.common.teacher_evaluation import advise, evaluate_teacher, format_result, summarize_gaps, summarize_scores
+from jobs.train_policy import try_teacher
+from t2g.config import PolicyJob
 from t2g.errors import RunStopped
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, SpanFeedback
 
+GAPS = {"a": 0.5, "b": -1.0, "c": 7.0}  # with a critique of the same prompt, by letter
+
 
 class Policy:
-    """A policy that writes the letter named last in its prompt, and z without one."""
+    """Writes `aabbc` without a critique, and else the letter that its critique names.
+
+    A critique makes letters likelier by GAPS, times 1 if it is of this prompt and -0.25 if it is not.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.prompts = tokenizer, list[str]()
+        self.tokenizer, self.sampled, self.scored = tokenizer, list[str](), list[str]()
 
     async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
         text = self.tokenizer.decode(prompt.prompt_ids)
-        self.prompts.append(text)
-        answer = text.rpartition("write ")[2][:1] if "write " in text else "z"
-        empty = np.zeros(0, np.float32)
+        self.sampled.append(text)
+        answer = text.rpartition("write ")[2][:1] if "write " in text else "aabbc"
+        ids = np.array(self.tokenizer(answer).input_ids, np.int32)
         return [
             Rollout(
                 prompt_id=prompt.prompt_id, sample_index=0, prompt_ids=prompt.prompt_ids, response_text=answer,
-                response_ids=empty.astype(np.int32), rollout_logprobs=empty, finish_reason="stop", policy_versions=(),
+                response_ids=ids, rollout_logprobs=np.zeros(len(ids), np.float32), finish_reason="stop",
+                policy_versions=(),
             )
         ]  # fmt: skip
 
+    async def score(self, prompt: Prompt, response_ids: np.ndarray) -> np.ndarray:
+        critique = self.tokenizer.decode(prompt.prompt_ids)
+        number = prompt.prompt_id.removeprefix("p").removesuffix("/teacher")
+        factor = 0.0 if "write " not in critique else 1.0 if f"of {number} " in critique else -0.25
+        self.scored.append(critique)
+        letters = [self.tokenizer.decode([i]) for i in response_ids[:-1]]
+        return np.array([factor * GAPS.get(letter, 0.0) - 2 for letter in letters], np.float32)
+
 
 class Advice:
-    """A source whose critique names the letter of its prompt; one prompt gets no critique."""
+    """A source whose critique names the letter of its prompt; prompts from p7 on get no critique."""
 
     name = "program"
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         number = int(prompt.prompt_id[1:])
-        critique = f"write {'ab'[number % 2]}" if number < 7 else ""
-        return make_feedback(critique, (), (), response_text, source="program", version="1")
+        critique = f"of {number} write {'ab'[number % 2]}" if number < 7 else ""
+        return make_feedback(critique, ["aa"], ["bb"], response_text, source="program", version="1")
 
 
 class Measured(LetterTask):
@@ -58,30 +73,79 @@ class Measured(LetterTask):
         return {self.score_name: float(response_text == "ab"[int(prompt.prompt_id[1:]) % 2])}
 
 
+def evaluate(
+    folder: Path, count: int, *, policy: type[Policy] = Policy, source: Any = None, first: int = 0, **run: Any
+) -> tuple[dict[str, Any], Policy]:
+    """Return the result of a task that measures each prompt, and the policy that was called."""
+    tokenizer = letter_tokenizer(folder)
+    prompts = [replace(p, prompt_id=f"p{i + first}") for i, p in enumerate(letter_prompts(count))]
+    data = SimpleNamespace(task=Measured(), tokenizer=tokenizer, prompts=[], eval_prompts=prompts)
+    config = PolicyJob.model_validate(job().model_dump() | {"run": run})
+    rollouts = policy(tokenizer)
+    return evaluate_teacher(config, data, rollouts, source or Advice()), rollouts  # type: ignore[arg-type]
+
+
 def test_the_same_prompts_are_scored_without_a_critique_with_their_own_and_with_anothers(tmp_path: Path) -> None:
-    tokenizer = letter_tokenizer(tmp_path)
-    prompts = [replace(p, prompt_id=f"p{i}") for i, p in enumerate(letter_prompts(8))]
-    data = SimpleNamespace(task=Measured(), tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts)
-    config, policy = job(), Policy(tokenizer)
-    plain, teacher, control = asyncio.run(score_responses(config, data, prompts, policy, Advice()))  # type: ignore[arg-type]
-    assert teacher.tolist() == [1.0] * 7, "p7 has no critique of its own"
-    assert plain.tolist() == [0.0] * 7
-    assert control.tolist() == [0.0] * 6 + [1.0], "p6 reads the critique of p0, which names the same letter"
-    assert len(policy.prompts) == 8 + 7 + 8
+    result, policy = evaluate(tmp_path, 8)
+    assert result["prompts"] == 7, "p7 has no critique of its own"
+    assert (result["policy"], result["teacher"]) == (0.0, 1.0)
+    assert result["shuffled"] == pytest.approx(1 / 7), "p6 reads the critique of p0, which names the same letter"
+    assert (len(policy.sampled), len(policy.scored)) == (8 + 7 + 7, 3 * 7)
+    assert "control" not in format_result(result) and "+1.000 [+1.000, +1.000]" in format_result(result)
+
+
+def test_the_gaps_are_log_ratios_of_the_policys_own_tokens(tmp_path: Path) -> None:
+    result, _ = evaluate(tmp_path, 7)
+    own, control = result["gaps"]["teacher"], result["gaps"]["shuffled"]
+    assert {kind: of["value"] for kind, of in own.items()} == {"good": 0.5, "poor": -1.0, "poor_first": -1.0}
+    assert {kind: of["value"] for kind, of in control.items()} == {"good": -0.125, "poor": 0.25, "poor_first": 0.25}
+    assert "can help" in result["advice"]
+
+
+def test_gaps_are_means_over_tokens_with_an_interval_over_responses() -> None:
+    """Mean of 30 ones and 10 minus ones; each response has tokens of one value, so that the interval is wide."""
+    responses = [{"good": np.full(3, 1.0), "poor": np.zeros(0)}] * 10 + [
+        {"good": np.full(1, -1.0), "poor": np.zeros(0)}
+    ] * 10
+    found = summarize_gaps(responses)
+    assert [*found] == ["good"], "no token is poor"
+    assert found["good"]["value"] == pytest.approx(0.5)
+    assert found["good"]["low"] < 0.3 and 0.7 < found["good"]["high"] < 1
+
+
+def test_a_smoke_run_measures_as_many_prompts_as_a_step_has_responses(tmp_path: Path) -> None:
+    result, policy = evaluate(tmp_path, 40, smoke=True)
+    assert len(policy.sampled) == 32 + 7 + 7 and result["prompts"] == 7
 
 
 def test_a_comparison_needs_two_prompts_with_critiques(tmp_path: Path) -> None:
-    tokenizer = letter_tokenizer(tmp_path)
-    prompts = [replace(p, prompt_id=f"p{i + 7}") for i, p in enumerate(letter_prompts(3))]
-    data = SimpleNamespace(task=Measured(), tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts)
     with pytest.raises(RunStopped, match="0 of 3 prompts have two critiques"):
-        asyncio.run(score_responses(job(), data, prompts, Policy(tokenizer), Advice()))  # type: ignore[arg-type]
+        evaluate(tmp_path, 3, first=7)
+
+
+def test_only_a_smoke_run_with_a_teacher_measures_it_and_goes_on_without_critiques(tmp_path: Path) -> None:
+    tokenizer = letter_tokenizer(tmp_path)
+    data = SimpleNamespace(task=Measured(), tokenizer=tokenizer, prompts=[], eval_prompts=letter_prompts(9))
+    lines = {}
+    for smoke, teacher, count in ((True, {}, 9), (True, {}, 1), (True, None, 9), (False, {}, 9)):
+        data.eval_prompts = letter_prompts(count)
+        config = PolicyJob.model_validate(job(teacher=teacher).model_dump() | {"run": {"smoke": smoke}})
+        lines[smoke, teacher is not None, count] = try_teacher(config, data, Policy(tokenizer), Advice())
+    assert lines[True, False, 9] == lines[False, True, 9] == []
+    assert "teacher_less_policy    +1.000" in lines[True, True, 9][0]
+    assert "teacher, poor_first    -1.000" in lines[True, True, 9][0]
+    assert "not measured: 0 of 1 prompts" in lines[True, True, 1][0], "a single prompt has no control"
+
+
+def test_a_task_without_a_measure_has_the_gaps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Measured, "score_name", None)
+    result, policy = evaluate(tmp_path, 7)
+    assert result.keys() == {"prompts", "gaps", "advice"} and "can help" in result["advice"]
+    assert len(policy.sampled) == 7 and "poor_first" in format_result(result)
 
 
 def test_the_teacher_of_a_thinking_model_reads_critiques_of_answers(tmp_path: Path) -> None:
-    tokenizer, judged = letter_tokenizer(tmp_path), list[str]()
-    prompts = [replace(p, prompt_id=f"p{i}") for i, p in enumerate(letter_prompts(6))]
-    data = SimpleNamespace(task=Measured(), tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts)
+    judged = list[str]()
 
     class Thinking(Policy):
         """Thinks `c` before each answer, and gives none to p5."""
@@ -89,26 +153,43 @@ def test_the_teacher_of_a_thinking_model_reads_critiques_of_answers(tmp_path: Pa
         async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
             (rollout,) = await super().sample(prompt, sampling)
             start = None if prompt.prompt_id == "p5" else 1
-            return [replace(rollout, response_text=f"c{rollout.response_text}", answer_start=start)]
+            ids = np.append(self.tokenizer("c").input_ids, rollout.response_ids).astype(np.int32)
+            return [replace(rollout, response_text=f"c{rollout.response_text}", answer_start=start, response_ids=ids)]
 
     class Reader(Advice):
         async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
             judged.append(response_text)
             return await super().judge(prompt, response_text)
 
-    scores = asyncio.run(score_responses(job(), data, prompts, Thinking(tokenizer), Reader()))  # type: ignore[arg-type]
-    assert judged == ["z"] * 5
-    assert [row.tolist() for row in scores] == [[0.0] * 5, [1.0] * 5, [0.0] * 4 + [1.0]], "p4 reads that of p0"
+    result, _ = evaluate(tmp_path, 6, policy=Thinking, source=Reader())
+    assert judged == ["aabbc"] * 5
+    assert (result["prompts"], result["policy"], result["teacher"], result["shuffled"]) == (5, 0.0, 1.0, 0.2)
+    assert result["gaps"]["teacher"]["good"]["value"] == 0.5, "c, the thinking, is no good token"
 
 
 @pytest.mark.parametrize(
-    ("teacher", "control", "advice"),
-    [(0.9, 0.5, "can help"), (0.9, 0.9, "another prompt's critique helps as much"), (0.5, 0.3, "will not help")],
+    ("teacher", "control", "gaps", "advice"),
+    [
+        (0.9, 0.5, {"good": 0.1, "poor_first": -0.5}, "can help"),
+        (0.9, 0.5, {}, "can help"),
+        (0.9, 0.9, {"good": 0.1, "poor_first": -0.5}, "another prompt's critique helps as much"),
+        (0.5, 0.3, {"good": 0.1, "poor_first": -0.5}, "will not help: it is not better than the policy;"),
+        (0.9, 0.5, {"good": 0.1, "poor_first": 0.2}, "will not help: it makes poor tokens likelier"),
+        (0.9, 0.5, {"good": -1.2, "poor_first": -0.1}, "(-1.10 nats)"),
+        (0.5, 0.3, {"good": -0.2, "poor_first": 0.9}, "not better than the policy, and it makes poor tokens likelier"),
+    ],
 )
-def test_the_advice_follows_the_intervals(teacher: float, control: float, advice: str) -> None:
+def test_the_advice_follows_the_intervals_and_the_contrast(
+    teacher: float, control: float, gaps: dict[str, float], advice: str
+) -> None:
     noise = np.random.default_rng(1).normal(0, 0.05, (3, 200))
     result = summarize_scores(0.5 + noise[0], teacher + noise[1], control + noise[2], name="f1")
-    assert advice in result["advice"]
+    assert advice in advise(result | {"gaps": {"teacher": {kind: {"value": gap} for kind, gap in gaps.items()}}})
     assert result["teacher_less_policy"]["value"] == pytest.approx(teacher - 0.5, abs=0.02)
     assert result["teacher_less_policy"]["low"] < result["teacher_less_policy"]["value"]
-    assert (result["prompts"], result["measure"]) == (200, "f1")
+    assert result["measure"] == "f1"
+
+
+def test_without_a_measure_and_poor_spans_the_advice_says_that_nothing_is_known() -> None:
+    assert "nothing tells" in advise({"gaps": {"teacher": {"good": {"value": 0.5}}}})
+    assert "will not help" in advise({"gaps": {"teacher": {"poor_first": {"value": 0.5}}}})

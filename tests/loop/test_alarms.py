@@ -31,7 +31,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
         ("policy/kl", (0.0, 4.0, 9.9, 20.1), ["from 9.9 to 20.1 nats", "alarms.max_kl=40", "learner.policy.lr"]),
         ("policy/kl", (0.0, 12.0), ["from 0.0 to 12.0 nats"]),
-        ("teacher/gap_poor_first", (0.62,), ["0.62 nats", "objective.teacher"]),
+        ("teacher/contrast", (-0.62,), ["-0.62 nats", "objective.teacher"]),
         ("teacher/share", (0.4, 0.0), ["objective.teacher", "rollout.max_model_len"]),
         (
             "feedback/recall_repeated",
@@ -62,7 +62,7 @@ def test_a_sentence_says_number_bound_and_what_to_try(
         ("feedback/failed_share", (0.1,)),
         ("response/truncated_share", (0.25,)),
         ("feedback/recall_invented", (0.8, 0.9, 0.4)),
-        ("teacher/gap_poor_first", (-1.7, 0.5)),
+        ("teacher/contrast", (1.7, -0.5)),
         ("policy/kl", (3.0, None)),
         ("policy/kl", ()),
     ],

@@ -18,7 +18,7 @@ from actors.learner.parts import LearnerSpec
 from t2g.algo.kl import top_k_kl
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped
-from t2g.loop.steps import make_train_samples, teacher_critiques, teacher_metrics
+from t2g.loop.steps import make_train_samples, teacher_contrast, teacher_critiques, teacher_metrics
 from t2g.types import DistillationSample, Prompt, SpanFeedback, TeacherQuery, TeacherStats
 
 TOP = 4
@@ -109,8 +109,20 @@ def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
             "teacher/gap_good": 0.5,
             "teacher/gap_poor": (-0.25 - 2.0 - 0.75) / 3,
             "teacher/gap_poor_first": (-0.25 - 0.75) / 2,
+            "teacher/contrast": 0.5,
         }
     )
+    assert teacher_metrics(scored, [None, None], policy) == {"teacher/share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("good", "poor_first", "contrast"), [(0.5, -0.25, 0.25), (-1.25, -0.25, -1.0), (0.5, 0.25, -0.25), (None, -2, 2)]
+)
+def test_the_contrast_is_negative_if_poor_tokens_rise_or_good_ones_fall_further(
+    good: float | None, poor_first: float, contrast: float
+) -> None:
+    means = {"poor_first": poor_first} | ({} if good is None else {"good": good})
+    assert teacher_contrast(means) == {"contrast": contrast}
 
 
 # --------------------------------------------------------------------------------------------------------- in the loop
