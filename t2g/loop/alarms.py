@@ -80,8 +80,8 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) ->
             )
         case m.TEACHER_CONTRAST if first < 0 and value < 0:  # later a good policy passes its teacher
             return (
-                f"teacher/contrast is {value:.2f} nats: the teacher makes poor tokens likelier, or good ones less likely "
-                "than poor ones; it does not follow critiques and will not help: train without objective.teacher"
+                f"teacher/contrast is {value:.2f} nats: the teacher makes poor tokens likelier, or good ones less "
+                "likely than poor ones; it does not follow critiques and will not help: train without objective.teacher"
             )
         case _ if name.startswith(m.RECALL) and value < config.min_fault_recall:
             return (
