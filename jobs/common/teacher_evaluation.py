@@ -59,28 +59,28 @@ async def measure_teacher(
     limit, max_tokens = asyncio.Semaphore(sandbox.max_concurrent), config.rollout.max_prompt_tokens
     is_measured = bool(task.score_name) and all(map(task.can_measure, prompts))
 
-    def show(prompt: Prompt, critique: str) -> Prompt | None:
+    def add_critique(prompt: Prompt, critique: str) -> Prompt | None:
         ids = encode_teacher_prompt(task, prompt, critique, data.tokenizer, max_tokens) if critique else None
         # The seed depends on the prompt_id: the teacher's response needs another one than the policy's.
         return None if ids is None else replace(prompt, prompt_id=f"{prompt.prompt_id}/teacher", prompt_ids=ids)
 
-    async def compare_teachers(judged: JudgedResponse, *shown: Prompt) -> tuple[list[Gaps], list[float]]:
+    async def compare_teachers(judged: JudgedResponse, *teachers: Prompt) -> tuple[list[Gaps], list[float]]:
         """Return the gaps of teacher and control, and the scores of policy, teacher and control."""
         prompt, response, feedback = judged
-        policy, *found = await gather_all(rollouts.score(p, response.response_ids) for p in (prompt, *shown))
+        policy, *found = await gather_all(rollouts.score(p, response.response_ids) for p in (prompt, *teachers))
         offsets = token_offsets(data.tokenizer, response.response_ids)
         deltas = token_rewards(offsets, feedback.spans, text=response.response_text)[: len(policy)]
         gaps = [split_teacher_gap(logprobs - policy, deltas) for logprobs in found]
         if not is_measured:
             return gaps, []
-        others = [one for (one,) in await gather_all(rollouts.sample(p, sampling) for p in shown)]
+        others = [one for (one,) in await gather_all(rollouts.sample(p, sampling) for p in teachers)]
         scores = await gather_all(measure(task, prompt, r, sandbox, limit) for r in (response, *others))
         return gaps, [score[task.score_name] for score in scores]
 
     judged = await sample_and_judge(prompts, rollouts, source, sampling)
     critiques = [feedback.critique if feedback.usable else "" for _, _, feedback in judged]
     own, shuffled = [
-        map(show, prompts, teacher_critiques([p.prompt_id for p in prompts], critiques, shuffled=control))
+        map(add_critique, prompts, teacher_critiques([p.prompt_id for p in prompts], critiques, shuffled=control))
         for control in (False, True)
     ]
     rows = [(row, a, b) for row, a, b in zip(judged, own, shuffled, strict=True) if a is not None and b is not None]

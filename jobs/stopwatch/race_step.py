@@ -177,8 +177,8 @@ class Counted(FeedbackSource):
 class BareTask(PromptsTask):
     """A task whose teacher reads a prompt and a critique, and no instructions, which would be longer than both."""
 
-    def teacher_messages(self, prompt: Prompt, critique: str, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": prompt.prompt_text[:input_limit] + critique}]
+    def teacher_messages(self, prompt: Prompt, critique: str) -> list[Message]:
+        return [{"role": "user", "content": prompt.prompt_text + critique}]
 
 
 @asynccontextmanager

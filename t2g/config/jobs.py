@@ -173,7 +173,7 @@ class PolicyJob(SyncedJob, JobConfig):
         changes: dict[str, Any] = {}
         if info.data.get("task") == "code" and "poor" not in objective.rewards.model_fields_set:
             changes["rewards.poor"] = (0.0, -1.0, -1.0)
-        has_one_sample = rollout is not None and rollout.samples_per_prompt == 1
+        has_one_sample = rollout is not None and rollout.samples_per_prompt == 1 and objective.trains_rewards
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
         if (has_one_sample or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
@@ -185,7 +185,17 @@ class PolicyJob(SyncedJob, JobConfig):
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
             )
-        if not self.objective.uses_critic and self.rollout.samples_per_prompt < 2:
+        teacher = self.objective.teacher
+        if teacher is not None and teacher.critique == "shuffled" and self.rollout.prompts_per_step == 1:
+            raise ValueError(
+                "objective.teacher.critique=shuffled reads the critique of another prompt of the step: "
+                "rollout.prompts_per_step is 1 and needs to be 2 or more"
+            )
+        if not self.objective.trains_rewards and not self.objective.kl_in_loss:
+            raise ValueError(
+                "objective.kl_estimator=k1 is part of the rewards, and objective.teacher.weight=1 trains none: set k3"
+            )
+        if self.objective.trains_rewards and not self.objective.uses_critic and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 f"objective.advantages={self.objective.advantages} compares the samples of a prompt: "
                 "rollout.samples_per_prompt is 1 and needs to be 2 or more"

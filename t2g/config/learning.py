@@ -142,6 +142,10 @@ class ObjectiveConfig(FollowingSection):
         return self.advantages == "gae"
 
     @property
+    def trains_rewards(self) -> bool:
+        return self.teacher is None or self.teacher.weight < 1
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.kl_estimator != "k1"
 

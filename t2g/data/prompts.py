@@ -153,6 +153,9 @@ def encode_revision(
 def encode_teacher_prompt(
     task: Task, prompt: Prompt, critique: str, tokenizer: Any, max_prompt_tokens: int
 ) -> np.ndarray | None:
-    """Return the prompt of `objective.teacher`, [P] int32, or None if it does not fit; only input text is cut."""
-    build = partial(task.teacher_messages, prompt, critique)
-    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))
+    """Return the prompt of `objective.teacher`, [P] int32, or None if it does not fit.
+
+    Nothing is cut: a teacher that does not see what the policy sees would teach the policy to ignore it.
+    """
+    ids = np.asarray(encode_chat(tokenizer, task.teacher_messages(prompt, critique)), np.int32)
+    return ids if len(ids) <= max_prompt_tokens else None

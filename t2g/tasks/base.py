@@ -154,16 +154,15 @@ class Task:
         )
         return [{"role": "user", "content": content}]
 
-    def teacher_messages(self, prompt: Prompt, critique: str, input_limit: int | None = None) -> list[Message]:
-        """Return the chat of a teacher that responds with a critique of an earlier response, which it does not see."""
-        subject = self.review.subject
+    def teacher_messages(self, prompt: Prompt, critique: str) -> list[Message]:
+        """Return the policy's chat with a critique of an earlier response, which the teacher does not see."""
+        *history, last = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
         content = (
-            f"{self.review.input_name}:\n{prompt.prompt_text[:input_limit]}\n\n"
-            f"A critique of an earlier {subject}:\n{critique}\n\n"
-            f"Write the {subject}: repeat what the critique praises, avoid what it blames, add what it says is "
-            f"missing. Answer with the {subject} alone, in the form that the critique's quotes have."
+            f"{last['content']}\n\nA critique of an earlier {self.review.subject}:\n{critique}\n\n"
+            "Answer again: repeat what the critique praises, avoid what it blames, add what it says is missing. Do not "
+            "mention the critique."
         )
-        return [{"role": "user", "content": content}]
+        return [*history, {**last, "content": content}]
 
     def faults(self, prompt: Prompt, response_text: str) -> Sequence[tuple[str, int, int]]:
         """Return faults that the task finds without feedback: class, start and end character of the response."""

@@ -66,7 +66,7 @@ class Advice:
 class Measured(LetterTask):
     """The score of a response is whether it is the letter of its prompt."""
 
-    def teacher_messages(self, prompt: Prompt, critique: str, input_limit: int | None = None) -> Any:
+    def teacher_messages(self, prompt: Prompt, critique: str) -> Any:
         return [{"role": "user", "content": critique}]
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: Any) -> dict[str, float]:

@@ -16,9 +16,11 @@ from trainer_bench import Bench, job
 
 from actors.learner.parts import LearnerSpec
 from t2g.algo.kl import top_k_kl
-from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig
+from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, PolicyJob
+from t2g.data.prompts import encode_teacher_prompt, make_prompts
 from t2g.errors import RunStopped
 from t2g.loop.steps import make_train_samples, teacher_contrast, teacher_critiques, teacher_metrics
+from t2g.tasks.base import get_task
 from t2g.types import DistillationSample, Prompt, SpanFeedback, TeacherQuery, TeacherStats
 
 TOP = 4
@@ -143,7 +145,7 @@ def bench_with_teacher(tokenizer: Any, folder: Path, **rule: Any) -> tuple[Bench
         queries.extend(asked)
         return [teacher_stats([-0.5] * LENGTH) for _ in asked]
 
-    def show(prompt: Prompt, critique: str, limit: int | None = None) -> Any:
+    def show(prompt: Prompt, critique: str) -> Any:
         return [{"role": "user", "content": f"{prompt.prompt_id} | {critique}"}]
 
     bench.learner._forward = with_top_ids  # type: ignore[method-assign]
@@ -197,13 +199,55 @@ def test_a_step_without_any_critique_has_the_loss_of_its_rewards_or_stops(
         assert all((s.weights > 0).all() and not s.teacher_mask.any() for s in trained)
 
 
+# ------------------------------------------------------------------------------------------------ prompt and settings
+@pytest.mark.parametrize("task", ["prompts", "qa", "code", "summarization"])
+def test_the_teacher_reads_the_policys_own_chat_with_the_critique_after_it(task: str, tokenizer: Any) -> None:
+    chat = [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(("system", "user", "assistant", "user"))]
+    record = {
+        "prompts": {"messages": chat}, "qa": {"messages": chat}, "code": {"question": "Add.", "test": "assert True"},
+        "summarization": {"post": "I ask."},
+    }[task]  # fmt: skip
+    (prompt,) = make_prompts([record], get_task(task), tokenizer, 10_000)
+    *history, last = get_task(task).policy_messages(record)
+    *shown, end = get_task(task).teacher_messages(prompt, "Line 2 is wrong.")
+    assert shown == history and end["role"] == "user"
+    assert end["content"].startswith(last["content"]) and "Line 2 is wrong." in end["content"]
+
+
+def test_a_teachers_prompt_is_whole_or_there_is_none(tokenizer: Any) -> None:
+    task = get_task("summarization")
+    (prompt,) = make_prompts([{"post": "word " * 50}], task, tokenizer, 10_000)
+    ids = encode_teacher_prompt(task, prompt, "It is wrong.", tokenizer, 10_000)
+    assert ids is not None and "word " * 50 in tokenizer.decode(ids)
+    assert encode_teacher_prompt(task, prompt, "It is wrong.", tokenizer, len(ids)).tolist() == ids.tolist()
+    assert encode_teacher_prompt(task, prompt, "It is wrong.", tokenizer, len(ids) - 1) is None
+
+
+def policy_job(**sections: Any) -> PolicyJob:
+    base = {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"source": "program"}}
+    return PolicyJob.model_validate(base | sections)
+
+
+def test_a_teacher_alone_needs_no_group_and_no_critic() -> None:
+    alone, half = ({"teacher": {"weight": weight}} for weight in (1, 0.5))
+    one = {"samples_per_prompt": 1}
+    rules = [policy_job(objective=objective, rollout=one).objective for objective in (alone, half)]
+    assert [(rule.advantages, rule.kl_estimator, rule.uses_critic) for rule in rules] == [
+        ("group", "k3", False), ("gae", "k1", True),
+    ]  # fmt: skip
+    with pytest.raises(ValidationError, match=r"rollout\.samples_per_prompt is 1"):
+        policy_job(objective=half | {"advantages": "group"}, rollout=one)
+    with pytest.raises(ValidationError, match=r"objective\.kl_estimator=k1 is part of the rewards"):
+        policy_job(objective=alone | {"kl_estimator": "k1"})
+
+
+def test_the_control_needs_two_prompts_in_a_step() -> None:
+    control = {"teacher": {"critique": "shuffled"}}
+    assert policy_job(objective=control, rollout={"prompts_per_step": 2}).objective.teacher is not None
+    with pytest.raises(ValidationError, match=r"rollout\.prompts_per_step is 1 and needs to be 2"):
+        policy_job(objective=control, rollout={"prompts_per_step": 1})
+
+
 def test_a_teacher_needs_critiques() -> None:
     with pytest.raises(ValidationError, match=r"feedback\.style\.critique=false has none"):
-        type(job()).model_validate(
-            {
-                "model": {"policy": "m"},
-                "data": {"path": "d"},
-                "feedback": {"source": "program", "style": {"critique": False}},
-                "objective": {"teacher": {}},
-            }
-        )
+        policy_job(feedback={"source": "program", "style": {"critique": False}}, objective={"teacher": {}})

@@ -49,10 +49,8 @@ class TinyTask(SummarizationTask):
         request = f"Mend the summary. Post: {prompt.prompt_text[:input_limit]}"
         return [{"role": "user", "content": f"{request}\nSummary: {response_text}\nCritique: {critique}"}]
 
-    def teacher_messages(self, prompt: Prompt, critique: str, input_limit: int | None = None) -> list[Message]:
-        return [
-            {"role": "user", "content": f"{self.instruction}{prompt.prompt_text[:input_limit]}\nCritique: {critique}"}
-        ]
+    def teacher_messages(self, prompt: Prompt, critique: str) -> list[Message]:
+        return [{"role": "user", "content": f"{self.instruction}{prompt.prompt_text}\nCritique: {critique}"}]
 
     def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
         findings = world.judge_clauses(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
