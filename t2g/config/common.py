@@ -257,6 +257,7 @@ class CheckpointConfig(Section):
 
     every: int = Field(10, ge=1)
     keep: int = Field(2, ge=1)
+    export: bool = Field(False, description="a checkpoint also holds the policy as a model folder, policy")
 
 
 class LogConfig(Section):

@@ -353,7 +353,8 @@ class Trainer:
             save_identity(folder, self.identity)
             (folder / "learner").mkdir()
             hashed = self.learner.save(folder / "learner")
-            self.learner.export(folder / "policy")
+            if self.config.checkpoint.export:
+                self.learner.export(folder / "policy")
             if groups:
                 write_groups(folder / "buffer", groups)
             return {f"learner/{name}": entry for name, entry in hashed.items()}

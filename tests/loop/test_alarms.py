@@ -36,7 +36,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         (
             "feedback/recall_repeated",
             (0.9, 0.9, 0.16, 0.14),
-            ["40% of the faults of class repeated", "min_fault_recall=50%", "last checkpoint with jobs.annotate"],
+            ["40% of the faults of class repeated", "min_fault_recall=50%", "checkpoint.export=true"],
         ),
     ],
 )

@@ -103,6 +103,17 @@ def test_the_next_step_goes_on_while_a_checkpoint_is_sealed(
     assert bench.checkpoint_step() == NUM_STEPS
 
 
+def test_checkpoints_hold_a_model_folder_where_the_config_asks_for_it(tokenizer: Any, tmp_path: Path) -> None:
+    for export in (False, True):
+        config = job()
+        checkpoint_config = config.checkpoint.model_copy(update={"export": export})
+        config = config.model_copy(update={"checkpoint": checkpoint_config})
+        bench = Bench(tmp_path / str(export), tokenizer, config)
+        bench.run()
+        kept = list((tmp_path / str(export) / "checkpoints").glob("step-*"))
+        assert [(folder / "policy" / "policy.json").is_file() for folder in kept] == [export, export]
+
+
 def test_cancellation_during_a_checkpoint_leaves_it_complete(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
