@@ -87,7 +87,7 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) ->
             return (
                 f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor (mean of up "
                 f"to {RECALL_STEPS} steps), below alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy "
-                "will find out; annotate responses of this policy with jobs.annotate (checkpoint.export=true keeps it), "
+                "will find out; annotate its responses with jobs.annotate (checkpoint.export=true keeps the policy), "
                 "with annotate.planted where the task can, and train the reward model on them (jobs.train_reward)"
             )
         case _ if name.startswith(m.CRITERION_FAILED) and value > config.max_failed_share:
