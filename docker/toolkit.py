@@ -1,4 +1,4 @@
-"""Make the CUDA toolkit of the installed packages whole, and compile what would take minutes inside a run.
+"""Complete the CUDA toolkit of the installed packages, and compile what would take minutes inside a run.
 
     python docker/toolkit.py link      # lib64, libcudart.so and a stub of libcuda.so, which the packages do not have
     python docker/toolkit.py compile   # DeepSpeed's Adam for states in the host's memory; some minutes
@@ -22,7 +22,7 @@ def link(home: Path) -> None:
     for link_path, target in (("lib64", "lib"), ("lib/libcudart.so", "libcudart.so.13")):
         if not (home / link_path).exists():
             (home / link_path).symlink_to(target)
-    # The driver brings the library itself, often without the name that a linker looks for.
+    # The driver has the library itself, often without the name that a linker looks for.
     stub = ("-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", str(home / "lib/stubs/libcuda.so"))
     subprocess.run([os.environ.get("CXX", "g++"), *stub], check=True, timeout=60)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted(file for package in ("t2g", "actors", "jobs") for file in (ROOT / package).rglob("*.py"))
+PACKAGES = ("t2g", "actors", "jobs", "docker")
+FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 # Names that the style guide replaced. Each is compared with whole identifiers, leading underscores left out.
 REPLACED = frozenset(
     ("agreed", "announce", "announced", "announcement", "arena", "asked", "asleep", "barred", "bell", "bury",
@@ -20,7 +21,7 @@ REPLACED = frozenset(
      "want", "weightowner", "whoever")
 )  # fmt: skip
 REPLACED_PARTS = ("in_words", "last_words", "summary_words", "smoke_words", "_crew", "_meeting", "patience")
-MAX_RIDDLES = 90  # whole words in t2g, actors and jobs; some stand in prompts that a model reads
+MAX_RIDDLES = 90  # whole words in all packages; some stand in prompts that a model reads
 RIDDLES = re.compile(r"\b(?:told|said|asked|whoever|nobody|one that|words)\b", re.IGNORECASE)
 # A docstring of a function begins with a verb, as "Return", and not with one of these.
 NO_VERB = frozenset(
@@ -64,7 +65,7 @@ def test_the_checks_find_what_they_look_for() -> None:
     assert list(find_first_words(tree)) == [("f", "What")]
 
 
-@pytest.mark.parametrize("package", ["t2g", "actors", "jobs"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_replaced_name_is_left(package: str) -> None:
     found = {
         str(file.relative_to(ROOT)): names
@@ -75,7 +76,7 @@ def test_no_replaced_name_is_left(package: str) -> None:
     assert found == {}
 
 
-@pytest.mark.parametrize("package", ["t2g", "actors", "jobs"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_of_functions_begin_with_a_verb(package: str) -> None:
     found = {
         f"{file.relative_to(ROOT)}: {name}": word
