@@ -33,6 +33,7 @@ class Prompt:
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     payload: dict[str, Any] = field(default_factory=dict)  # other fields of the record: reference, facts, tests
     messages: tuple[dict[str, str], ...] = ()  # the chat that the policy answers, for feedback functions; (): unknown
+    is_chat: bool = False  # the record has messages, and no text: a reward function gets messages, as in TRL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,9 @@ class SpanFeedback:
         default_factory=dict
     )
 
+    # Training: the number of each source of objective.outcome_rewards that applies.
+    outcomes: Annotated[dict[str, float], Field(exclude_if=lambda outcomes: not outcomes)] = field(default_factory=dict)
+
     @property
     def usable(self) -> bool:
         """Return whether the response can be trained on; other feedback is only counted."""
@@ -148,7 +152,7 @@ class ScoredRollout:
     feedback: SpanFeedback
     token_rewards: np.ndarray  # [R] float32, rewards of the spans by objective.rewards; before placement, weight and KL
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
-    outcome_reward: float = 0.0  # the task's own measure of the response; 0 if objective.outcome_rewards is 0
+    outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
     by_token: np.ndarray | None = None  # [R] float32, see `deltas`; None: equal to token_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response
     num_thinking: int = 0  # first tokens, which are thinking and not the answer

@@ -23,6 +23,7 @@ from t2g.config import (
     CriterionConfig,
     DemoJob,
     EvaluateJob,
+    OutcomeRewardConfig,
     PolicyEvaluationJob,
     PolicyJob,
     RewardJob,
@@ -245,10 +246,12 @@ def resume_rules() -> dict[tuple[type[BaseModel], str], set[bool]]:
             outer, _, name = key.rpartition(".")
             section = section_type(known[outer].annotation) if outer else job
             rules.setdefault((section, name), set()).add(can_change_on_resume(job, key))
-    free = {
-        name: can_change_on_resume(PolicyJob, f"feedback.sources.any.{name}") for name in CriterionConfig.model_fields
+    unlisted = {CriterionConfig: "feedback.sources.any", OutcomeRewardConfig: "objective.outcome_rewards.0"}
+    return rules | {
+        (section, name): {can_change_on_resume(PolicyJob, f"{key}.{name}")}
+        for section, key in unlisted.items()
+        for name in section.model_fields
     }
-    return rules | {(CriterionConfig, name): {is_free} for name, is_free in free.items()}
 
 
 def format_resume(section: type[BaseModel], name: str) -> str:

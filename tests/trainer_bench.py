@@ -44,6 +44,11 @@ def job(
     )
 
 
+def task_reward(weight: float = 1.0) -> list[dict[str, Any]]:
+    """The outcome rewards of a run that pays the task's measure."""
+    return [{"source": "task", "weight": weight}]
+
+
 def chosen(step: int) -> list[str]:
     """The ids of a step's prompts."""
     indices = select_prompts(num_prompts=NUM_PROMPTS, per_step=PER_STEP, step=step, seed=1)

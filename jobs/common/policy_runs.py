@@ -38,9 +38,10 @@ from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import LearnerLost, RunStopped, Stopped
+from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.files import write_json
 from t2g.interfaces import FeedbackSource, RolloutSource
-from t2g.loop.steps import check_outcome_rewards, check_truncation_penalty
+from t2g.loop.steps import check_truncation_penalty
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
@@ -90,9 +91,9 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     tokenizer = load_policy_tokenizer(config.model)
     room = config.rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
-    objectives = [job.objective for job in (config, *arms)]
-    check_outcome_rewards(task, prompts, max(objective.outcome_rewards for objective in objectives))
-    penalty = max(objective.truncation_penalty for objective in objectives)
+    for job in (config, *arms):
+        OutcomeRewards(job, task, prompts)  # checks them
+    penalty = max(job.objective.truncation_penalty for job in (config, *arms))
     check_truncation_penalty(tokenizer, prompts, config.model, penalty)
     if len(prompts) < config.rollout.prompts_per_step:
         logger.warning(

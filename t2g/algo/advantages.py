@@ -15,10 +15,9 @@ def step_rewards(
     mask: torch.Tensor,
     *,
     span_coef: float,
-    outcome_coef: float,
     kl_coef: float,
 ) -> torch.Tensor:
-    """Return r_t = span_coef * delta_t + [t = T] * outcome_coef * R_end - kl_coef * k1_t, 0 where mask is 0.
+    """Return r_t = span_coef * delta_t + [t = T] * R_end - kl_coef * k1_t, 0 where mask is 0.
 
     outcome_rewards is [B] and is paid at each row's last token with mask 1; the other tensors are [B, R]. k1 is the KL
     estimate of `t2g.algo.kl.kl_k1` to the reference.
@@ -26,7 +25,7 @@ def step_rewards(
     rewards = span_coef * token_rewards - kl_coef * kl_k1(logprobs, ref_logprobs)
     keep = mask.bool()
     num_left = keep.long().flip(1).cumsum(1).flip(1)  # unmasked tokens from t to the end
-    return torch.where(keep, rewards + outcome_coef * outcome_rewards[:, None] * (num_left == 1), 0)
+    return torch.where(keep, rewards + outcome_rewards[:, None] * (num_left == 1), 0)
 
 
 def gae(

@@ -54,6 +54,7 @@ from t2g.config.learning import (
     LoRAConfig,
     ObjectiveConfig,
     OptimConfig,
+    OutcomeRewardConfig,
     Placement,
     RewardRuleConfig,
     SFTLoRAConfig,

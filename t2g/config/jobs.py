@@ -147,6 +147,8 @@ class PolicyJob(SyncedJob, JobConfig):
             evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.path}"
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         objective = f"objective: rewards at {self.objective.rewards.placement}, advantages {self.objective.advantages}"
+        paid = [f"{entry.weight:g} x {entry.source}" for entry in self.objective.outcome_rewards]
+        objective += f", outcome rewards {', '.join(paid)}" if paid else ""
         return [*steps, f"feedback: {self.feedback.describe()}", objective, f"evaluation: {evaluation}"]
 
     @property

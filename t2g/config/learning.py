@@ -48,6 +48,17 @@ class RewardRuleConfig(Section):
     overlap: Literal["poor", "good", "sum"] = Field("poor", description="label of a token in both good and poor spans")
 
 
+class OutcomeRewardConfig(Section):
+    """A number for the whole response, which is paid at its last token."""
+
+    source: str = Field(
+        pattern=r"^(task|[^\s:]+:\S+)$",
+        description="task: the task's own measure; pkg.mod:function: a reward function as in TRL; metric:NAME: a "
+        "number that the feedback function returned",
+    )
+    weight: float = Field(1.0, description="factor, of any sign; 0: only a curve")
+
+
 class TeacherConfig(Section):
     """Self-distillation from feedback (SDPO, arXiv 2601.20802).
 
@@ -73,7 +84,10 @@ class ObjectiveConfig(FollowingSection):
 
     rewards: RewardRuleConfig = RewardRuleConfig()
     span_coef: float = Field(1.0, ge=0, description="weight of the token rewards")
-    outcome_rewards: float = Field(0.0, ge=0, description="weight of the task's own measure, added at the last token")
+    outcome_rewards: tuple[OutcomeRewardConfig, ...] = Field(
+        (), description="numbers for the whole response, times their weights, added at the last token: "
+        "[{source: task}, {source: pkg.mod:function, weight: 0.5}]"
+    )  # fmt: skip
     truncation_penalty: float = Field(
         0.0,
         le=0,

@@ -18,7 +18,7 @@ REMOVED_KEYS = {
     "refresh": "removed: annotate responses of the last checkpoint with jobs.annotate, train on them with "
     "jobs.train_reward",
     "objective.w_span": "renamed to objective.span_coef",
-    "objective.w_end": "renamed to objective.outcome_rewards",
+    "objective.w_end": "replaced by objective.outcome_rewards=[{source: task, weight: W}]",
     "objective.rewards.cut": "renamed to objective.truncation_penalty",
     "objective.loss_mean": "renamed to objective.loss_aggregation",
     "objective.importance": "renamed to objective.rollout_correction",
@@ -57,7 +57,7 @@ def format_first_error(error: ValidationError) -> str:
 
 def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
     name, kind, needs = dotted_key(keys), detail["type"], detail["msg"]
-    field = list_fields(schema).get(name)
+    field = next(reversed(find_fields(schema, keys)), None)
     about = (field.description or "") if field else ""
     if kind == "extra_forbidden" and name in REMOVED_KEYS:
         return f"{name} was {REMOVED_KEYS[name]}"
@@ -72,6 +72,7 @@ def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> 
     if detail["input"] == "none" and field and type(None) in get_args(field.annotation):
         return f"{name}: got the text none, needs null for no value"
     needs = re.sub(r"^\w+ should (be |have |match )?", "", needs)  # "Input should be a valid number"
+    needs = re.sub(r"valid dictionary or instance of \w+", "mapping of keys", needs.replace("valid tuple", "list"))
     return f"{name}: got {format_value(detail['input'])}, needs {needs}" + (f" ({about})" if about else "")
 
 
@@ -111,9 +112,10 @@ def find_fields(schema: type[BaseModel], keys: Sequence[str | int]) -> list[Fiel
 
 
 def mapped_section_type(annotation: object) -> type[BaseModel] | None:
-    """Return the section of `dict[str, Section]` or `dict[str, Section] | None`."""
+    """Return the section of `dict[str, Section]` or `tuple[Section, ...]`, each perhaps with `| None`."""
     options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return next((section_type(get_args(option)[1]) for option in options if get_origin(option) is dict), None)
+    last = [inner for option in options if get_origin(option) in (dict, tuple) for inner in get_args(option)]
+    return next(filter(None, map(section_type, last)), None)
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:

@@ -74,6 +74,7 @@ def make_prompts(
         try:
             if len(ids) > max_prompt_tokens:
                 ids = encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=too_long == "truncate")
+            chat = record.get("messages") if record.get("prompt") is None else record["prompt"]
             prompts.append(
                 Prompt(
                     prompt_id=prompt_id,
@@ -81,6 +82,7 @@ def make_prompts(
                     task=task.name,
                     payload=task.payload(record),
                     messages=tuple(messages),
+                    is_chat=isinstance(chat, list),
                     prompt_ids=np.asarray(ids, np.int32),
                 )
             )

@@ -77,7 +77,7 @@ class AnnotatedRecord(BaseModel):
         return Prompt(prompt_id=self.prompt_id, prompt_text=self.prompt, task=self.task, payload=self.payload)
 
     def to_feedback(self) -> SpanFeedback:
-        return SpanFeedback(**{field.name: getattr(self, field.name) for field in fields(SpanFeedback)})
+        return SpanFeedback(**{f.name: getattr(self, f.name) for f in fields(SpanFeedback) if f.name != "outcomes"})
 
     def target(self, style: StyleConfig = SPARSE) -> str:
         """Return the reward model's target: the critique if the style has one, then the quotes."""
@@ -88,9 +88,10 @@ def make_annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
 ) -> AnnotatedRecord:
     """Return the record of one judged response, with the quotes of its spans."""
+    fields = {name: value for name, value in vars(feedback).items() if name != "outcomes"}
     return AnnotatedRecord(
         prompt_id=prompt.prompt_id, prompt=prompt.prompt_text, response=response_text,
-        **vars(feedback) | {"reason": replace_surrogates(feedback.reason)},  # a user's source may write anything
+        **fields | {"reason": replace_surrogates(feedback.reason)},  # a user's source may write anything
         **_make_quotes(response_text, feedback.spans),
         task=prompt.task, sample_index=sample_index, payload=prompt.payload,
     )  # fmt: skip

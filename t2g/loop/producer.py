@@ -14,6 +14,7 @@ from t2g.concurrency import cancel_all, wait_unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.buffer import Group
 from t2g.errors import SamplingFailed
+from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import JudgedStep, judge_answer, make_sampling
 from t2g.loop.steps import select_prompts
@@ -25,6 +26,7 @@ class Producer:
 
     Args:
         finished: Groups by step, from a checkpoint, that are not sampled again.
+        outcome_rewards: Scores the responses to each prompt once they are judged.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Producer:
         rollouts: RolloutSource,
         feedback: FeedbackSource,
         finished: Mapping[int, Sequence[Group]] = {},
+        outcome_rewards: OutcomeRewards | None = None,
     ) -> None:
         self._config, self._prompts, self._rollouts, self._feedback = config, prompts, rollouts, feedback
-        self._restored = dict(finished)
+        self._restored, self._outcome_rewards = dict(finished), outcome_rewards
         self._steps: dict[int, list[asyncio.Task[Group]]] = {}
         self._sampled_at: dict[int, float] = {}  # time of a step's latest response
 
@@ -81,6 +84,8 @@ class Producer:
             for rollout in rollouts:
                 start_judging(rollout)
             feedback = await asyncio.gather(*(judgements[rollout.sample_index] for rollout in rollouts))
+            if self._outcome_rewards is not None:
+                feedback = await self._outcome_rewards.score(prompt, [*zip(rollouts, feedback, strict=True)])
         except SamplingFailed as error:
             return Group(prompt=prompt, samples=(), failure=str(error))
         finally:

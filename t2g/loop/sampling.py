@@ -13,12 +13,12 @@ import numpy as np
 
 from t2g.concurrency import gather_all
 from t2g.config import PolicyEvaluationJob, PolicyJob
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped
+from t2g.feedback.outcome_rewards import measure
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.steps import sampling_seed
 from t2g.runs.log import RunLog
-from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.text.thinking import NO_ANSWER
 from t2g.types import Prompt, Rollout, SpanFeedback
@@ -103,24 +103,6 @@ def shift_spans(feedback: SpanFeedback, offset: int) -> SpanFeedback:
     """Return the feedback with its spans `offset` characters later; `critique_range` counts the critique and stays."""
     spans = (replace(span, start=span.start + offset, end=span.end + offset) for span in feedback.spans)
     return replace(feedback, spans=tuple(spans)) if offset else feedback
-
-
-async def measure(
-    task: Task, prompt: Prompt, rollout: Rollout, sandbox: SandboxConfig, limit: asyncio.Semaphore
-) -> dict[str, float]:
-    """Return the task's metrics of an answer, with `score_name`. Runs in a thread: a task may execute programs.
-
-    Raises:
-        UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
-    """
-    async with limit:
-        metrics = await asyncio.to_thread(task.measure, prompt, rollout.answer, sandbox=sandbox)
-    if not metrics or task.score_name not in metrics:
-        raise UserError(
-            f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "
-            "that it does; correct one of the two methods"
-        )
-    return metrics
 
 
 async def sample_held_out(

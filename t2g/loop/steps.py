@@ -14,7 +14,16 @@ from t2g.algo.kl import sequence_kl
 from t2g.config import ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import apply_placement, compute_label_shares
-from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD, FEEDBACK_METRICS, RECALL, TRUNCATED_SHARE
+from t2g.runs.metrics import (
+    CRITERION_FAILED,
+    CRITERION_REWARD,
+    FEEDBACK_METRICS,
+    OUTCOME_MEAN,
+    OUTCOME_REWARD,
+    RECALL,
+    TOTAL_REWARD,
+    TRUNCATED_SHARE,
+)
 from t2g.tasks.base import Task
 from t2g.text.thinking import find_last_tag, find_thinking_tags
 from t2g.types import (
@@ -44,30 +53,6 @@ def select_prompts(*, num_prompts: int, per_step: int, step: int, seed: int) -> 
     epoch, index = divmod(step - 1, num_prompts // per_step)
     order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
     return order[index * per_step : (index + 1) * per_step].tolist()
-
-
-def check_outcome_rewards(task: Task, prompts: Sequence[Prompt], coef: float) -> None:
-    """Check that the task can measure the responses to every prompt; nothing is executed.
-
-    Args:
-        coef: The weight of the measure (`objective.outcome_rewards`); nothing is checked where it is 0.
-
-    Raises:
-        UserError: The task has no measure, or a prompt has nothing to measure a response against.
-    """
-    if coef == 0:
-        return
-    if not task.score_name:
-        raise UserError(
-            f"objective.outcome_rewards={coef:g} pays a measure of the task, and task {task.name} has none; set it to 0"
-        )
-    missing = [prompt.prompt_id for prompt in prompts if not task.can_measure(prompt)]
-    if missing:
-        raise UserError(
-            f"objective.outcome_rewards={coef:g} pays {task.score_name}, and {len(missing)} of {len(prompts)} prompts "
-            f"of data.path have no reference or tests to measure a response against, the first is prompt {missing[0]}; "
-            "complete or remove their records, or set objective.outcome_rewards=0"
-        )
 
 
 def check_truncation_penalty(tokenizer: Any, prompts: Sequence[Prompt], model: ModelConfig, penalty: float) -> None:
@@ -178,7 +163,6 @@ def make_train_samples(
         ref,
         mask,
         span_coef=objective.span_coef,
-        outcome_coef=objective.outcome_rewards,
         kl_coef=0.0 if objective.kl_in_loss else kl_coef,
     )
     if objective.uses_critic:
@@ -279,17 +263,17 @@ def step_metrics(
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
     modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
-    for name in sorted({name for _, _, f in pairs for name in f.metrics}):
-        values = [f.metrics[name] for _, _, f in pairs if name in f.metrics]
-        shares[f"{FEEDBACK_METRICS}{name}"] = float(np.mean(values))
+    shares |= _means(FEEDBACK_METRICS, [f.metrics for _, _, f in pairs])
     # A response without an answer is not judged: it has no criteria, and counts as a reward of 0.
     for name in dict.fromkeys(name for _, _, f in pairs for name in f.criteria):
         failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
         shares[f"{CRITERION_FAILED}{name}"] = float(np.mean(failed))
         shares[f"{CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
     if objective.outcome_rewards:
-        shares["reward/outcome_mean"] = float(np.mean([s.outcome_reward for s in scored]))
+        shares[OUTCOME_MEAN] = float(np.mean([s.outcome_reward for s in scored]))
+        shares |= _means(OUTCOME_REWARD, [s.feedback.outcomes for s in scored])
     return shares | {
+        TOTAL_REWARD: float(np.mean([objective.span_coef * s.rewards.sum() + s.outcome_reward for s in scored])),
         "reward/token_mean": float(rewards.mean()),
         "reward/response_mean": float(np.mean([s.rewards.sum() for s in scored])),
         "policy/kl": kl,
@@ -302,6 +286,12 @@ def step_metrics(
         "feedback/failed_share": 1 - len(scored) / len(pairs),
         "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
     }
+
+
+def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return for each name the mean over the rows that have it."""
+    names = sorted({name for row in rows for name in row})
+    return {f"{prefix}{name}": float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
 
 def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback]]) -> dict[str, float]:

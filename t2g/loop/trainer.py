@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t2g.algo.kl import adapt_kl_coef
-from t2g.concurrency import gather_unless_stopped
 from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
+from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.rewards import compute_step_ids
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, Learner, RolloutSource, Turn, WeightSync
 from t2g.loop import sampling, steps
@@ -89,7 +89,7 @@ class Trainer:
         self.state = TrainerState(kl_coef=self.config.objective.kl_coef)
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # groups of later steps, from the checkpoint
-        self._measure_limit = asyncio.Semaphore(self.config.feedback.sandbox.max_concurrent)
+        self._outcome_rewards = OutcomeRewards(self.config, self.task, self.prompts)
         self._since = time.monotonic()
         self._busy_s = 0.0  # of the learner in this step
         self._sealing: asyncio.Future[Path] | None = None
@@ -133,7 +133,8 @@ class Trainer:
         recovered = {} if self.lost_at is None else {"recovery/learner_s": time.monotonic() - self.lost_at}
         if self.state.step == 0 and self.eval_prompts:
             self._log(0, await self._evaluate(step=0))
-        async with Producer(self.config, self.prompts, self.rollouts, self.train_feedback, self._finished) as producer:
+        inputs = self.prompts, self.rollouts, self.train_feedback, self._finished, self._outcome_rewards
+        async with Producer(self.config, *inputs) as producer:
             saved = self.state.step
             try:
                 while self.state.step < self.config.num_steps and await self._step(producer, recovered):
@@ -163,10 +164,10 @@ class Trainer:
             producer.admit(admitted)
         try:
             judged = await producer.take(step, self.stop)
-            usable = sampling.select_usable(judged, self.config, step=step, source=self.feedback.name)
-            scored = await gather_unless_stopped([self._score(*response) for response in usable], self.stop)
         except Stopped:
             return False
+        usable = sampling.select_usable(judged, self.config, step=step, source=self.feedback.name)
+        scored = [self._score(rollout, feedback) for _, rollout, feedback in usable]
         ages = steps.token_staleness(
             [s.rollout for s in scored], policy_version=self.state.policy_version, max_staleness=max_staleness
         )
@@ -284,15 +285,9 @@ class Trainer:
         finally:
             self._busy_s += time.monotonic() - started
 
-    async def _score(self, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
-        outcome_reward = 0.0
-        if self.config.objective.outcome_rewards and rollout.answer_start is not None:
-            metrics = await sampling.measure(
-                self.task, prompt, rollout, self.config.feedback.sandbox, self._measure_limit
-            )
-            outcome_reward = metrics[self.task.score_name]
+    def _score(self, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
-        rule = self.config.objective.rewards
+        objective, rule = self.config.objective, self.config.objective.rewards
         reward_by = partial(token_rewards, offsets, text=rollout.response_text, weights=self.config.feedback.weights)
         by_criterion = {name: [s for s in feedback.spans if s.criterion == name] for name in feedback.criteria}
         return ScoredRollout(
@@ -301,8 +296,8 @@ class Trainer:
             token_rewards=reward_by(feedback.spans, rule=rule),
             by_token=reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"})),
             step_ids=compute_step_ids(offsets, rollout.response_text, self.task.step_pattern),
-            outcome_reward=outcome_reward,
-            truncation_penalty=self.config.objective.truncation_penalty if rollout.is_unfinished else 0.0,
+            outcome_reward=sum(e.weight * feedback.outcomes.get(e.source, 0.0) for e in objective.outcome_rewards),
+            truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
             num_thinking=count_thinking_tokens(offsets, rollout.answer_start),
             criterion_rewards={name: float(reward_by(spans, rule=rule).sum()) for name, spans in by_criterion.items()},
         )

@@ -30,6 +30,7 @@ from t2g.data.load import SUFFIXES, check_revision, load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import MissingLocally, UserError
 from t2g.feedback.card import check_card, make_card
+from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.make import make_local_source
 from t2g.resources.memory import BYTES, GIB, find_shape, host_bytes
@@ -131,7 +132,10 @@ def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Res
     for key in inputs & found.usable:
         records = found.of(load_records, getattr(job, key), key)
         if records and isinstance(job, PolicyJob) and "task" in found.usable:
-            found.of(make_prompts, records, get_task(job.task), None, 0)
+            task = get_task(job.task)
+            prompts = found.of(make_prompts, records, task, None, 0)
+            if prompts and key == "data":
+                found.of(OutcomeRewards, job, task, prompts)
     return None
 
 

@@ -8,7 +8,9 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | samples                                    | responses sampled for training so far, all steps                       |
 | reward/token_mean                          | mean reward of the step's response tokens: spans, truncation penalty   |
 | reward/response_mean                       | mean over responses of the sum of their token rewards                  |
-| reward/outcome_mean                        | mean measure of the task, where objective.outcome_rewards is above 0   |
+| reward/outcome_mean                        | mean weighted sum of objective.outcome_rewards, if there are any       |
+| reward/outcome/<source>                    | mean of one of them before its weight, where it applies                |
+| reward/total_mean                          | mean over responses: span_coef x response_mean + outcome_mean          |
 | tokens/{good,poor,neutral}_share           | response tokens in spans worth > 0, < 0, and all others                |
 | policy/kl                                  | to the reference, nats per sequence: mean of the sum over tokens       |
 | policy/kl_coef                             | beta of this step                                                      |
@@ -83,6 +85,9 @@ from collections.abc import Mapping
 STEP = "step"
 SAMPLES = "samples"
 TOKEN_REWARD = "reward/token_mean"
+TOTAL_REWARD = "reward/total_mean"
+OUTCOME_MEAN = "reward/outcome_mean"
+OUTCOME_REWARD = "reward/outcome/"  # prefix
 NEUTRAL_SHARE = "tokens/neutral_share"
 KL = "policy/kl"
 ENTROPY = "policy/entropy"
@@ -97,6 +102,7 @@ EVAL = "eval/"  # prefix
 
 _LINE = (  # parts of a step's terminal line: metric and template
     (TOKEN_REWARD, "reward {:+.3f}"),
+    (OUTCOME_MEAN, "outcome {:+.3f}"),
     ("tokens/good_share", "good {:.1%}"),
     ("tokens/poor_share", "poor {:.1%}"),
     (NEUTRAL_SHARE, "neutral {:.1%}"),

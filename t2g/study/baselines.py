@@ -112,10 +112,10 @@ def check(procedure: str, job: PolicyJob) -> None:
         raise UserError("dpo trains whole responses; set objective.train_thinking=true, or leave the method out")
     if job.eval_data is None:
         raise UserError(f"{procedure} is evaluated on held-out prompts; eval_data is missing")
-    if compares and job.objective.outcome_rewards > 0:
+    if compares and job.objective.outcome_rewards:
         raise UserError(
             f"{procedure} ranks responses by their spans alone, and does not use "
-            f"objective.outcome_rewards={job.objective.outcome_rewards:g}: set it to 0, or leave the method out"
+            "objective.outcome_rewards: set it to [], or leave the method out"
         )
 
 

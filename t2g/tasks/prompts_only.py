@@ -13,7 +13,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class PromptsTask(Task):
-    """Records with `prompt` (text) or `messages`; `prompt` has priority. `reference` and all else are payload."""
+    """Records with `prompt`, a text or a chat as in TRL, or `messages`. `reference` and all else are payload."""
 
     name = "prompts"
     input_fields = ("prompt", "messages")
@@ -41,11 +41,12 @@ class PromptsTask(Task):
         return get_optional_text(record, "reference")
 
     def _messages(self, record: Record) -> list[Message]:
-        if record.get("prompt") is not None or record.get("messages") is None:
+        name = "prompt" if isinstance(record.get("prompt"), list) else "messages"
+        if name == "messages" and (record.get("prompt") is not None or record.get("messages") is None):
             return [{"role": "user", "content": get_text(record, "prompt", "messages")}]
-        messages = read_messages(record["messages"], "messages")
+        messages = read_messages(record[name], name)
         if messages[-1]["role"] != "user":
-            raise ValueError(f"the last of messages is by {messages[-1]['role']}; the policy answers a user")
+            raise ValueError(f"the last of {name} is by {messages[-1]['role']}; the policy answers a user")
         return messages
 
 

@@ -95,15 +95,14 @@ def test_step_rewards_mix_spans_end_and_k1() -> None:
     nan = float("nan")
     rewards = step_rewards(
         torch.tensor([[1, 0, -1, 5], [0, 2, 0, 0]], dtype=torch.float64),
-        torch.tensor([0.5, -1.0], dtype=torch.float64),
+        torch.tensor([1.5, -3.0], dtype=torch.float64),
         torch.tensor([[-1, -2, -3, 0], [-1, -1, -1, -1]], dtype=torch.float64),
         torch.tensor([[-1.5, -1, -3, nan], [-1, -1, -1, -1]], dtype=torch.float64),
         torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
         span_coef=2.0,
-        outcome_coef=3.0,
         kl_coef=0.1,
     )
-    # the outcome reward goes to the last token that counts: 3 * .5 to the third, 3 * -1 to the fourth
+    # the outcome reward goes to the last token that counts: 1.5 to the third, -3 to the fourth
     expected = torch.tensor([[2 - 0.05, 0.1, -2 + 1.5, 0], [0, 4, 0, -3]], dtype=torch.float64)
     torch.testing.assert_close(rewards, expected)
 
@@ -111,10 +110,10 @@ def test_step_rewards_mix_spans_end_and_k1() -> None:
 def test_an_empty_response_is_paid_nothing_at_its_end() -> None:
     ragged = torch.zeros(2, 3)
     mask = torch.tensor([[0.0, 0, 0], [1, 0, 0]])
-    paid = step_rewards(ragged, torch.ones(2), ragged, ragged, mask, span_coef=1.0, outcome_coef=1.0, kl_coef=0.0)
+    paid = step_rewards(ragged, torch.ones(2), ragged, ragged, mask, span_coef=1.0, kl_coef=0.0)
     assert paid.tolist() == [[0, 0, 0], [1, 0, 0]]
     none = torch.zeros(2, 0)
-    assert step_rewards(none, torch.ones(2), none, none, none, span_coef=1.0, outcome_coef=1.0, kl_coef=0.0).shape == (
+    assert step_rewards(none, torch.ones(2), none, none, none, span_coef=1.0, kl_coef=0.0).shape == (
         2,
         0,
     )

@@ -114,11 +114,11 @@ def test_a_late_record_without_tests_is_refused_before_anything_runs(
             "feedback": {"source": "program"}, "rollout": {"prompts_per_step": 2, "max_model_len": 1024},
         }
     )  # fmt: skip
-    pays = with_overrides(job, {"objective.outcome_rewards": 0.5})
+    pays = with_overrides(job, {"objective.outcome_rewards": [{"source": "task"}]})
     assert len(read_data(job).prompts) == 9
     for read in (lambda: read_data(pays), lambda: read_data(job, [job, pays])):  # of an arm of a comparison as well
         with pytest.raises(
-            UserError, match=r"outcome_rewards=0\.5 pays passed, and 1 of 9 prompts .* the first is prompt q8; "
+            UserError, match=r"outcome_rewards: source task pays passed, and 1 of 9 prompts .* the first is prompt q8; "
         ):
             read()
 

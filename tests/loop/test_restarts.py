@@ -14,7 +14,7 @@ import pytest
 from fakes import letter_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_bench import NUM_STEPS, Bench, chosen, job
+from trainer_bench import NUM_STEPS, Bench, chosen, job, task_reward
 
 from jobs.common.cli import StopFlag
 from jobs.common.policy_runs import with_restarts
@@ -26,7 +26,7 @@ from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import ContentChange
 
 PHASES = ("sample", "judge", "measure", "forward", "update", "push", "save", "export")
-CONFIG = job(outcome_rewards=0.5)
+CONFIG = job(outcome_rewards=task_reward(0.5))
 
 
 class Killed(BaseException):
@@ -115,7 +115,7 @@ def test_a_lost_learner_is_followed_by_another_on_the_same_engines(
     tokenizer: Any, tmp_path: Path, whole: Bench, phase: str, max_staleness: int
 ) -> None:
     rollouts = whole.rollouts
-    config = job(outcome_rewards=0.5, max_staleness=max_staleness)
+    config = job(outcome_rewards=task_reward(0.5), max_staleness=max_staleness)
     benches: list[Bench] = []
 
     def lose(entered: str, count: int) -> None:
@@ -179,7 +179,7 @@ def test_a_learner_that_is_lost_seldom_is_always_started_again() -> None:
 def test_what_ends_beside_the_run_ends_it_and_keeps_the_finished_steps(
     tokenizer: Any, tmp_path: Path, whole: Bench
 ) -> None:
-    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=0.5, max_staleness=1))
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=task_reward(0.5), max_staleness=1))
 
     async def floor() -> None:
         while bench.trainer.state.step < 3:
@@ -288,8 +288,10 @@ def test_another_origin_is_refused_at_resume(tokenizer: Any, tmp_path: Path) -> 
         bench.trainer.identity = bench.trainer.identity.model_copy(update=changed)
         return bench
 
-    with refused("objective.outcome_rewards (0.5 -> 0.25)"):
-        again(job(outcome_rewards=0.25)).trainer.resume()
+    with refused(
+        'objective.outcome_rewards ([{"source": "task", "weight": 0.5}] -> [{"source": "task", "weight": 0.25}])'
+    ):
+        again(job(outcome_rewards=task_reward(0.25))).trainer.resume()
     with refused("learner.schedule_steps (6 -> 9)", "learner.schedule_steps=6 keeps the learning-rate schedule"):
         again(with_overrides(CONFIG, {"num_steps": 9})).trainer.resume()
     longer = {"num_steps": 9, "learner.schedule_steps": 6, "checkpoint.keep": 7}

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import ObjectiveConfig
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.steps import (
-    check_outcome_rewards,
     fault_recall,
     make_train_samples,
     sampling_seed,
@@ -27,23 +26,6 @@ from t2g.loop.steps import (
 from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD
 from t2g.tasks.tiny.task import TinyTask
 from t2g.types import CriterionResult, Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
-
-
-def test_every_prompt_needs_a_measure_for_an_outcome_reward_and_none_is_measured() -> None:
-    task, prompts = LetterTask(), letter_prompts(4)
-    check_outcome_rewards(task, prompts, 1.0)
-    task.unmeasured = {"p2", "p3"}
-    check_outcome_rewards(task, prompts, 0.0)
-    with pytest.raises(
-        UserError, match=r"outcome_rewards=1 pays share_a, and 2 of 4 prompts of data.path .* prompt p2;"
-    ):
-        check_outcome_rewards(task, prompts, 1.0)
-    assert task.sandboxes == [], "no response was measured"
-    task.score_name = ""
-    with pytest.raises(
-        UserError, match=r"objective.outcome_rewards=0.5 pays a measure of the task, and task letters has none"
-    ):
-        check_outcome_rewards(task, prompts, 0.5)
 
 
 @given(num_prompts=st.integers(1, 30), per_step=st.integers(1, 30), seed=st.integers(0, 5))
@@ -145,10 +127,8 @@ def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -
 
 
 def test_step_placement_pays_each_step_at_its_end_and_the_outcome_reward_at_the_last_token() -> None:
-    objective = ObjectiveConfig(
-        advantages="gae", lam=0.0, whiten="none", span_coef=0.5, outcome_rewards=2.0, rewards={"placement": "step"}
-    )
-    _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], outcome_reward=0.25)
+    objective = ObjectiveConfig(advantages="gae", lam=0.0, whiten="none", span_coef=0.5, rewards={"placement": "step"})
+    _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], outcome_reward=0.5)
     samples = make_train_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
     assert samples[0].advantages.tolist() == [0, 1, 0, -0.5 + 0.5]
 
@@ -246,10 +226,13 @@ def test_a_response_without_an_answer_has_no_criteria_and_earns_0(order: int) ->
 
 def test_step_metrics_by_hand() -> None:
     prompt, one = scored_pair([1.0, -1.0, 0.0, 0.0], outcome_reward=0.5)
+    one = replace(one, feedback=replace(one.feedback, outcomes={"task": 1.0, "m:f": -0.5}))
     _, two = scored_pair([1.0, 1.0])
+    two = replace(two, feedback=replace(two.feedback, outcomes={"task": 0.0}))  # m:f does not apply
     pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
     learner_stats = [stats(4), stats(2, old=-1.2)]
-    metrics = step_metrics(pairs, [one, two], learner_stats, ObjectiveConfig(outcome_rewards=1.0), kl=0.4, kl_coef=0.1)
+    objective = ObjectiveConfig(outcome_rewards=[{"source": "task", "weight": 0.5}], span_coef=2.0)
+    metrics = step_metrics(pairs, [one, two], learner_stats, objective, kl=0.4, kl_coef=0.1)
     once = replace(two, token_rewards=np.array([0, 1], np.float32), by_token=two.deltas)  # a span of two tokens
     by_span = step_metrics(pairs, [one, once], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert (by_span["tokens/good_share"], by_span["reward/response_mean"]) == (
@@ -257,6 +240,8 @@ def test_step_metrics_by_hand() -> None:
         pytest.approx(1 / 2),
     )
     assert metrics["reward/outcome_mean"] == pytest.approx(0.25)
+    assert metrics["reward/outcome/task"] == 0.5 and metrics["reward/outcome/m:f"] == -0.5
+    assert metrics["reward/total_mean"] == pytest.approx((2 * 0 + 0.5 + 2 * 2) / 2)
     assert "reward/outcome_mean" not in step_metrics(
         pairs, [one, two], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1
     )

@@ -12,7 +12,7 @@ from fakes import FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinking import CLOSE, OPEN, QWEN3_LIKE, R1_LIKE, build_thinking_tokenizer
-from trainer_bench import Bench, job
+from trainer_bench import Bench, job, task_reward
 
 from actors.engines.engine import Completion
 from actors.engines.rollout import RolloutWorker
@@ -231,7 +231,9 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("train_thinking", [True, False])
 def test_a_run_of_a_model_that_thinks(letters: Any, tmp_path: Path, train_thinking: bool) -> None:
-    config = job(truncation_penalty=-2.0, outcome_rewards=0.5, train_thinking=train_thinking, max_staleness=1)
+    config = job(
+        truncation_penalty=-2.0, outcome_rewards=task_reward(0.5), train_thinking=train_thinking, max_staleness=1
+    )
     bench = Bench(tmp_path, letters, config, rollouts=ThinkingRollouts(letters))
     bench.trainer.feedback = bench.trainer.train_feedback = bench.feedback = Recording()
     bench.run()

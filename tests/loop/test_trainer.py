@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fakes import LENGTH, letter_prompts, letter_tokenizer
 from pydantic import ValidationError
-from trainer_bench import NUM_STEPS, Bench, chosen, job
+from trainer_bench import NUM_STEPS, Bench, chosen, job, task_reward
 
 from t2g.config import with_overrides
 from t2g.errors import RunStopped, UserError
@@ -220,11 +220,12 @@ def test_a_number_that_is_not_finite_names_step_sample_and_token(tokenizer: Any,
 
 
 def test_the_measure_of_the_task_alone_teaches_as_an_outcome_reward(tokenizer: Any, tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tokenizer, job(span_coef=0.0, outcome_rewards=4.0))
+    bench = Bench(tmp_path, tokenizer, job(span_coef=0.0, outcome_rewards=task_reward(4.0)))
     bench.run()
     assert bench.learner.logits.softmax(-1).mean(0)[0] > 0.6
     rewards = [m["reward/outcome_mean"] for m in bench.metrics()[1:]]
-    assert rewards[-1] > rewards[0] + 0.2 and 0 < rewards[0] < 1
+    assert rewards[-1] > rewards[0] + 0.8 and 0 < rewards[0] < 4
+    assert rewards == [4 * m["reward/outcome/task"] for m in bench.metrics()[1:]]
 
 
 def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(tokenizer: Any, tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(
 
 
 def test_a_measure_that_gives_less_than_the_task_promised_names_the_task(tokenizer: Any, tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=1.0))
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=task_reward()))
     bench.task.measure = lambda prompt, text, *, sandbox: {"other": 1.0} if prompt.prompt_id == "p5" else {"share_a": 0}
     step = next(step for step in range(1, 7) if "p5" in chosen(step))
     with pytest.raises(UserError, match=r"task letters: measure gives no share_a for prompt p5, and can_measure says"):
@@ -257,7 +258,7 @@ def test_a_measure_that_gives_less_than_the_task_promised_names_the_task(tokeniz
 
 def test_a_stop_while_outcome_rewards_are_measured_leaves_the_step_undone(tokenizer: Any, tmp_path: Path) -> None:
     measured: list[str] = []
-    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=1.0), stop=lambda: bool(measured))
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=task_reward()), stop=lambda: bool(measured))
 
     def measure_slowly(prompt_id: str) -> None:
         if prompt_id.startswith("p"):  # no held-out prompt
@@ -270,15 +271,74 @@ def test_a_stop_while_outcome_rewards_are_measured_leaves_the_step_undone(tokeni
 
 
 def test_an_outcome_reward_that_is_no_number_is_named(tokenizer: Any, tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=1.0))
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=task_reward()))
     bench.task.unit = float("nan")
     with pytest.raises(RunStopped, match=rf"the outcome reward of token {LENGTH - 1} is nan"):
         bench.run()
 
 
+def share_of_a(completions: list[str], **columns: Any) -> list[float]:
+    return [text.count("a") / LENGTH for text in completions]
+
+
+async def only_b(prompts: list[str], completions: list[str]) -> list[float | None]:
+    return [text.count("b") / LENGTH if "b" in text else None for text in completions]
+
+
+def sometimes_nan(prompts: list[str], completions: list[str]) -> list[float]:
+    return [float("nan") if text.startswith("c") else 1.0 for text in completions]
+
+
+def test_reward_functions_teach_and_have_curves_of_their_own(tokenizer: Any, tmp_path: Path) -> None:
+    sources = [
+        {"source": f"{__name__}:{name}", "weight": weight} for name, weight in (("share_of_a", 4), ("only_b", -1))
+    ]
+    bench = Bench(tmp_path, tokenizer, job(span_coef=0.0, outcome_rewards=sources, max_staleness=1))
+    bench.run()
+    assert bench.learner.logits.softmax(-1).mean(0)[0] > 0.6
+    names = [f"reward/outcome/{entry['source']}" for entry in sources]
+    first, *_, last = bench.metrics()[1:]
+    assert last[names[0]] > first[names[0]] + 0.2 and 0.25 <= first[names[1]] <= 1
+    assert first["reward/total_mean"] == first["reward/outcome_mean"] < 4 * first[names[0]]
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    logged = [(line["response"], line["feedback"]["outcomes"]) for line in lines if line["split"] == "train"]
+    assert len(logged) > 10
+    for text, outcomes in logged:
+        shares = {name: text.count(letter) / LENGTH for name, letter in zip(names, "ab", strict=True)}
+        assert {f"reward/outcome/{source}": number for source, number in outcomes.items()} == {
+            name: share for name, share in shares.items() if name == names[0] or share
+        }
+
+
+def test_a_group_without_numbers_is_dropped_and_a_step_without_any_stops_the_run(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """What was learned before stays in the checkpoint."""
+    source = f"{__name__}:sometimes_nan"
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=[{"source": source}], samples_per_prompt=2))
+    bench.learner.logits.data[0, 2] = -2.0  # few responses begin with c
+    bench.run()
+    dropped = bench.dropped()
+    assert 0 < len(dropped) < NUM_STEPS * 16 / 2 and len(dropped) % 2 == 0, "whole groups"
+    reason = f"feedback failed: the reward function {source} returned nan among its numbers; it needs finite numbers, "
+    assert {line["reason"] for line in dropped} == {f"{reason}or None"}
+    assert sum(line["dropped/samples"] for line in bench.metrics()[1:]) == len(dropped)
+
+    def fails(completions: list[str]) -> list[float]:
+        return [] if stopping.trainer.state.step == 3 else [0.0] * len(completions)
+
+    globals()["fails"] = fails
+    stopping = Bench(tmp_path / "stopping", tokenizer, job(outcome_rewards=[{"source": f"{__name__}:fails"}]))
+    with pytest.raises(
+        RunStopped, match=r"step 4: 100% .*; the first: the reward function \S+:fails returned 0 numbers"
+    ):
+        stopping.run()
+    assert stopping.checkpoint_step() == 3 == stopping.metrics()[-1]["step"]
+
+
 def test_what_a_measure_runs_has_the_limits_of_the_feedbacks_sandbox(tokenizer: Any, tmp_path: Path) -> None:
     own = SandboxConfig(timeout_s=3)
-    config = job(outcome_rewards=1.0)
+    config = job(outcome_rewards=task_reward())
     feedback = config.feedback.model_copy(update={"sandbox": own})
     bench = Bench(tmp_path, tokenizer, config.model_copy(update={"feedback": feedback}))
     bench.run()

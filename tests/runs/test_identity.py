@@ -41,6 +41,7 @@ class Made:
         (root / "heldout.jsonl").write_text('{"prompt": "b"}\n')
         (root / "human.jsonl").write_text('{"prompt": "a", "response": "b", "critique": "c", "good": []}\n')
         (root / f"{module}.py").write_text(FUNCTION)
+        (root / f"{module}_reward.py").write_text("def pay(completions):\n    return [1.0 for _ in completions]\n")
 
     def job(self, *accept: str, **changed: Any) -> PolicyJob:
         return job(
@@ -49,7 +50,7 @@ class Made:
             data={"path": str(self.root / "train.jsonl")},
             eval_data={"path": str(self.root / "heldout.jsonl")},
             feedback={"source": f"{self.module}:judge", "human_file": str(self.root / "human.jsonl")},
-            **changed,
+            **{"objective": {"outcome_rewards": [{"source": f"{self.module}_reward:pay"}]}} | changed,
         )
 
     def begin(self, *accept: str, **changed: Any) -> Identity:
@@ -86,10 +87,11 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
         ("heldout.jsonl", "eval_data.path"),
         ("human.jsonl", "feedback.human_file"),
         ("{module}.py", "feedback.source"),
+        ("{module}_reward.py", "objective.outcome_rewards.{module}_reward:pay"),
     ],
 )
 def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(made: Made, file: str, key: str) -> None:
-    part, file = key.partition(".")[0], file.format(module=made.module)
+    part, file, key = key.partition(".")[0], file.format(module=made.module), key.format(module=made.module)
     before = made.begin().contents[key]
     content = (made.root / file).read_text()
 
@@ -141,7 +143,8 @@ def test_a_moved_folder_with_the_same_contents_goes_on(made: Made, monkeypatch: 
     made.root.rename(there)
     made.root = there
     monkeypatch.syspath_prepend(str(there))
-    monkeypatch.delitem(sys.modules, made.module)  # as in another process
+    for module in (made.module, f"{made.module}_reward"):
+        monkeypatch.delitem(sys.modules, module)  # as in another process
     assert made.begin() == before
     shutil.copy(there / "train.jsonl", there / "renamed.jsonl")
     named = with_overrides(made.job(), {"data.path": str(there / "renamed.jsonl")})

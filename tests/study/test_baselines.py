@@ -190,7 +190,7 @@ def test_the_reviser_has_room_for_the_critique() -> None:
         ("ilf", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"eval_data": None}, "eval_data"),
-        ("ilf", {"objective": {"outcome_rewards": 0.5}}, r"objective\.outcome_rewards=0\.5"),
+        ("ilf", {"objective": {"outcome_rewards": [{"source": "task"}]}}, r"objective\.outcome_rewards"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(method: Any, changes: dict[str, Any], word: str) -> None:

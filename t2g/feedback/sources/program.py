@@ -53,7 +53,7 @@ class ProgramFeedback(FeedbackSource):
         self.journal_version = paid or (aligner.journal_version if aligner else "")
         self._section, self._aligner, self.fleet = section, aligner, aligner.fleet if aligner else None
         self._function = UserFunction(
-            function, kind="feedback function", path=self._path, key=key, timeout_s=timeout_s,
+            function, kind="feedback function", key=key, timeout_s=timeout_s,
             concurrency=concurrency, log=log, section=section,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +38,6 @@ class UserFunction:
         function: Callable[..., Any],
         *,
         kind: str,
-        path: str,
         key: str,
         timeout_s: float,
         concurrency: int = 1,
@@ -48,19 +47,17 @@ class UserFunction:
         """Prepare the calls.
 
         Args:
-            kind: "feedback function" or "reward function", for messages.
-            path: Its import path, for messages.
+            kind: "feedback function", for messages.
             key: The config key and value that name it, for messages.
             concurrency: Maximum number of concurrent calls; 1 for a function that keeps state.
             log: File for the first traceback of each kind; its folder is created if needed.
             section: Section of the config that has timeout_s.
         """
-        self._function, self._kind, self._path, self._key = function, kind, path, key
+        self._function, self._kind, self._key = function, kind, key
         self._timeout_s, self._section = timeout_s, section
         self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
         self._num_timeouts, self._timed_out_at = 0, -math.inf  # since the last answer; time of the last counted timeout
         self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))
-        self._loop = start_event_loop() if _is_async(function) else None
 
     async def call(self, read: Callable[[Any], Result], prompt_id: str, *arguments: Any, **options: Any) -> Result:
         """Return what `read` makes of the function's answer; it runs where the function runs, as an answer may be lazy.
@@ -92,6 +89,10 @@ class UserFunction:
             raise FunctionFailed(reason)
         return answer
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return start_event_loop()
+
     def _start_call(self, call: Callable[[], Any], read: Callable[[Any], Result]) -> Awaitable[Result | FunctionFailed]:
         def answer() -> Result | FunctionFailed:
             try:
@@ -105,7 +106,7 @@ class UserFunction:
             except BaseException as error:  # noqa: BLE001 as above
                 return self._make_failed(error)
 
-        if self._loop is None:
+        if not any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__))):
             return run_in_thread(answer)
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer_async(), self._loop))
 
@@ -132,8 +133,8 @@ class UserFunction:
     def _check_timeouts(self) -> None:
         if self._num_timeouts >= MAX_TIMEOUTS:
             raise RunStopped(
-                f"{self._kind} {self._path} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} "
-                f"s each; correct the function, or raise {self._section}.timeout_s"
+                f"{self._key}: the {self._kind} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} s "
+                f"each; correct the function, or raise {self._section}.timeout_s"
             )
 
 
@@ -173,10 +174,6 @@ def _select_options(function: Callable[..., Any], options: Mapping[str, Any]) ->
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in options.items() if takes_all or name in parameters}
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def shorten(text: str) -> str:
