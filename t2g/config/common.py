@@ -286,6 +286,9 @@ class AlarmConfig(Section):
     min_fault_recall: float = Field(
         0.5, ge=0, le=1, description="recall of each fault class of the task, mean of three steps"
     )
+    hacking_evaluations: int = Field(
+        3, ge=1, description="falls in a row of the task's held-out measure, each with a higher training reward"
+    )
 
 
 class ModelConfig(Section):

@@ -1,6 +1,7 @@
 """Alarms: warnings about a run that drifts. An alarm never stops the run; only the trainer does."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean
 
 from t2g.config import AlarmConfig
@@ -19,7 +20,7 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     Args:
         history: The metrics of every step so far. Steps before a resume are included, so that no alarm is repeated.
     """
-    sentences = []
+    sentences = _find_reward_hacking(history, config.hacking_evaluations)
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
     criteria = [name for name in history[-1] if name.startswith(m.CRITERION_FAILED)] if history else []
     names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE)
@@ -41,6 +42,22 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
             f"its way to alarms.max_kl={config.max_kl:g}: lower learner.policy.lr or raise objective.kl_coef"
         )
     return sentences
+
+
+def _find_reward_hacking(history: Sequence[Step], count: int) -> list[str]:
+    """Return the alarm of a training reward that rose `count` times in a row while the task's held-out measure fell."""
+    if not history or history[-1].get(m.HELD_OUT_SCORE) is None or m.HELD_OUT_FAILED in history[-1]:
+        return []  # no evaluation, or the score is the feedback's own
+    pairs = m.pair_evaluations(history, m.HELD_OUT_SCORE)
+    parts = [a < c and b > d for (a, b), (c, d) in pairwise(pairs)]
+    if len(parts) < count or not all(parts[-count:]) or parts[-count - 1 : -count] == [True]:
+        return []
+    (first_reward, first_score), (last_reward, last_score) = pairs[-count - 1], pairs[-1]
+    return [
+        f"the training reward rose over {count + 1} evaluations ({first_reward:.3f} to {last_reward:.3f}) while the "
+        f"held-out score fell ({first_score:.4f} to {last_score:.4f}): the policy earns rewards without being better; "
+        "read samples.jsonl for what is paid, and take the policy of checkpoints/best"
+    ]
 
 
 def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.marking.marks import Mark, Marks, StaleMark
-from t2g.report.segments import printable
+from t2g.text.segments import printable
 
 LOOPBACK = "127.0.0.1"
 MAX_BYTES = 1 << 20  # of a request's body

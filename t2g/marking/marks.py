@@ -18,8 +18,8 @@ from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record, write_annotated
 from t2g.feedback.sources.votes import kappa, label_characters
 from t2g.loop.annotation import Sample
-from t2g.report.segments import printable
 from t2g.runs.journal import Journal, read_journal
+from t2g.text.segments import printable
 from t2g.types import Span
 
 JOURNAL_FILE, RECORDS_FILE = "journal.jsonl", "annotated.jsonl"

@@ -34,6 +34,7 @@ MAX_CONFIG_CHARS = 40_000
 TOTALS = ("stages_and_arms_s", "wall_s")  # entries of `timing` that are sums of the other entries
 OVER_STEPS = (  # title, label of the y axis (0 to 1 for a share), metrics
     ("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
+    ("Mean reward of a response", "spans and outcome rewards", (m.TOTAL_REWARD,)),
     ("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
     ("KL to the reference", "nats per sequence", (m.KL,)),
     ("Entropy of the policy", "nats per token", (m.ENTROPY,)),
@@ -278,8 +279,9 @@ def charts(
 ) -> Iterator[tuple[str, Markup, str | None, list[tuple[str, str]]]]:
     """Yield title, SVG, name of the dashed line, and names and classes of the lines, for each chart with points.
 
-    The first chart is the held-out metric against samples. The charts of OVER_STEPS follow, with a line for each arm,
-    or for each metric of a single arm.
+    The first charts are the held-out metric against samples and against the training reward: a line that falls on its
+    right shows reward hacking. The charts of OVER_STEPS follow, with a line for each arm, or for each metric of a
+    single arm, then those of outcome rewards and of the feedback function's metrics.
     """
     if metric is not None:
         level = base.get(metric)
@@ -288,12 +290,22 @@ def charts(
         y_range = (0.0, 1.0) if is_share else ()
         if svg := line_chart(lines, x_label="samples of training", y_label=metric, level=level, y_range=y_range):
             yield f"Held-out {metric}", svg, None if level is None else "base", legend_entries(lines)
+        pairs = {name: m.pair_evaluations(steps, m.EVAL + metric) for name, steps in arms.items()}
+        lines = [Series(name=n, x=[a for a, _ in found], y=[b for _, b in found]) for n, found in pairs.items()]
+        if svg := line_chart(lines, x_label="mean training reward of a response", y_label=metric):
+            yield f"Held-out {metric} by training reward", svg, None, legend_entries(lines)
     all_keys = dict.fromkeys(key for steps in arms.values() for step in steps for key in step)
     criteria = {key: key.partition("/")[2] for key in all_keys if key.startswith(m.CRITERION_REWARD)}
     by_criterion = [("Reward by criterion", "mean reward of a response", tuple(criteria))] if criteria else []
     if len(arms) > 1:
         by_criterion = [(f"Reward of {name}", "mean reward of a response", (key,)) for key, name in criteria.items()]
-    for title, y_label, keys in (*OVER_STEPS, *by_criterion):
+    numbers = [
+        (f"{title} {key.removeprefix(prefix)}", "mean over responses", (key,))
+        for prefix, title in ((m.OUTCOME_REWARD, "Outcome reward"), (m.FEEDBACK_METRICS, "Metric"))
+        for key in all_keys
+        if key.startswith(prefix)
+    ]
+    for title, y_label, keys in (*OVER_STEPS, *by_criterion, *numbers):
         several = len(keys) > 1
         lines = [
             series(key.partition("/")[2] if several and len(arms) == 1 else name, steps, m.STEP, key, len(arms) == 1)

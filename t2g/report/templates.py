@@ -8,8 +8,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from t2g.files import write_atomic
-from t2g.report.segments import Segment, printable, segments
 from t2g.runs.progress import format_duration
+from t2g.text.segments import Segment, printable, segments
 from t2g.types import Span, SpanFeedback
 
 MAX_TEXT_CHARS = 4000

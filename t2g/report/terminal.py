@@ -1,12 +1,12 @@
 """Print the feedback on one response: the critique, the response with its spans marked, and a line for each span.
 
-Model output is untrusted: control characters are replaced (`t2g.report.segments.printable`).
+Model output is untrusted: control characters are replaced (`t2g.text.segments.printable`).
 """
 
 from rich.console import Console
 from rich.text import Text
 
-from t2g.report.segments import printable, segments
+from t2g.text.segments import printable, segments
 from t2g.types import Span, SpanFeedback
 
 MAX_LINE_CHARS = 160

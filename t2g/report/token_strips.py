@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from pydantic import FiniteFloat
 
-from t2g.report.segments import printable
 from t2g.runs.log import SampleRecord
+from t2g.text.segments import printable
 
 LEVELS = 4  # colour levels for positive values, and as many for negative values
 MAX_STRIPS, MAX_TOKENS = 6, 400

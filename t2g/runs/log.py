@@ -18,6 +18,7 @@ from t2g.errors import UserError
 from t2g.feedback import token_offsets
 from t2g.files import raise_if_unwritable, write_atomic
 from t2g.runs.metrics import STEP
+from t2g.text.segments import printable, to_html
 from t2g.types import FinishReason, Prompt, Rollout, ScoredRollout, SpanFeedback
 
 METRICS_FILE = "metrics.jsonl"
@@ -25,6 +26,8 @@ SAMPLES_FILE = "samples.jsonl"
 DROPPED_FILE = "dropped.jsonl"
 ALARMS_FILE = "alarms.jsonl"
 COMMANDS_FILE = "commands.log"  # time and command of each start
+
+TABLE_STEPS = 10  # W&B has a table of the samples of the first step and of each such one, and of each evaluation
 
 Split = Literal["train", "eval"]
 _ANY_RECORD = TypeAdapter(dict[str, Any])
@@ -66,6 +69,7 @@ class RunLog:
         self._folder = folder
         self._config = config
         self._sinks = [*extra_sinks]
+        self._wandb: WandbSink | None = None
         self._last_step = -1
 
     def truncate(self, first_step: int) -> list[dict[str, float | None]]:
@@ -81,7 +85,8 @@ class RunLog:
         if self._config.tensorboard:
             self._sinks.append(TensorBoardSink(self._folder / "tensorboard", first_step))
         if self._config.wandb_project is not None:
-            self._sinks.append(WandbSink(self._config.wandb_project, self._folder))
+            self._wandb = WandbSink(self._config.wandb_project, self._folder)
+            self._sinks.append(self._wandb)
         return history
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -109,7 +114,7 @@ class RunLog:
         """
         count = min(self._config.num_samples, len(judged))
         indices = {(s.rollout.prompt_id, s.rollout.sample_index): index for index, s in enumerate(scored)}
-        records = []
+        records, rows = [], []
         for prompt, rollout, feedback in [judged[i * len(judged) // count] for i in range(count)]:
             sample = SampleRecord(
                 step=step,
@@ -131,7 +136,10 @@ class RunLog:
                     "token_rewards": scored[index].rewards.tolist(),
                     **{name: [round(float(value), 5) for value in of[index]] for name, of in columns.items()},
                 }
+            rows.append((sample, None if index is None else float(scored[index].rewards.sum())))
         _append(self._folder / SAMPLES_FILE, records)
+        if self._wandb is not None and (split == "eval" or step == 1 or step % TABLE_STEPS == 0):
+            self._wandb.log_samples(step, split, rows)
 
     def write_dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Write the responses of the step that are not trained on; see `t2g.loop.sampling.make_dropped_records`."""
@@ -183,6 +191,18 @@ class WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, split: Split, rows: Sequence[tuple[SampleRecord, float | None]]) -> None:
+        """Log a table of samples with coloured spans, and of trained ones the sum of the token rewards."""
+        import wandb
+
+        table = wandb.Table(columns=["prompt_id", "prompt", "response", "critique", "status", "reward", "outcomes"])
+        for sample, reward in rows:
+            feedback = sample.feedback or SpanFeedback(critique="", spans=(), status="empty", source="", version="")
+            response = wandb.Html(to_html(sample.response, feedback.spans))
+            texts = [printable(text) for text in (sample.prompt_id, sample.prompt, feedback.critique)]
+            table.add_data(*texts[:2], response, texts[2], feedback.status, reward, json.dumps(feedback.outcomes))
+        self._run.log({f"samples/{split}": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

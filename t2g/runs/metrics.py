@@ -78,9 +78,11 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | reflection/{revised_share,revise_s}        | share of held-out responses that were revised; seconds of the revision |
 | eval/<name>                                | held-out metric of the task, only in steps that evaluate               |
 | eval/score                                 | the metric that selects the best checkpoint                            |
+| eval/failed_share                          | held-out responses without usable feedback, where that gives the score |
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 STEP = "step"
 SAMPLES = "samples"
@@ -99,6 +101,7 @@ RECALL = "feedback/recall_"  # prefix
 FEEDBACK_METRICS = "feedback/metrics/"  # prefix
 CRITERION_REWARD, CRITERION_FAILED = "criterion_reward/", "criterion_failed/"  # prefixes
 EVAL = "eval/"  # prefix
+HELD_OUT_SCORE, HELD_OUT_FAILED = "eval/score", "eval/failed_share"
 
 _LINE = (  # parts of a step's terminal line: metric and template
     (TOKEN_REWARD, "reward {:+.3f}"),
@@ -118,6 +121,21 @@ _LINE = (  # parts of a step's terminal line: metric and template
     ("time/learn_s", "learn {:.1f}s"),
     ("time/sync_s", "sync {:.1f}s"),
 )
+
+
+def pair_evaluations(steps: Iterable[Mapping[str, float | None]], name: str) -> list[tuple[float, float]]:
+    """Return the mean training reward since the evaluation before, and a held-out metric, for each evaluation.
+
+    The evaluation before the first training step is left out.
+    """
+    pairs, rewards = [], list[float]()
+    for step in steps:
+        if (reward := step.get(TOTAL_REWARD)) is not None:
+            rewards.append(reward)
+        if (value := step.get(name)) is not None and rewards:
+            pairs.append((fmean(rewards), value))
+            rewards = []
+    return pairs
 
 
 def format_step(step: int, metrics: Mapping[str, float | None]) -> str:

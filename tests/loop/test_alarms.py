@@ -91,3 +91,52 @@ def test_alarms_are_the_upward_crossings(values: list[float]) -> None:
     raised = ["above alarms.max_kl" in " ".join(find_alarms(history[: i + 1], CONFIG)) for i in range(len(history))]
     over = [False, *(value > 40 for value in values)]
     assert raised == [now and not before for before, now in pairwise(over)]
+
+
+def evaluations(*pairs: tuple[float, float], **more: float) -> list[dict[str, float | None]]:
+    """Return the history of two steps for each pair of training reward and held-out score, after an evaluation."""
+    history: list[dict[str, float | None]] = [{"step": 0, "eval/score": 0.9, **more}]
+    for reward, score in pairs:
+        history += [{"reward/total_mean": reward - 1}, {"reward/total_mean": reward + 1, "eval/score": score, **more}]
+    return history
+
+
+def alarmed(history: list[dict[str, float | None]], **config: int) -> list[int]:
+    """Return the evaluations after which an alarm is raised, from 1."""
+    raised = [i for i in range(len(history)) if find_alarms(history[: i + 1], AlarmConfig(**config))]
+    assert all(i % 2 == 0 for i in raised)
+    return [i // 2 for i in raised]
+
+
+def test_a_reward_that_rises_while_the_held_out_measure_falls_is_reward_hacking() -> None:
+    falling = [
+        (1.0, 0.9),
+        (2.0, 0.8),
+        (3.0, 0.7),
+        (4.0, 0.6),
+        (5.0, 0.5),
+        (4.0, 0.4),
+        (5.0, 0.3),
+        (6.0, 0.2),
+        (7.0, 0.1),
+    ]
+    history = evaluations(*falling)
+    assert alarmed(history) == [4, 9], "once, and again after the reward fell"
+    assert alarmed(history, hacking_evaluations=4) == [5] and alarmed(history, hacking_evaluations=1) == [2, 7]
+    (sentence,) = find_alarms(history[:9], AlarmConfig())
+    for fragment in ("4 evaluations (1.000 to 4.000)", "(0.9000 to 0.6000)", "samples.jsonl", "checkpoints/best"):
+        assert fragment in sentence
+
+
+@pytest.mark.parametrize(
+    ("pairs", "more"),
+    [
+        ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7)], {}),  # too few
+        ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.85), (4.0, 0.7)], {}),  # the measure rose
+        ([(1.0, 0.9), (2.0, 0.8), (1.5, 0.7), (3.0, 0.6)], {}),  # the reward fell
+        ([(1.0, 0.9), (1.0, 0.8), (1.0, 0.7), (1.0, 0.6)], {}),
+        ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6)], {"eval/failed_share": 0.0}),  # the feedback's own score
+    ],
+)
+def test_no_reward_hacking(pairs: list[tuple[float, float]], more: dict[str, float]) -> None:
+    assert alarmed(evaluations(*pairs, **more)) == []

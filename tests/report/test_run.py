@@ -136,7 +136,8 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
         {"step": 0, "eval/f1": 0.5, "eval/wrong": 1.26},
         {"step": 1, "samples": 8, "tokens/poor_share": 0.25, "tokens/good_share": 0.5, "policy/entropy": 1.5,
          "policy/clip_share": 0.1, "response/truncated_share": 0.3, "idle/learner": 0.5, "time/sync_s": 0.2,
-         "eval/f1": 0.75, "eval/wrong": 0.29},
+         "eval/f1": 0.75, "eval/wrong": 0.29, "reward/total_mean": 0.5, "reward/outcome/my:pay": 0.25,
+         "feedback/metrics/tone": 0.125},
     ]  # fmt: skip
     write_lines(folder / "metrics.jsonl", steps)
     tokens = {"token_ranges": [[0, 2], [2, 5], [5, 5]], "token_texts": ["It", " is", ""], "token_rewards": [0, -1, 0.5]}
@@ -171,6 +172,10 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
         "Truncated responses",
         "Idle",
         "Time",
+        "Mean reward of a response",
+        "Outcome reward my:pay",
+        "Metric tone",
+        "Held-out f1 by training reward",
     ):
         assert f"<figcaption>{title}</figcaption>" in page
 

@@ -1,7 +1,10 @@
 import json
 import re
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +33,75 @@ class FakeSink:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeWandb:
+    """The part of W&B's module that a run uses."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+
+    def init(self, **options: Any) -> "FakeWandb":
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None: ...
+
+    def Html(self, text: str) -> str:  # noqa: N802 the name of W&B
+        return f"html:{text}"
+
+    class Table:
+        def __init__(self, columns: list[str]) -> None:
+            self.columns, self.rows = columns, list[dict[str, Any]]()
+
+        def add_data(self, *values: Any) -> None:
+            self.rows.append(dict(zip(self.columns, values, strict=True)))
+
+
+def test_wandb_has_a_table_of_samples_with_coloured_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log = RunLog(tmp_path, LogConfig(tensorboard=False, wandb_project="mine", num_samples=2))
+    log.truncate(0)
+    prompt, rollout, feedback = judged(0, text="<é")
+    feedback = replace(feedback, outcomes={"task": 0.5}, critique="bad\0")
+    scored = ScoredRollout(
+        rollout=rollout, feedback=feedback, token_rewards=np.array([0, -1, 0, 0.25], np.float32), step_ids=np.zeros(4)
+    )
+    for step in (0, 1, 2, 10):
+        log.write_samples(step, "eval", [(prompt, rollout, None)])
+        if step:
+            log.write_samples(step, "train", [(prompt, rollout, feedback)], [scored], tokenizer())
+        log.write_step(step, {"policy/kl": 1.0, "feedback/metrics/tone": 0.5})
+    tables = [
+        (step, name, *table.rows)
+        for step, values in wandb.logged
+        for name, table in values.items()
+        if "/" in name and hasattr(table, "rows")
+    ]
+    assert [(step, name) for step, name, _ in tables] == [
+        (0, "samples/eval"), (1, "samples/eval"), (1, "samples/train"), (2, "samples/eval"), (10, "samples/eval"),
+        (10, "samples/train"),
+    ]  # fmt: skip
+    row = tables[2][2]
+    assert re.search(r"^html:<div.*&lt;<mark .*>é</mark></div>$", row.pop("response"))
+    assert row == {
+        "prompt_id": "p0", "prompt": "question 0", "critique": "bad␀", "status": "ok", "reward": -0.75,
+        "outcomes": '{"task": 0.5}',
+    }  # fmt: skip
+    assert (tables[0][2]["status"], tables[0][2]["reward"]) == ("empty", None), "a response that was not judged"
+    assert [values for step, values in wandb.logged if step == 2][-1] == {
+        "policy/kl": 1.0,
+        "feedback/metrics/tone": 0.5,
+    }
+
+
+def test_an_evaluation_has_the_training_reward_since_the_one_before() -> None:
+    steps = [{"eval/x": 0.5}, *({"reward/total_mean": float(r)} for r in (1, 2, 6)), {"eval/x": 0.25}, {"eval/x": 9.0}]
+    steps += [{"reward/total_mean": None}, {"reward/total_mean": 4.0, "eval/x": 0.75}, {"eval/x": None}]
+    assert metrics.pair_evaluations(steps, "eval/x") == [(3.0, 0.25), (4.0, 0.75)]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -1,5 +1,6 @@
 """Split a text at the ends of its spans, so that overlapping and nested spans become adjacent segments for HTML."""
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -47,6 +48,17 @@ def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
             )
         )
     return result
+
+
+def to_html(text: str, spans: Sequence[Span]) -> str:
+    """Return the text as HTML, good spans on green, poor ones on red, both on yellow."""
+    colours = {(True, False): "#c6efce", (False, True): "#ffc7ce", (True, True): "#ffeb9c"}
+    parts = []
+    for segment in segments(printable(text), spans):
+        colour = colours.get((segment.good, segment.poor))
+        escaped = html.escape(segment.text)
+        parts.append(f'<mark style="background:{colour}">{escaped}</mark>' if colour else escaped)
+    return f'<div style="white-space:pre-wrap">{"".join(parts)}</div>'
 
 
 def printable(text: str) -> str:

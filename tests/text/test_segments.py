@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.report.segments import printable, segments
+from t2g.text.segments import printable, segments, to_html
 from t2g.types import Span
 
 SPANS = st.lists(
@@ -68,6 +68,14 @@ def test_segments_agree_with_a_character_by_character_oracle(text: str, spans: l
     assert by_character == expected
     opened = sorted(i for s in found for i, _ in s.opens)
     assert opened == [i for i, s in enumerate(spans) if max(0, s.start) < min(len(text), s.end)]
+
+
+def test_spans_are_coloured_in_html_and_the_text_is_escaped() -> None:
+    spans = [Span(start=0, end=2, label=1), Span(start=1, end=3, label=-1)]
+    assert to_html("<b>\0x", spans) == (
+        '<div style="white-space:pre-wrap"><mark style="background:#c6efce">&lt;</mark>'
+        '<mark style="background:#ffeb9c">b</mark><mark style="background:#ffc7ce">&gt;</mark>␀x</div>'
+    )
 
 
 @settings(deadline=None)
