@@ -1,6 +1,5 @@
 """Credit from texts, token ids and judgements: numbers worked by hand, and equality with the loop's own."""
 
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from t2g.feedback import decode
 from t2g.feedback.parse import read_judgement
 from t2g.loop.steps import make_train_samples
 from t2g.loop.trainer import Trainer
-from t2g.types import Prompt, Rollout, TokenStats
+from t2g.types import Rollout, TokenStats
 
 TEXTS = ("ab", "abc", "cba", "c")
 
@@ -101,8 +100,7 @@ def loop_advantages(
         )  # fmt: skip
         if judgement is not None:
             feedback = read_judgement(judgement, rollout.response_text, source="program", version="")
-            prompt = Prompt(prompt_id=str(group), prompt_text="", task="letters")
-            scored.append(asyncio.run(Trainer._score(loop, prompt, rollout, feedback)))
+            scored.append(Trainer._score(loop, rollout, feedback))
     zeros = [np.zeros(len(s.token_rewards), np.float32) for s in scored]
     stats = [TokenStats(old_logprobs=zero, ref_logprobs=zero, values=zero, entropy=zero) for zero in zeros]
     samples = make_train_samples(scored, stats, job.objective, kl_coef=0.0, seed=1)
