@@ -27,7 +27,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | teacher/gap_{good,poor,poor_first}         | teacher - policy logprob of tokens in good spans, in poor spans, and   |
 |                                            | of the first token of each poor run, nats                              |
 | teacher/contrast                           | min(0, gap_good) - gap_poor_first; below 0: the teacher will not help  |
-| teacher/kl                                 | KL(policy || teacher) per token, mean over minibatches, nats           |
+| teacher/kl                                 | KL(policy || teacher), nats, mean over tokens; 0 without a critique    |
 | critic/clip_share                          | tokens whose clipped value error is larger than the unclipped one      |
 | response/length_mean                       | sampled tokens, EOS included                                           |
 | response/truncated_share                   | responses that max_new_tokens truncated                                |

@@ -150,6 +150,16 @@ def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers
     )
 
 
+def test_scores_are_those_of_transformers_also_in_a_full_window(
+    fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
+) -> None:
+    for asked, length in ((prompt(0), 5), (prompt(1, length=608), 32), (prompt(2), 1)):
+        response_ids = prompt(3, length=length).prompt_ids
+        want = logprobs_of(policies[0], np.concatenate([asked.prompt_ids, response_ids]), temperature=1.0)
+        scores = asyncio.run(fleet.score(asked, response_ids))
+        np.testing.assert_allclose(scores, want[len(asked.prompt_ids) - 1 : -1], atol=1e-4)
+
+
 def _byte_of(token: int) -> bytes:
     """GPT-2's table the slow way: token i of the test's vocabulary is character i of the sorted byte alphabet."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
