@@ -37,7 +37,7 @@ def run(config: AnnotateJob, samples: list[Sample]) -> None:
 def describe(config: AnnotateJob) -> str:
     """Return the description of the job, with the requests to an endpoint if the data is readable. Needs no key."""
     llm = "llm" in config.annotate.models
-    if llm and not config.roles() and Path(config.data.path).is_file():
+    if llm and not config.roles() and all(Path(path).is_file() for path in config.data.paths):
         samples = runs.read_samples(config)
         runs.print_token_estimate(config, runs.missing_samples(samples, runs.known_records(config, samples)))
     return config.describe()

@@ -34,6 +34,8 @@ class Prompt:
     payload: dict[str, Any] = field(default_factory=dict)  # other fields of the record: reference, facts, tests
     messages: tuple[dict[str, str], ...] = ()  # the chat that the policy answers, for feedback functions; (): unknown
     is_chat: bool = False  # the record has messages, and no text: a reward function gets messages, as in TRL
+    # Base name of the record's file, "" if unknown. It identifies nothing: files may be renamed during a run.
+    data_file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

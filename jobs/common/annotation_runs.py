@@ -62,7 +62,7 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
         samples = annotation.make_samples(rows, task)
         samples = _with_modes(samples, task, config)
         if all(sample.problem for sample in samples):
-            raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
+            raise UserError(f"data.path={config.data.name}: no record can be judged; {samples[0].problem}")
     else:
         tokenizer = load_policy_tokenizer(config.model)
         room, too_long = config.rollout.max_prompt_tokens, config.data.too_long

@@ -39,7 +39,7 @@ from t2g.runs.versions import collect_versions
 from t2g.study.pairwise import Judgement, question, read_verdict, win_rates
 from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, content_key, summarise
 from t2g.study.reflection import Reflecting
-from t2g.tasks.base import Record, Task, get_task
+from t2g.tasks.base import Record, Task, describe_record, get_task
 from t2g.tasks.human_eval import convert_to_kodcode
 from t2g.tasks.references import check_references
 from t2g.text.policy_chat import load_policy_tokenizer
@@ -70,11 +70,11 @@ def read_questions(config: PolicyEvaluationJob) -> Questions:
         records = convert_to_kodcode(records)
     prompts = make_prompts(records, task, None, 0)
     if len(prompts) < 2:
-        raise UserError(f"data.path={config.data.path} has one record; an interval needs two prompts or more")
+        raise UserError(f"data.path={config.data.name} has one record; an interval needs two prompts or more")
     for number, prompt in enumerate(prompts, start=1):
         if task.score_name and not task.can_measure(prompt):
             raise UserError(
-                f"data record {number} of {config.data.path} has no reference and no tests, and task {task.name} "
+                f"{describe_record(records[number - 1], number)} has no reference and no tests, and task {task.name} "
                 f"measures {task.score_name}: complete it or leave it out (task=prompts measures what needs neither)"
             )
     return task, records, prompts
@@ -260,7 +260,7 @@ class Evaluation:
         answers = {name: self.answers(name) for name in config.names}
         measured = {name: columns(rows, scores[name], references, config.pass_at) for name, rows in answers.items()}
         sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
-        about = {"task": config.task, "data": config.data.path, "prompts": len(prompts), "seed": seed} | sampled
+        about = {"task": config.task, "data": config.data.name, "prompts": len(prompts), "seed": seed} | sampled
         judged, summary = win_rates(judgements, answers, seed=seed), summarise(measured, seed=seed)
         return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged)
 

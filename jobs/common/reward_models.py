@@ -42,14 +42,15 @@ class RewardData:
 
 def read_data(config: RewardJob) -> RewardData:
     """Return examples and held-out records. Raises UserError if they cannot be used."""
-    for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):
-        check_style(name, path, config.style, config.criterion)
+    for name, data in (("data.path", config.data), ("eval_data.path", config.eval_data)):
+        for path in data.paths:
+            check_style(name, path, config.style, config.criterion)
     task, tokenizer = get_task(config.task), load_policy_tokenizer(config.model)
     heldout = usable_records("eval_data.path", config.eval_data, config.task, config.criterion)
-    records = select_criterion(load_annotated(config.data, task), config.criterion, f"data.path={config.data.path}")
+    records = select_criterion(load_annotated(config.data, task), config.criterion, f"data.path={config.data.name}")
     if config.style.critique and not any(record.critique.strip() for record in records if record.usable):
         raise UserError(
-            f"data.path={config.data.path}: style.critique is on, and no record that could be used has a critique; "
+            f"data.path={config.data.name}: style.critique is on, and no record that could be used has a critique; "
             "set style.critique=false, or take records that were annotated with one"
         )
     examples = make_reward_examples(records, task, tokenizer, max_length=config.sft.max_length, style=config.style)
@@ -93,10 +94,10 @@ def train_and_judge(config: RewardJob, data: RewardData, fleets: Fleets, *, toke
 # ------------------------------------------------------------------------------------------------ serving and measuring
 def usable_records(name: str, data: DataConfig, task: str, criterion: str | None = None) -> list[AnnotatedRecord]:
     """Return the records with usable feedback. Raises UserError, with the key `name`, if there are none."""
-    records = select_criterion(load_annotated(data, get_task(task)), criterion, f"{name}={data.path}")
+    records = select_criterion(load_annotated(data, get_task(task)), criterion, f"{name}={data.name}")
     usable = [record for record in records if record.usable]
     if not usable:
-        raise UserError(f"{name}={data.path} has no record with feedback that could be used")
+        raise UserError(f"{name}={data.name} has no record with feedback that could be used")
     return usable
 
 
@@ -117,7 +118,7 @@ def evaluate_reward(
     judged = judge_all(model, records, tokenizer)
     about = {
         "reward_model": config.feedback.reward_model,
-        "data": config.data.path,
+        "data": config.data.name,
         "task": config.task,
         "style": format_style(config.feedback.style),
     }

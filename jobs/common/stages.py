@@ -169,8 +169,10 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
 
     if demo is None:
         return config
-    named = {key: str(path) for key, path in paths(config) if PLACEHOLDER in str(path)}
-    changes: dict[str, Any] = {key: path.replace(PLACEHOLDER, str(demo.run.folder)) for key, path in named.items()}
+    named = {key: [*map(str, values)] for key, values in paths(config) if PLACEHOLDER in str(values)}
+    folder = str(demo.run.folder)
+    changes: dict[str, Any] = {key: [p.replace(PLACEHOLDER, folder) for p in values] for key, values in named.items()}
+    changes = {key: values if len(values) > 1 else values[0] for key, values in changes.items()}
     for section, own, name in (
         ("rollout", config.rollout, "rollout"),
         *((f"{key}.engine", source.engine, "reward_engine") for key, source in config.feedback_sections.items()),

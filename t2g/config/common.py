@@ -176,7 +176,9 @@ class ClusterConfig(Section):
 class DataConfig(Section):
     """A file or a hub dataset, and how its records are read."""
 
-    path: PathOrName[str] = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset on the hub")
+    path: PathOrName[str | tuple[str, ...]] = Field(
+        ..., description="JSON, JSON lines, CSV or Parquet file, a folder of them, a list of these, or a hub dataset"
+    )
     revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
     subset: str | None = Field(None, description="config of the hub dataset, such as main of gsm8k")
     split: str = "train"
@@ -187,6 +189,24 @@ class DataConfig(Section):
     )
     columns: dict[str, str] = Field({}, description="field of t2g -> field of the file, such as {prompt: question}")
     limit: int | None = Field(None, ge=1, description="read only this many records")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def check_paths(cls, value: Any) -> Any:
+        """Refuse what is no text and no list of texts, in one sentence for both."""
+        values = value if isinstance(value, list | tuple) else [value]
+        if not (values and all(isinstance(path, str) for path in values)):
+            raise ValueError(f"got {format_value(value)}, needs a file, a folder, a list of these, or a hub dataset")
+        return value
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def name(self) -> str:
+        """Return the path, or the first of several, for a message."""
+        return self.paths[0] + (f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else "")
 
 
 class ProcessConfig(FollowingSection):

@@ -73,7 +73,7 @@ class PolicyEvaluationJob(JobConfig):
         return {"rollout": self.rollout} if self.served else {}  # one policy at a time
 
     def describe_work(self) -> list[str]:
-        responses = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.path}"
+        responses = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.name}"
         policies = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
         return [policies, f"{responses}, {format_sampling(self.rollout)}"]
 

@@ -30,6 +30,8 @@ class PathContext:
 
 def _absolute(value: Any, info: ValidationInfo) -> Any:
     context: PathContext | None = info.context
+    if isinstance(value, tuple):
+        return tuple(_absolute(path, info) for path in value)
     is_remote = info.data.get("url") is not None  # the value is a model name that the server knows
     if value is None or context is None or context.is_uploaded or is_remote:
         return value
@@ -52,8 +54,8 @@ def can_change_on_resume(schema: type[BaseModel], key: str) -> bool:
     return any(_RESUME_MUTABLE in info.metadata for info in find_fields(schema, key.split(".")))
 
 
-def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and value of each field that may name a file or folder, not a model name of a server."""
+def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the dotted key and the values of each field that may name files or folders, not models of a server."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, BaseModel):
@@ -63,4 +65,4 @@ def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
                 if isinstance(section, BaseModel):
                     yield from paths(section, f"{prefix}{name}.{key}.")
         elif _PATH in info.metadata and getattr(config, "url", None) is None:
-            yield prefix + name, value
+            yield prefix + name, value if isinstance(value, tuple) else () if value is None else (value,)

@@ -144,7 +144,7 @@ class PolicyJob(SyncedJob, JobConfig):
         evaluation = "none, there is no eval_data"
         if self.eval_data is not None:
             samples = f"{count(self.eval.num_prompts, 'prompt')} x {count(self.eval.samples_per_prompt, 'sample')}"
-            evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.path}"
+            evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.name}"
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         objective = f"objective: rewards at {self.objective.rewards.placement}, advantages {self.objective.advantages}"
         paid = [f"{entry.weight:g} x {entry.source}" for entry in self.objective.outcome_rewards]
@@ -236,10 +236,10 @@ class AnnotateJob(JobConfig):
 
     def describe_work(self) -> list[str]:
         options = self.annotate
-        responses = f"the response of each record of {self.data.path}"
+        responses = f"the response of each record of {self.data.name}"
         if options.responses == "policy":
             number = count(self.rollout.samples_per_prompt, "response")
-            responses = f"{number} to each prompt of {self.data.path}, {format_sampling(self.rollout)}"
+            responses = f"{number} to each prompt of {self.data.name}, {format_sampling(self.rollout)}"
         responses += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
         heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
         return [responses, f"feedback: {options.describe()}; {heldout}"]
@@ -289,7 +289,7 @@ class RewardJob(SFTJob):
         return style
 
     def describe_work(self) -> list[str]:
-        records = f"at most {count(self.eval_records, 'record')} of {self.eval_data.path}"
+        records = f"at most {count(self.eval_records, 'record')} of {self.eval_data.name}"
         engine = format_process("engine", self.engine)
         return [*super().describe_work(), f"evaluation: {records}, after the training, on {engine}"]
 
@@ -488,5 +488,5 @@ class EvaluateJob(ScoreJob):
     criterion: str | None = Field(None, description="criterion of the held-out records, as in jobs.train_reward")
 
     def describe_work(self) -> list[str]:
-        records = f"{self.data.path}, each judged twice, with and without guided decoding"
+        records = f"{self.data.name}, each judged twice, with and without guided decoding"
         return [f"reward model: {self.feedback.reward_model}", f"held-out records: {records}"]

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from datetime import date, time, timedelta
 from decimal import Decimal
 from io import StringIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from t2g.config import DataConfig
-from t2g.errors import UserError
+from t2g.errors import MissingLocally, UserError
+from t2g.tasks.base import describe_record
 
 NEWLINE = b"\n"
 _LINES = (".jsonl", ".ndjson")
@@ -20,12 +21,21 @@ MAX_DEPTH = 100  # of nested lists and objects; pydantic cannot read a journal l
 _PLAIN = (str, int, float, Decimal, date, time, timedelta, type(None))
 
 
+class FileRecord(dict[str, Any]):
+    """A record with the place where it was read."""
+
+    def __init__(self, values: dict[str, Any], where: str, file: str) -> None:
+        super().__init__(values)
+        self.where = where  # base name and position, for messages
+        self.file = file  # base name
+
+
 class _TwoObjects(UserError):
     """A JSON file holds a second value after the first."""
 
 
 def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
-    """Return the first `config.limit` records, with `config.columns` renamed to our names.
+    """Return the first `config.limit` records, with `config.columns` renamed to our names; `FileRecord` those of files.
 
     In a JSON object of records, as the paper's authors publish SLF5K, the key of each record becomes its `id`.
 
@@ -36,23 +46,40 @@ def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
         UserError: A file is missing, empty or broken; a column is missing; or a journal cannot hold a value, see
             `describe_unserializable`. The message names file and line.
     """
-    path = Path(config.path)
-    if path.is_file():
-        rows = (row for _, row in read_file(path))
-    elif not path.is_dir() and (path.suffix in SUFFIXES or path.is_absolute()):
-        raise UserError(f"{key}.path={config.path}: there is no such file")
-    else:
-        rows = _read_hub(config, key)
+    rows = chain.from_iterable(_read_path(path, config, key) for path in config.paths)
     records = list(islice(rows, config.limit))
     if not records:
-        raise UserError(f"{key}.path={config.path} holds no records")
+        raise UserError(f"{key}.path={config.name} holds no records")
     # An empty cell is missing from its row: a column exists if any record has it.
     missing = [column for column in config.columns.values() if not any(column in row for row in records)]
     if missing:
         raise UserError(
-            f"{key}.columns names {', '.join(missing)}, and record 1 of {config.path} has only {', '.join(records[0])}"
+            f"{key}.columns names {', '.join(missing)}, and record 1 of {config.name} has only {', '.join(records[0])}"
         )
-    return [_rename(row, number, config) for number, row in enumerate(records, start=1)]
+    return [_rename(row, number, config, key) for number, row in enumerate(records, start=1)]
+
+
+def _read_path(name: str, config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
+    path = Path(name)
+    check_path(key, name, config)
+    files = _list_split(path, config) if path.is_dir() else [path] if path.exists() else []
+    if not files:
+        yield from _read_hub(name, config, key)
+    for file in files:
+        folder = f"{file.parent}/"  # not in messages, which stand in records that may be published
+        yield from (FileRecord(row, where.removeprefix(folder), file.name) for where, row in read_file(file))
+
+
+def _list_split(folder: Path, config: DataConfig) -> list[Path]:
+    """Return the files of `config.split` in a folder, as `datasets` finds them; [] if it has to read them itself."""
+    import datasets
+
+    try:
+        found = datasets.load_dataset_builder(str(folder), config.subset).config.data_files or {}
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError):
+        return []  # load_dataset raises the same
+    files = [Path(file) for file in found.get(config.split, ())]
+    return files if all(file.suffix in SUFFIXES for file in files) else []
 
 
 def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
@@ -68,12 +95,15 @@ def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
     return "" if isinstance(value, _PLAIN) else f"holds {type(value).__name__}, which no journal can keep"
 
 
-def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, Any]:
+def _rename(row: dict[str, Any], number: int, config: DataConfig, key: str) -> dict[str, Any]:
     for name, value in row.items():
         if reason := describe_unserializable(value):
-            raise UserError(f"record {number} of {config.path}: field {name} {reason}")
+            raise UserError(f"{describe_record(row, number, key)}: field {name} {reason}")
     renamed = {name: row[column] for name, column in config.columns.items() if column in row}
-    return {key: value for key, value in row.items() if key not in config.columns.values()} | renamed
+    for column in config.columns.values():
+        row.pop(column, None)
+    row.update(renamed)
+    return row
 
 
 def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -198,30 +228,30 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: column {name} holds a value that cannot be read: {error}") from error
 
 
-def check_revision(key: str, config: DataConfig) -> None:
-    """Raise UserError for a hub data set without a revision: it may change."""
-    if config.revision is None and not Path(config.path).is_dir():
+def check_path(key: str, name: str, config: DataConfig) -> None:
+    """Raise UserError for a missing file or folder, and for a hub data set without a revision: it may change."""
+    path = Path(name)
+    if not path.exists() and (len(config.paths) > 1 or path.suffix in SUFFIXES or path.is_absolute()):
+        raise MissingLocally(f"{key}.path={name}: there is no such file")
+    if not path.exists() and config.revision is None:
         raise UserError(
-            f"{key}.path={config.path} is not a file here; for a data set on the hub set {key}.revision to a commit, "
+            f"{key}.path={name} is not a file here; for a data set on the hub set {key}.revision to a commit, "
             "so that the run can be repeated"
         )
 
 
-def _read_hub(config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
+def _read_hub(name: str, config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
     import datasets
 
-    is_folder = Path(config.path).is_dir()
-    check_revision(key, config)
+    is_folder = Path(name).is_dir()
     try:
         rows = datasets.load_dataset(
-            config.path, config.subset, split=config.split, revision=None if is_folder else config.revision
+            name, config.subset, split=config.split, revision=None if is_folder else config.revision
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fetch = (
-            f"; where there is a network: hf download --repo-type dataset {config.path} --revision {config.revision}"
-        )
+        fetch = f"; where there is a network: hf download --repo-type dataset {name} --revision {config.revision}"
         raise UserError(
-            f"{key}.path={config.path}, split {config.split}, cannot be loaded: {reason}{'' if is_folder else fetch}"
+            f"{key}.path={name}, split {config.split}, cannot be loaded: {reason}{'' if is_folder else fetch}"
         ) from error
     return iter(rows)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from t2g.errors import UserError
-from t2g.tasks.base import Record, Task, stable_id
+from t2g.tasks.base import Record, Task, describe_record, stable_id
 from t2g.text.tokenizer import Message, chat_renderer, encode_chat, encode_texts, fit_chat
 from t2g.types import Prompt
 
@@ -83,6 +83,7 @@ def make_prompts(
                     payload=task.payload(record),
                     messages=tuple(messages),
                     is_chat=isinstance(chat, list),
+                    data_file=getattr(record, "file", ""),
                     prompt_ids=np.asarray(ids, np.int32),
                 )
             )
@@ -92,7 +93,8 @@ def make_prompts(
             else:
                 problems[number] = str(error)
     if problems:
-        first = [f"{key} record {number}: {problem}" for number, problem in sorted(problems.items())[:MAX_PROBLEMS]]
+        chosen = sorted(problems.items())[:MAX_PROBLEMS]
+        first = [f"{describe_record(records[number - 1], number, key)}: {problem}" for number, problem in chosen]
         more = [f"{len(problems) - MAX_PROBLEMS} more records are wrong"] if len(problems) > MAX_PROBLEMS else []
         raise UserError("\n".join([*first, *more]))
     if skipped:

@@ -254,7 +254,7 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
 
 def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
     """Yield a warning for each path of the config that is not visible in pods, with the volume at `mount`."""
-    for key, value in paths(config):
+    for key, value in ((key, value) for key, values in paths(config) for value in values):
         if key == "artifacts" or not isinstance(value, str) or value.startswith(("${", f"{mount}/")):
             continue
         is_path = value.startswith(("/", ".", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)

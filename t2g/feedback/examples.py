@@ -13,7 +13,7 @@ from t2g.data.prompts import PromptTooLongError, encode_policy_prompt
 from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord, shorten_list
 from t2g.feedback.reward_prompt import build_feedback_prompt
-from t2g.tasks.base import SPARSE, Record, Task
+from t2g.tasks.base import SPARSE, Record, Task, describe_record
 from t2g.text.thinking import Tags, find_last_tag
 from t2g.types import TrainSequence
 
@@ -82,7 +82,7 @@ def make_policy_examples(
             examples.append(end_thinking(example, tokenizer, tags))
         except ValueError as error:
             if too_long != "skip" or not isinstance(error, PromptTooLongError):
-                raise UserError(f"data record {number}: {error}") from error
+                raise UserError(f"{describe_record(record, number)}: {error}") from error
     if len(examples) < len(records):
         logger.warning("%d of %d prompts are too long and are left out", len(records) - len(examples), len(records))
     return examples

@@ -26,7 +26,7 @@ from t2g.data.published import translate_row
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote, replace_surrogates
 from t2g.files import write_atomic
-from t2g.tasks.base import SPARSE, Task, stable_id
+from t2g.tasks.base import SPARSE, Task, describe_record, stable_id
 from t2g.text.quotes import locate
 from t2g.types import LABELS, USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
@@ -58,6 +58,7 @@ class AnnotatedRecord(BaseModel):
     task: str = ""
     sample_index: int = Field(0, ge=0)
     payload: dict[str, Any] = {}
+    data_file: str = Field("", exclude_if=lambda name: not name)  # base name of the input's file
     criteria: dict[str, CriterionResult] = Field({}, exclude_if=lambda criteria: not criteria)
 
     @model_validator(mode="after")
@@ -74,7 +75,8 @@ class AnnotatedRecord(BaseModel):
 
     def to_prompt(self) -> Prompt:
         """Return the prompt without the policy's token ids, which the record does not contain."""
-        return Prompt(prompt_id=self.prompt_id, prompt_text=self.prompt, task=self.task, payload=self.payload)
+        names = ("prompt_id", "task", "payload", "data_file")
+        return Prompt(prompt_text=self.prompt, **{name: getattr(self, name) for name in names})
 
     def to_feedback(self) -> SpanFeedback:
         return SpanFeedback(**{f.name: getattr(self, f.name) for f in fields(SpanFeedback) if f.name != "outcomes"})
@@ -93,7 +95,7 @@ def make_annotated_record(
         prompt_id=prompt.prompt_id, prompt=prompt.prompt_text, response=response_text,
         **fields | {"reason": replace_surrogates(feedback.reason)},  # a user's source may write anything
         **_make_quotes(response_text, feedback.spans),
-        task=prompt.task, sample_index=sample_index, payload=prompt.payload,
+        task=prompt.task, sample_index=sample_index, payload=prompt.payload, data_file=prompt.data_file,
     )  # fmt: skip
 
 
@@ -178,14 +180,14 @@ def load_annotated(config: DataConfig, task: Task | None = None) -> list[Annotat
         try:
             record_flaws: list[str] = []
             records.append(read_record(row, task, on_flaw=record_flaws.append))
-            flaws += [f"record {number}: {flaw}" for flaw in record_flaws]
+            flaws += [f"{describe_record(row, number, '')}: {flaw}" for flaw in record_flaws]
         except ValueError as error:
-            invalid.append(f"record {number}: {error}")
+            invalid.append(f"{describe_record(row, number, '')}: {error}")
     if not records:
-        raise UserError(f"{config.path}: none of its {len(invalid)} records can be used; {invalid[0]}")
+        raise UserError(f"{config.name}: none of its {len(invalid)} records can be used; {invalid[0]}")
     for kind, sentences in (("records are left out", invalid), ("flaws", flaws)):
         if sentences:
-            logger.warning("%s: %d %s; %s", config.path, len(sentences), kind, "; ".join(shorten_list(sentences)))
+            logger.warning("%s: %d %s; %s", config.name, len(sentences), kind, "; ".join(shorten_list(sentences)))
     return records
 
 

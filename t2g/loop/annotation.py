@@ -20,7 +20,7 @@ from t2g.errors import UserError
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.interfaces import FeedbackSource
-from t2g.tasks.base import Record, Task, stable_id
+from t2g.tasks.base import Record, Task, describe_record, stable_id
 from t2g.text.thinking import NO_ANSWER
 from t2g.types import FeedbackStatus, Prompt
 
@@ -76,11 +76,14 @@ def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             messages = tuple(task.policy_messages(record))
             response = task.response(record)
             if response is None:
-                problem = f"data record {number} has no response; it has {', '.join(record)}"
+                problem = f"{describe_record(record, number)} has no response; it has {', '.join(record)}"
         except ValueError as error:
-            problem = f"data record {number}: {error}"
+            problem = f"{describe_record(record, number)}: {error}"
         prompt_id = task.prompt_id(record) or stable_id(text or f"record {number}")
-        prompt = Prompt(prompt_id=prompt_id, prompt_text=text, task=task.name, payload=payload, messages=messages)
+        prompt = Prompt(
+            prompt_id=prompt_id, prompt_text=text, task=task.name, payload=payload, messages=messages,
+            data_file=getattr(record, "file", ""),
+        )  # fmt: skip
         samples.append(Sample(prompt, num_responses[prompt_id], response, problem))
         num_responses[prompt_id] += 1
     return samples

@@ -26,7 +26,7 @@ from t2g.config import (
     ScoreJob,
     SFTJob,
 )
-from t2g.data.load import SUFFIXES, check_revision, load_records
+from t2g.data.load import check_path, load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import MissingLocally, UserError
 from t2g.feedback.card import check_card, make_card
@@ -104,7 +104,7 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
             found.usable.add(model.key)
     for key in DATA_KEYS:
         data = getattr(job, key, None)
-        if data is not None and "${" not in data.path and found.of(_check_data, key, data):
+        if data is not None and "${" not in "".join(data.paths) and found.of(_check_data, key, data):
             found.usable.add(key)
     if isinstance(job, PolicyJob | SFTJob) and "model.policy" in found.usable:
         found.of(_check_memory, job)
@@ -230,16 +230,14 @@ def _check_data(key: str, data: DataConfig) -> bool:
     """Check that the first record can be read and has the columns. Of data on the hub only the name is checked."""
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
-    path = Path(data.path)
-    if path.is_file():
+    for name in reversed(data.paths):
+        check_path(key, name, data)
+    if Path(name).is_file():  # the first one
         load_records(data.model_copy(update={"limit": 1}), key)
-    elif not path.exists():
-        if path.suffix in SUFFIXES or path.is_absolute():
-            raise MissingLocally(f"{key}.path={path}: there is no such file")
-        check_revision(key, data)
-        prepared = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), data.path.replace("/", "___"))
-        fetched = Path(HF_HUB_CACHE, f"datasets--{data.path.replace('/', '--')}")
-        check_hub(f"{key}.path", data.path, data.revision, "dataset", lambda: prepared.is_dir() or fetched.is_dir())
+    elif not Path(name).exists():
+        prepared = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), name.replace("/", "___"))
+        fetched = Path(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
+        check_hub(f"{key}.path", name, data.revision, "dataset", lambda: prepared.is_dir() or fetched.is_dir())
     return True
 
 

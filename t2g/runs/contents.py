@@ -17,12 +17,20 @@ NOTES = ("identity.json", "sft.json")  # written beside a model by this program;
 HIDDEN = re.compile(r"(^|/)\.")
 
 
-def content_hash(path: Path) -> str:
-    """Return a hash of a file, or of the files in a folder by their names; "" if neither exists.
+def content_hash(*paths: Path) -> str:
+    """Return a hash of files, or of the files in folders by their names, in order; "" if one does not exist.
 
     A folder with safetensors is a model: weights, config, tokenizer and templates at its top level are hashed. In
-    another folder every file is hashed, at any depth and behind links. Hidden files and the name of `path` are ignored.
+    another folder every file is hashed, at any depth and behind links. Hidden files and the names in `paths` are
+    ignored.
     """
+    if len(paths) == 1:
+        return _hash_path(*paths)
+    hashes = [_hash_path(path) for path in paths]
+    return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode()) if all(hashes) else ""
+
+
+def _hash_path(path: Path) -> str:
     if path.is_file():
         return _hash_files({"": path})
     if any(path.glob("*.safetensors")):

@@ -75,12 +75,12 @@ class Identity(Section):
         settings, contents = identity_values(config) | more, dict[str, str]()
         if isinstance(config, PolicyJob):
             settings[SCHEDULE] = config.schedule_steps
-        locations = {key: str(value) for key, value in paths(config) if value}
-        locations |= {key: value for key, value in more.items() if os.path.isabs(str(value))}
-        for key, value in locations.items():
-            if key in settings and (os.path.isabs(value) or os.path.exists(value)):
+        locations = {key: [str(value) for value in values] for key, values in paths(config) if values}
+        locations |= {key: [value] for key, value in more.items() if os.path.isabs(str(value))}
+        for key, values in locations.items():
+            if key in settings and all(os.path.isabs(value) or os.path.exists(value) for value in values):
                 del settings[key]
-                contents[key] = content_hash(Path(value))
+                contents[key] = content_hash(*map(Path, values))
         for key, value in settings.items():
             if IMPORTED.fullmatch(key) and ":" in str(value):
                 contents[key] = source_hash(value)

@@ -14,7 +14,7 @@ from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
-Record = Mapping[str, Any]  # one row of a data file, columns already mapped
+Record = Mapping[str, Any]  # one row of a data file, columns already mapped; see `t2g.data.load.FileRecord`
 FeedbackFunction = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a judgement of t2g.feedback.parse
 SPARSE = StyleConfig()  # the default style
 
@@ -216,6 +216,12 @@ def get_task(name: str) -> Task:
 def stable_id(text: str) -> str:
     """Return an id of a text that is the same in every run."""
     return hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).hexdigest()
+
+
+def describe_record(record: Record, number: int, key: str = "data") -> str:
+    """Return the number of a record (from 1), and its file and line if it is of a file, for a message."""
+    where = getattr(record, "where", "")
+    return f"{key} record {number}".strip() + (f" ({where})" if where else "")
 
 
 def get_optional_text(record: Record, *names: str) -> str | None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from t2g.errors import UserError
-from t2g.tasks.base import Record, get_optional_text, get_text
+from t2g.tasks.base import Record, describe_record, get_optional_text, get_text
 
 _IMPORT = re.compile(r"^(?:import|from)\s.*$", re.MULTILINE)
 _FUNCTION = re.compile(r"^def\s+(\w+)", re.MULTILINE)
@@ -27,7 +27,7 @@ def convert_to_kodcode(records: Sequence[Record]) -> list[Record]:
         try:
             converted.append(_convert(record) if "entry_point" in record else record)
         except ValueError as error:
-            raise UserError(f"data record {number}: {error}") from error
+            raise UserError(f"{describe_record(record, number)}: {error}") from error
     return converted
 
 

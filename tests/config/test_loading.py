@@ -219,7 +219,8 @@ def test_the_file_is_blamed_for_its_own_fault_whatever_is_laid_over_its_section(
 def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
     text = "model: {policy: base}\ndata: {split: test}\nfeedback: {source: human}\n"
     assert refused(tmp_path, text) == [
-        "job.yaml:2: data.path is missing; it needs: JSON, JSON lines, CSV or Parquet file, or a dataset on the hub",
+        "job.yaml:2: data.path is missing; it needs: JSON, JSON lines, CSV or Parquet file, "
+        "a folder of them, a list of these, or a hub dataset",
         "job.yaml:3: feedback: source=human needs human_file",
     ]
 

@@ -1,5 +1,6 @@
 """Data files: every format, column names, and the errors of broken files."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,24 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from t2g.config import DataConfig
 from t2g.data.load import MAX_DEPTH, load_records
+from t2g.data.prompts import make_prompts
 from t2g.errors import UserError
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
+from t2g.loop.annotation import make_samples
+from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt
 
 ROWS = [{"prompt": "é", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
 HERE = Path(__file__).parent
 
 
-def load(path: Path | str, **fields: Any) -> list[dict[str, Any]]:
-    return load_records(DataConfig(path=str(path), **fields))
+def load(path: Path | str | list[str], **fields: Any) -> list[Any]:
+    return load_records(DataConfig(path=path if isinstance(path, list) else str(path), **fields))
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -121,7 +126,9 @@ def test_what_could_not_be_read_again_from_a_journal_is_refused(tmp_path: Path) 
             ).model_dump_json()
             assert AnnotatedRecord.model_validate_json(line).payload == row
         else:
-            with pytest.raises(UserError, match=r"record 1 of .*d\.jsonl: field deep is nested more than 100 deep"):
+            with pytest.raises(
+                UserError, match=r"^data record 1 \(.*d\.jsonl:1\): field deep is nested more than 100 deep"
+            ):
                 load(path)
 
 
@@ -131,8 +138,8 @@ NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (pa.array([b"\xff\x00"]), "record 1 of .*: field x holds bytes"),
-        (pa.array([{"path": "a", "bytes": b"a"}]), "record 1 of .*: field x holds bytes"),
+        (pa.array([b"\xff\x00"]), r"data record 1 \(.*d\.parquet, record 1\): field x holds bytes"),
+        (pa.array([{"path": "a", "bytes": b"a"}]), r"data record 1 \(.*d\.parquet, record 1\): field x holds bytes"),
         (NO_UTF8, "column x holds a value that cannot be read: 'utf-8' codec"),
         (pa.array([2**62], pa.timestamp("us")), "column x holds a value that cannot be read: date value out of range"),
         (pa.array([2**52], pa.timestamp("s")), "column x holds a value that cannot be read"),
@@ -168,9 +175,61 @@ def test_a_data_set_that_cannot_be_reached_says_how_it_is_fetched(monkeypatch: p
         load("owner/name", revision="abc")
 
 
-def test_a_folder_of_the_datasets_library(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", '{"prompt": "a"}\n')
+def test_a_folder_is_its_split_as_the_datasets_library_finds_it(tmp_path: Path) -> None:
+    """Read by this program: the library would give every object the fields of all others."""
+    write(tmp_path / "train-2.jsonl", '{"prompt": "b", "facts": {"y": 1}}\n')
+    write(tmp_path / "train-1.jsonl", '{"prompt": "a", "facts": {"x": 1}}\n')
+    write(tmp_path / "test.jsonl", '{"prompt": "t"}\n')
+    records = load(tmp_path)
+    assert records == [{"prompt": "a", "facts": {"x": 1}}, {"prompt": "b", "facts": {"y": 1}}]
+    assert [(record.file, record.where) for record in records] == [
+        (f"train-{n}.jsonl", f"train-{n}.jsonl:1") for n in (1, 2)
+    ]
+    assert load(tmp_path, split="test") == [{"prompt": "t"}]
+    with pytest.raises(UserError, match="split dev, cannot be loaded"):
+        load(tmp_path, split="dev")
+
+
+def test_a_folder_of_other_files_is_read_by_the_datasets_library(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "a"}\n')
     assert load(tmp_path) == [{"prompt": "a"}]
+
+
+def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
+    first, folder = write(tmp_path / "z.jsonl", '{"prompt": "1", "n": 1}\n\n{"prompt": "2"}\n'), tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "b.csv", "prompt\n3\n")
+    last = write(tmp_path / "a.json", '[{"question": "4"}]')
+    paths = [str(first), str(folder), str(last)]
+    records = load(paths, columns={"prompt": "question"})
+    assert records == [{"prompt": "1", "n": 1}, {"prompt": "2"}, {"prompt": "3"}, {"prompt": "4"}]
+    assert load(paths, columns={}, limit=3) == records[:3]
+    assert [record.where for record in records] == [
+        "z.jsonl:1", "z.jsonl:3", "b.csv:2", "a.json, record 1",
+    ]  # fmt: skip
+    samples = make_samples(records, PromptsTask())
+    prompts = make_prompts(records, PromptsTask(), None, 0)
+    for made in ([sample.prompt for sample in samples], prompts):
+        assert [prompt.data_file for prompt in made] == ["z.jsonl", "z.jsonl", "b.csv", "a.json"]
+        assert [prompt.payload for prompt in made] == [{"n": 1}, {}, {}, {}]
+    assert samples[2].problem.startswith("data record 3 (b.csv:2) has no response")
+    with pytest.raises(UserError, match=r"^data record 4 \(a\.json, record 1\): has no field prompt"):
+        make_prompts(load(paths), PromptsTask(), None, 0)
+
+
+def test_a_list_holds_files_and_folders_that_are_here(tmp_path: Path) -> None:
+    here = str(write(tmp_path / "d.jsonl", '{"prompt": "a"}\n'))
+    for name in (str(tmp_path / "no.jsonl"), "owner/name"):
+        with pytest.raises(UserError, match=f"^data.path={name}: there is no such file"):
+            load([here, name], revision="c1")
+    empty = str(write(tmp_path / "e.jsonl", ""))
+    with pytest.raises(UserError, match=r"e\.jsonl and 2 more holds no records"):
+        load([empty] * 3)
+    for wrong in ([], [1], None, {"a": 1}):
+        with pytest.raises(ValidationError, match="needs a file, a folder, a list of these, or a hub dataset") as error:
+            DataConfig.model_validate({"path": wrong})
+        assert error.value.error_count() == 1
 
 
 def test_a_subset_of_a_hub_dataset_is_requested_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

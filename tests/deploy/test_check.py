@@ -112,6 +112,7 @@ def test_what_cannot_work_is_a_problem(overrides: list[str], gpu: str, words: st
         ("learner.workers=13", "learner.workers is 13, which no number from 2 to 8 divides"),
         ("cluster.placement_timeout_s=60", "cluster.placement_timeout_s is 60: pods that an autoscaler adds"),
         ("data.path=no/such.jsonl", "data.path is no/such.jsonl: pods see /mnt/t2g"),
+        ("data.path=[/mnt/t2g/a.jsonl,no/b.jsonl]", "data.path is no/b.jsonl: pods see /mnt/t2g"),
         ("feedback.reward_model=runs/slf5k-reward/model", "feedback.reward_model is runs/slf5k-reward/model"),
         ("model.policy=/home/me/model", "model.policy is /home/me/model"),
         ("rollout.dtype=float32", "rollout.dtype is float32, for which GPUs have no fast attention"),

@@ -121,9 +121,9 @@ def test_a_broken_record_is_left_out_and_named(
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | change) + "\n")
     assert len(load_annotated(DataConfig(path=str(path)))) == 1
-    assert re.search(rf"r\.jsonl: 1 records are left out; record 2: .*{reason}", caplog.text)
+    assert re.search(rf"r\.jsonl: 1 records are left out; record 2 .*r\.jsonl:2.: .*{reason}", caplog.text)
     path.write_text(json.dumps(ROW | change) + "\n")
-    with pytest.raises(UserError, match=rf"none of its 1 records can be used; record 1: .*{reason}"):
+    with pytest.raises(UserError, match=rf"none of its 1 records can be used; record 1 .*r\.jsonl:1.: .*{reason}"):
         load_annotated(DataConfig(path=str(path)))
 
 
@@ -141,11 +141,11 @@ def test_quotes_of_no_use_are_left_out_and_named(tmp_path: Path, caplog: pytest.
     assert [(s.start, s.end, s.label) for s in third.spans] == [(0, 7, 1), (2, 7, -1)]
     assert [third.to_feedback().num_quotes, third.to_feedback().num_located] == [4, 2]
     flaws = (
-        "record 1: a quote is empty",
-        "record 1: the quote 'laptop' does not occur in the response",
-        "record 3: a quote is empty",
-        "record 3: the quote 'tablet' does not occur in the response",
-        "record 3: the spans [0, 7) and [2, 7) overlap",
+        "record 1 (r.jsonl:1): a quote is empty",
+        "record 1 (r.jsonl:1): the quote 'laptop' does not occur in the response",
+        "record 3 (r.jsonl:3): a quote is empty",
+        "record 3 (r.jsonl:3): the quote 'tablet' does not occur in the response",
+        "record 3 (r.jsonl:3): the spans [0, 7) and [2, 7) overlap",
     )
     assert f"r.jsonl: 5 flaws; {'; '.join(flaws)}" in caplog.text
 

@@ -225,11 +225,12 @@ def test_a_record_without_a_response_is_counted_and_named(given: AnnotateJob, tm
         ("p0", 0), ("p1", 0), ("p2", 0), ("none", 0), ("p3", 0), ("p3", 1), ("p3", 2),
     ]  # fmt: skip
     assert fleets.num_judged == 4  # equal ones are judged once
-    assert (made[3]["status"], made[3]["reason"]) == ("failed", "data record 4 has no response; it has id, prompt")
-    assert metrics["reasons"] == [(1, "data record 4 has no response; it has id, prompt")]
+    reason = "data record 4 (data.jsonl:4) has no response; it has id, prompt"
+    assert (made[3]["status"], made[3]["reason"]) == ("failed", reason)
+    assert metrics["reasons"] == [(1, reason)]
 
     write_data(given, {"prompt": "a"}, {"prompt": "b"})
-    with pytest.raises(UserError, match=r"data\.jsonl: no record can be judged; data record 1 has no response"):
+    with pytest.raises(UserError, match=r"data\.jsonl: no record can be judged; data record 1 .* has no response"):
         read_samples(given)
 
 

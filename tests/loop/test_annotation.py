@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback
-from t2g.feedback.records import AnnotatedRecord
+from t2g.feedback.records import AnnotatedRecord, read_record
 from t2g.interfaces import Sampling
 from t2g.loop.annotation import (
     ConcurrencyLimit,
@@ -67,6 +67,20 @@ def test_a_sample_for_each_record_and_a_problem_that_names_it() -> None:
     failed = make_refused_record(samples[3], "llm")
     assert (failed.prompt_id, failed.response, failed.status, failed.source) == ("d", "", "failed", "llm")
     assert failed.reason == samples[3].problem
+
+
+def test_the_file_of_a_record_is_kept_beside_its_payload_and_identifies_nothing() -> None:
+    (sample,) = samples_of(ROWS[0])
+    moved = replace(sample, prompt=replace(sample.prompt, data_file="b.jsonl"))
+    assert moved.key == sample.key
+    record = judged([moved])[moved.key]
+    assert (record.data_file, record.to_prompt().data_file, record.payload) == (
+        "b.jsonl",
+        "b.jsonl",
+        {"response": "a b"},
+    )
+    assert record_keys(record) == record_keys(judged([sample])[sample.key])
+    assert read_record(json.loads(record.model_dump_json())) == record
 
 
 def test_given_responses_are_judged_as_they_are() -> None:

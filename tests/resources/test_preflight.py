@@ -201,7 +201,11 @@ def test_all_records_are_read_before_a_start(model: Path, data: str, tmp_path: P
     found = preflight(job, ROOMY)
     assert read_inputs(found, job, lengths) is None
     first, *_, last = found.wrong
-    assert first.startswith("eval_data record 2: ") and last == "1 more records are wrong" and len(found.wrong) == 4
+    assert (
+        first.startswith("eval_data record 2 (wrong.jsonl:2): ")
+        and last == "1 more records are wrong"
+        and len(found.wrong) == 4
+    )
 
 
 def test_wrong_records_are_reported_with_a_missing_model_and_a_function_of_another_signature(tmp_path: Path) -> None:
@@ -211,8 +215,8 @@ def test_wrong_records_are_reported_with_a_missing_model_and_a_function_of_anoth
     assert read_inputs(found, job, lengths) is None
     assert found.missing == ["model.policy=/no/model: there is no folder of that name"]
     signature, record = found.wrong
-    assert "of_three(prompt, response, style)" in signature and record.startswith("data record 2: ")
-    with pytest.raises(UserError, match=r"^3 problems:\n- feedback.source=.*\n- data record 2: .*\n- model.policy="):
+    assert "of_three(prompt, response, style)" in signature and record.startswith("data record 2 (wrong.jsonl:2): ")
+    with pytest.raises(UserError, match=r"^3 problems:\n- feedback.source=.*\n- data record 2 .*\n- model.policy="):
         found.refuse()
 
 

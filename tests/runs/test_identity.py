@@ -151,6 +151,26 @@ def test_a_moved_folder_with_the_same_contents_goes_on(made: Made, monkeypatch: 
     assert check_identity(there / "runs" / "own", Identity.from_config(named)) == before
 
 
+def test_several_data_files_are_their_contents_in_order_whatever_their_names(made: Made) -> None:
+    def begin(*names: str) -> Identity:
+        paths = [str(made.root / name) for name in names]
+        identity = Identity.from_config(with_overrides(made.job(), {"data.path": paths}))
+        assert "data.path" not in identity.config
+        return identity
+
+    assert begin("train.jsonl").contents == made.begin().contents, "a list of one is that one"
+    (made.root / "more").mkdir()
+    made.write("more/part.jsonl", "more")
+    before = begin("train.jsonl", "more").contents["data.path"]
+    (made.root / "train.jsonl").rename(made.root / "renamed.jsonl")
+    (made.root / "more").rename(made.root / "moved")
+    assert begin("renamed.jsonl", "moved").contents["data.path"] == before
+    assert begin("moved", "renamed.jsonl").contents["data.path"] != before, "another order of the prompts"
+    made.write("moved/part.jsonl", "other")
+    assert begin("renamed.jsonl", "moved").contents["data.path"] not in (before, "")
+    assert begin("renamed.jsonl", "gone").contents.keys() == begin("renamed.jsonl").contents.keys() - {"data.path"}
+
+
 def test_a_name_on_a_hub_stays_a_name_and_so_does_a_model_of_a_server() -> None:
     hub = Identity.from_config(job(model={"policy": "owner/name", "revision": "c1"}, data={"path": "owner/set"}))
     assert hub.config["model.policy"] == "owner/name" and hub.config["model.revision"] == "c1"

@@ -10,7 +10,7 @@ from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import FeedbackFunction
 from t2g.types import Prompt, SpanFeedback
 
-OPTIONS = ("payload", "messages")  # keyword arguments that a function may have
+OPTIONS = ("payload", "messages", "data_file")  # keyword arguments that a function may have
 FORM = f"(prompt_text, response_text) and perhaps {'= or '.join(OPTIONS)}="
 
 
@@ -37,7 +37,7 @@ class ProgramFeedback(FeedbackSource):
 
         Args:
             function: The function or its import path. It is called as `function(prompt_text, response_text)`, with
-                `payload=` and `messages=` where it has such parameters.
+                those of OPTIONS that it has as parameters.
             aligner: Finds the spans of a text alone; without it such an answer is failed feedback.
             section: Section of the config that names the function.
             timeout_s, concurrency, log: See `UserFunction`.
@@ -64,7 +64,7 @@ class ProgramFeedback(FeedbackSource):
             RunStopped: As `UserFunction.call`.
         """
         messages = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
-        options = {"payload": prompt.payload, "messages": [*map(dict, messages)]}
+        options = {"payload": prompt.payload, "messages": [*map(dict, messages)], "data_file": prompt.data_file}
         try:
             feedback = await self._function.call(
                 lambda answer: self._read(answer, response_text),

@@ -231,7 +231,7 @@ def test_marks_of_fields_hold_inside_the_mapping(tmp_path: Path, monkeypatch: py
     job = load(PolicyJob, tmp_path / "p.yaml", ["feedback.sources.facts.weight=2"], cwd=tmp_path)
     assert job.feedback.weights == {"facts": 2, "style": 0.5}
     found = {key: value for key, value in paths(job) if value and key.startswith("feedback")}
-    assert found == {"feedback.sources.facts.human_file": str(tmp_path / "marks.jsonl")}, "judge is a server's name"
+    assert found == {"feedback.sources.facts.human_file": (str(tmp_path / "marks.jsonl"),)}, "judge is a server's name"
     kept = identity_values(job).keys()
     assert {"feedback.sources.facts.source", "feedback.sources.style.weight"} <= kept
     assert not {"feedback.sources.facts.concurrency", "feedback.sources.style.llm.url"} & kept

@@ -134,7 +134,7 @@ def with_messages(prompt: str, response: str, messages: list[dict[str, str]]) ->
 
 
 def with_all(prompt: str, response: str, **options: Any) -> Any:
-    return f"{options['payload']['fact']} {len(options['messages'])} {len(options)}", [], []
+    return f"{options['payload']['fact']} {len(options['messages'])} {[*options]}", [], []
 
 
 def test_a_function_that_wants_the_messages_gets_a_copy() -> None:
@@ -143,7 +143,7 @@ def test_a_function_that_wants_the_messages_gets_a_copy() -> None:
     answers = [asyncio.run(program.judge(prompt, "a")).critique for _ in range(2)]
     assert answers == ["system: Be brief! user: Hi?"] * 2
     assert judge(program).critique == "user: Hi?!", "without messages, the text of the prompt"
-    assert judge(source("with_all")).critique == "phone 1 2"
+    assert judge(source("with_all")).critique == "phone 1 ['payload', 'messages', 'data_file']"
 
 
 @pytest.mark.parametrize("section", ["feedback", "annotate"])

@@ -76,8 +76,8 @@ def test_a_dry_run_and_a_start_list_all_problems_last(
     assert err.splitlines()[-4:] == [
         "python -m jobs.train_policy: 3 problems:",
         "- feedback.source=json:JSONDecoder cannot be called with (prompt_text, response_text) and perhaps payload= or "
-        "messages=, but is JSONDecoder(*, object_hook=None, parse_float=None, parse_int=None, parse_constant=None, "
-        "strict=True, "
+        "messages= or data_file=, but is JSONDecoder(*, object_hook=None, parse_float=None, parse_int=None, "
+        "parse_constant=None, strict=True, "
         "object_pairs_hook=None): too many positional arguments",
         "- model.policy=./no-model: there is no folder of that name",
         "- data.path=no.jsonl: there is no such file",

@@ -59,6 +59,14 @@ def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
     assert printed.stdout.strip() == str(root / "demo")
 
 
+def test_the_folder_of_the_stages_stands_in_each_path_of_a_list(tmp_path: Path) -> None:
+    given = [f"run.root={tmp_path}", "data.path=['${artifacts}/world/train.jsonl',own.jsonl]"]
+    job = loading.load(PolicyJob, TINY / "policy.yaml", given)
+    resolved = stages.resolve_stages(job, demo_of(job))
+    assert resolved.data.paths == (f"{tmp_path}/demo/world/train.jsonl", "own.jsonl")
+    assert resolved.eval_data.path == f"{tmp_path}/demo/world/heldout.jsonl"
+
+
 def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
