@@ -83,6 +83,8 @@ class TinyCodeTask(CodeTask):
     def prompt_text(self, record: Record) -> str:
         return get_text(record, "question")
 
+    teacher_messages = TinyTask.teacher_messages  # a critique of tests is long, and the model has 512 positions
+
     def reference(self, record: Record) -> str | None:
         """Return the program with planted faults, the base policy's target."""
         return get_text(record, "solution")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t2g.config import DemoJob, StyleConfig, WorldConfig, loading
+from t2g.data.prompts import encode_teacher_prompt
 from t2g.feedback.fixes import apply_fixes
 from t2g.sandbox import Outcome, SandboxConfig, run_solution
 from t2g.tasks.base import get_task
@@ -61,6 +62,16 @@ def test_feedback_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
     assert [FAULTY[span.start : span.end] for span in judged["good"]] == ["return n + 2"]
     assert "A case is missing before line 6" in judged["critique"]
     assert judged["execution"]["isolation"] == ["interpreted"]
+
+
+def test_a_critique_fits_into_the_positions_of_the_model(tmp_path: Path) -> None:
+    task, tokenizer = get_task("tiny_code"), assets.build_code_tokenizer(tmp_path)
+    judge = task.make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig(require=()))
+    assert judge is not None
+    for row in records(100, CONFIG.world):
+        critique = judge(task.prompt_text(row), row["solution"], payload=row)["critique"]
+        ids = encode_teacher_prompt(task, prompt_of(row), critique, tokenizer, 512 - CONFIG.rollout.max_new_tokens)
+        assert ids is not None and critique in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("wording", [0, 1])
