@@ -166,6 +166,27 @@ def test_the_teacher_scores_the_sampled_tokens_after_the_critique(tokenizer: Any
     assert {m["teacher/share"] for m in bench.metrics()[1:]} == {1.0}
 
 
+def test_a_critique_that_does_not_fit_whole_is_not_read_and_the_others_are(tokenizer: Any, tmp_path: Path) -> None:
+    bench, queries = bench_with_teacher(tokenizer, tmp_path, weight=0.5)
+    window = bench.trainer.config.revision_window
+
+    def show(prompt: Prompt, critique: str) -> Any:
+        return [{"role": "user", "content": "a" * (window if int(prompt.prompt_id[1:]) % 2 else 9)}]
+
+    bench.task.teacher_messages = show  # type: ignore[attr-defined]
+    bench.run()
+    step = bench.learner.seen[0]
+    fitting = [int(r.prompt_id[1:]) % 2 == 0 for r in step]
+    assert 0 < sum(fitting) < len(step)
+    assert bench.metrics()[1]["teacher/share"] == pytest.approx(sum(fitting) / len(step))
+    assert [q.response_ids.tolist() for q in queries[: sum(fitting)]] == [
+        r.response_ids.tolist() for r, fits in zip(step, fitting, strict=True) if fits
+    ]
+    trained = {s.response_ids.tobytes(): s for m in bench.learner.batches[0].minibatches for s in m}
+    assert sum(s.teacher_mask.all() for s in trained.values()) > 0
+    assert all(s.weights.all() and s.teacher_mask.min() == s.teacher_mask.max() for s in trained.values())
+
+
 def test_old_logprobs_are_computed_before_the_update_for_a_teacher() -> None:
     """The teacher is queried for the likeliest tokens of the policy before the update."""
     once = LearnerConfig(num_epochs=1, minibatches_per_epoch=1)
