@@ -445,10 +445,13 @@ def test_other_sampling_under_the_same_name_is_refused(tmp_path: Path, models: P
 @pytest.mark.parametrize(
     ("records", "fact"),
     [
-        ([*RECORDS[:2], {"post": "p"}], "data record 3 of .* has no reference"),
-        ([*RECORDS[:2], {"post": "p", "ideal_human_summary": " "}], "data record 3 of .* has no reference"),
+        ([*RECORDS[:2], {"post": "p"}], r"data record 3 \(heldout.jsonl:3\) has no reference"),
+        (
+            [*RECORDS[:2], {"post": "p", "ideal_human_summary": " "}],
+            r"data record 3 \(heldout.jsonl:3\) has no reference",
+        ),
         (RECORDS[:1], "one record"),
-        ([{"ideal_human_summary": "s"}] * 2, "data record 1: "),
+        ([{"ideal_human_summary": "s"}] * 2, r"data record 1 \(heldout.jsonl:1\): "),
     ],
 )
 def test_bad_data_is_refused_before_an_engine_starts(

@@ -40,7 +40,10 @@ def test_a_killed_page_goes_on_where_it_was_and_one_process_has_the_folder(tmp_p
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     job, url, said = start(data)
     try:
-        assert "1 of 3 records have nothing to mark; data record 3 has no response" in said and "0 of 2" in said
+        assert (
+            "1 of 3 records have nothing to mark; data record 3 (my.jsonl:3) has no response" in said
+            and "0 of 2" in said
+        )
         assert main([str(data), "--by", "ann"]) == 2, "another process works there"
         body = {"critique": "one is wrong", "spans": [{"start": 0, "end": 3, "label": -1, "severity": 2}], "done": True}
         headers = {"Content-Type": "application/json", "Origin": url.rpartition("/")[0].rpartition("/")[0]}
@@ -63,7 +66,7 @@ def test_a_killed_page_goes_on_where_it_was_and_one_process_has_the_folder(tmp_p
     [
         (["none.jsonl", "--by", "ann"], "none.jsonl: there is no such file"),
         (["{}", "--by", "ann", "--task", "nothing"], "task='nothing' is none of"),
-        (["{}", "--by", "ann"], "no record can be judged; data record 1 has no response"),
+        (["{}", "--by", "ann"], "no record can be judged; data record 1 (my.jsonl:1) has no response"),
     ],
 )
 def test_what_cannot_be_marked_is_one_sentence(
