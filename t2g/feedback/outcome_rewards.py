@@ -73,10 +73,8 @@ class OutcomeRewards:
         return scored
 
     async def _read_source(self, source: str, prompt: Prompt, samples: Sequence[Sample]) -> Numbers:
-        if source == "task":
-            return await gather_all(self._measure(prompt, *sample) for sample in samples)
         if source not in self._functions:
-            return [_read_metric(source.removeprefix("metric:"), *sample) for sample in samples]
+            return await gather_all(self._read_sample(source, prompt, *sample) for sample in samples)
         try:
             return await self._call(self._functions[source], prompt, [rollout for rollout, _ in samples])
         except FunctionFailed as failed:
@@ -92,18 +90,17 @@ class OutcomeRewards:
         }
         return await function.call(partial(read_rewards, count=count), prompt.prompt_id, **options)
 
-    async def _measure(self, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback) -> float | None:
+    async def _read_sample(
+        self, source: str, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback
+    ) -> float | FunctionFailed | None:
+        """Return the task's measure of an answer, or a metric of its feedback."""
         if rollout.answer_start is None or not feedback.usable:
-            return 0.0 if feedback.usable else None
-        metrics = await measure(self._task, prompt, rollout, self._sandbox, self._measure_limit)
-        return float(metrics[self._task.score_name])
-
-
-def _read_metric(name: str, rollout: Rollout, feedback: SpanFeedback) -> float | FunctionFailed | None:
-    if rollout.answer_start is None or not feedback.usable:
-        return None  # it is not judged, or not trained on
-    found = ", ".join(feedback.metrics) or "none"
-    return feedback.metrics.get(name, FunctionFailed(f"{KEY} pays the metric {name}, and the feedback has {found}"))
+            return None  # there is no answer, or it is not trained on
+        if source == "task":
+            metrics = await measure(self._task, prompt, rollout, self._sandbox, self._measure_limit)
+            return float(metrics[self._task.score_name])
+        found = f"{KEY} pays {source}, and the feedback has {', '.join(feedback.metrics) or 'none'}"
+        return feedback.metrics.get(source.removeprefix("metric:"), FunctionFailed(found))
 
 
 def read_rewards(answer: Any, *, count: int) -> list[float | None]:

@@ -14,16 +14,7 @@ from t2g.algo.kl import sequence_kl
 from t2g.config import ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import apply_placement, compute_label_shares
-from t2g.runs.metrics import (
-    CRITERION_FAILED,
-    CRITERION_REWARD,
-    FEEDBACK_METRICS,
-    OUTCOME_MEAN,
-    OUTCOME_REWARD,
-    RECALL,
-    TOTAL_REWARD,
-    TRUNCATED_SHARE,
-)
+from t2g.runs import metrics as m
 from t2g.tasks.base import Task
 from t2g.text.thinking import find_last_tag, find_thinking_tags
 from t2g.types import (
@@ -263,24 +254,24 @@ def step_metrics(
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
     modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
-    shares |= _means(FEEDBACK_METRICS, [f.metrics for _, _, f in pairs])
+    shares |= _means(m.FEEDBACK_METRICS, [f.metrics for _, _, f in pairs])
     # A response without an answer is not judged: it has no criteria, and counts as a reward of 0.
     for name in dict.fromkeys(name for _, _, f in pairs for name in f.criteria):
         failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
-        shares[f"{CRITERION_FAILED}{name}"] = float(np.mean(failed))
-        shares[f"{CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
+        shares[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failed))
+        shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
     if objective.outcome_rewards:
-        shares[OUTCOME_MEAN] = float(np.mean([s.outcome_reward for s in scored]))
-        shares |= _means(OUTCOME_REWARD, [s.feedback.outcomes for s in scored])
+        shares[m.OUTCOME_MEAN] = float(np.mean([s.outcome_reward for s in scored]))
+        shares |= _means(m.OUTCOME_REWARD, [s.feedback.outcomes for s in scored])
     return shares | {
-        TOTAL_REWARD: float(np.mean([objective.span_coef * s.rewards.sum() + s.outcome_reward for s in scored])),
+        m.TOTAL_REWARD: float(np.mean([objective.span_coef * s.rewards.sum() + s.outcome_reward for s in scored])),
         "reward/token_mean": float(rewards.mean()),
         "reward/response_mean": float(np.mean([s.rewards.sum() for s in scored])),
         "policy/kl": kl,
         "policy/kl_coef": kl_coef,
         "policy/entropy": float(np.concatenate([t.entropy for t in stats]).mean()),
         "response/length_mean": float(np.mean([len(r.response_ids) for _, r, _ in pairs])),
-        TRUNCATED_SHARE: float(np.mean([r.is_truncated for _, r, _ in pairs])),
+        m.TRUNCATED_SHARE: float(np.mean([r.is_truncated for _, r, _ in pairs])),
         "gap/logprob_mean": float(np.abs(gaps).mean()),
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
         "feedback/failed_share": 1 - len(scored) / len(pairs),
@@ -307,7 +298,7 @@ def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback
         first = rollout.answer_start  # None: not judged
         for kind, start, end in task.faults(prompt, rollout.answer) if feedback.usable and first is not None else ():
             labels = {s.label for s in feedback.spans if s.start < first + end and first + start < s.end}
-            recalled.setdefault(f"{RECALL}{kind}", []).append(-1 in labels)
+            recalled.setdefault(f"{m.RECALL}{kind}", []).append(-1 in labels)
             praised.append(1 in labels)
     shares = {name: float(np.mean(hits)) for name, hits in sorted(recalled.items())}
     return shares | ({"feedback/faults_praised": float(np.mean(praised))} if praised else {})

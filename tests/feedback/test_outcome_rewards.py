@@ -223,7 +223,7 @@ def test_a_metric_of_the_feedback_function_is_paid_and_a_missing_one_is_named() 
     assert (unanswered.outcomes, unanswered.status) == ({}, "empty"), "it was not judged, and is trained on"
     assert (failed.outcomes, failed.reason) == ({}, "no answer")
     assert (other.outcomes, other.status) == ({}, "failed")
-    assert other.reason == "objective.outcome_rewards pays the metric tone, and the feedback has tune"
+    assert other.reason == "objective.outcome_rewards pays metric:tone, and the feedback has tune"
 
 
 def test_the_task_measures_the_answers_that_are_trained_on() -> None:
@@ -232,7 +232,7 @@ def test_the_task_measures_the_answers_that_are_trained_on() -> None:
     found[1] = (replace(found[1][0], answer_start=None), found[1][1])
     found[2] = (found[2][0], replace(found[2][1], status="failed"))
     rewards = OutcomeRewards(paying("task"), task, [prompt])
-    assert [f.outcomes for f in asyncio.run(rewards.score(prompt, found))] == [{"task": 0.5}, {"task": 0.0}, {}]
+    assert [f.outcomes for f in asyncio.run(rewards.score(prompt, found))] == [{"task": 0.5}, {}, {}]
     assert len(task.sandboxes) == 1
 
 

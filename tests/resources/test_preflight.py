@@ -29,6 +29,7 @@ class Caller:
     async def __call__(self, prompt, response): return "", [], []
 caller = Caller()
 table = {}
+def pays(completions): return [1.0 for _ in completions]
 """
 
 
@@ -122,6 +123,15 @@ def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any
 def test_what_is_not_on_this_machine(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
     found = preflight(policy(model, data, **sections), None)
     assert len(found.missing) == 1 and words in found.missing[0] and found.wrong == [], found
+
+
+def test_a_reward_function_is_checked_even_where_the_model_is_missing(data: str) -> None:
+    objective = {"outcome_rewards": [{"source": "preflight_functions:of_one"}, {"source": "preflight_functions:pays"}]}
+    job = policy("./my-modle", data, objective=objective)
+    found = preflight(job, None)
+    assert read_inputs(found, job, read_data) is None
+    (sentence,) = found.wrong
+    assert sentence.startswith("objective.outcome_rewards: preflight_functions:of_one cannot be called with prompts, ")
 
 
 def test_an_unknown_name_is_requested_once(data: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,10 @@ class UserFunction:
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        return start_event_loop()
+        """Start an event loop in a daemon thread, for as long as the process lives."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="async user function", daemon=True).start()
+        return loop
 
     def _start_call(self, call: Callable[[], Any], read: Callable[[Any], Result]) -> Awaitable[Result | FunctionFailed]:
         def answer() -> Result | FunctionFailed:
@@ -188,10 +191,3 @@ def run_in_thread(call: Callable[[], Result]) -> Awaitable[Result]:
     result.set_running_or_notify_cancel()  # else a timeout cancels it, and set_result raises in the thread
     threading.Thread(target=lambda: result.set_result(call()), name="user function", daemon=True).start()
     return asyncio.wrap_future(result)
-
-
-def start_event_loop() -> asyncio.AbstractEventLoop:
-    """Start an event loop in a daemon thread, for as long as the process lives."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async user functions", daemon=True).start()
-    return loop
