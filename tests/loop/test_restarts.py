@@ -26,7 +26,7 @@ from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import ContentChange
 
 PHASES = ("sample", "judge", "measure", "forward", "update", "push", "save", "export")
-CONFIG = job(outcome_rewards=task_reward(0.5))
+CONFIG = with_overrides(job(outcome_rewards=task_reward(0.5)), {"checkpoint.export": True})
 
 
 class Killed(BaseException):
@@ -115,7 +115,7 @@ def test_a_lost_learner_is_followed_by_another_on_the_same_engines(
     tokenizer: Any, tmp_path: Path, whole: Bench, phase: str, max_staleness: int
 ) -> None:
     rollouts = whole.rollouts
-    config = job(outcome_rewards=task_reward(0.5), max_staleness=max_staleness)
+    config = with_overrides(CONFIG, {"rollout.max_staleness": max_staleness})
     benches: list[Bench] = []
 
     def lose(entered: str, count: int) -> None:
