@@ -295,11 +295,11 @@ class SourceConfig(Section):
     )
     sandbox: SandboxConfig = SandboxConfig()
     concurrency: ResumeMutable[int] = Field(
-        16, ge=1, description="calls of a feedback function at once; 1 for a function that keeps state"
+        16, ge=1, description="calls of a function at once, also of each reward function; 1 for one that keeps state"
     )
     timeout_s: float = Field(
-        120, gt=0, description="deadline of the feedback on one response, retries included. A reward model with "
-        "engine.max_new_tokens above 256 has proportionally more",
+        120, gt=0, description="deadline of the feedback on one response, retries included, and of a reward function's "
+        "answer. A reward model with engine.max_new_tokens above 256 has proportionally more",
     )  # fmt: skip
 
     @model_validator(mode="after")

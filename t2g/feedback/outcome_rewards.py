@@ -55,7 +55,7 @@ class OutcomeRewards:
                     timeout_s=max(f.timeout_s for f in feedback), concurrency=max(f.concurrency for f in feedback),
                 )  # fmt: skip
             elif all(f.source in ("llm", "reward_model", "human") for f in feedback):
-                raise UserError(f"{KEY}: {source} is a number of a feedback function, and feedback.source is none")
+                raise UserError(f"{KEY}: {source} is a number of a feedback function, and the feedback is by none")
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[SpanFeedback]:
         """Return the feedback on the responses to a prompt, each with `outcomes`; failed where a source fails.

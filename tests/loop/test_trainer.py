@@ -310,6 +310,21 @@ def test_reward_functions_teach_and_have_curves_of_their_own(tokenizer: Any, tmp
         }
 
 
+def share_of_b(completions: list[str]) -> list[float]:
+    return [text.count("b") / LENGTH for text in completions]
+
+
+def test_rewards_for_what_the_task_does_not_measure_raise_an_alarm(tokenizer: Any, tmp_path: Path) -> None:
+    """The task measures the share of a."""
+    config = job(span_coef=0.0, outcome_rewards=[{"source": f"{__name__}:share_of_b"}], samples_per_prompt=8)
+    bench = Bench(tmp_path, tokenizer, with_overrides(config, {"eval.every": 1, "eval.samples_per_prompt": 8}))
+    bench.run()
+    scores = [line["eval/score"] for line in bench.metrics()]
+    assert scores[-1] < scores[0] - 0.1
+    alarms = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert [alarm["step"] for alarm in alarms if "while the held-out score fell" in alarm["alarm"]] == [4]
+
+
 def test_a_group_without_numbers_is_dropped_and_a_step_without_any_stops_the_run(
     tokenizer: Any, tmp_path: Path
 ) -> None:
