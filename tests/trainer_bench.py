@@ -38,7 +38,7 @@ def job(
             "objective": {"kl_coef": 0.01, **objective},
             "learner": {"minibatches_per_epoch": 2},
             "eval": {"every": 3},
-            "checkpoint": {"every": 2, "export": True},
+            "checkpoint": {"every": 2},
             "log": {"tensorboard": False},
         }
     )
