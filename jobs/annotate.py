@@ -10,28 +10,12 @@ says how long all will take. The record's format: t2g/README.md.
 """
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
+from jobs.api.calls import READ_SAMPLES, run_annotation
 from jobs.common import annotation_runs as runs
-from jobs.common.cli import main, print_outputs, stop_flag
+from jobs.common.cli import main
 from t2g.config import AnnotateJob
-from t2g.loop.annotation import Sample
-
-
-def run(config: AnnotateJob, samples: list[Sample]) -> None:
-    with ExitStack() as opened:
-        fleets = None
-        if config.roles() and (config.run.smoke or runs.missing_samples(samples, runs.known_records(config, samples))):
-            from jobs.common.fleets import Fleets, on_cluster
-
-            opened.enter_context(on_cluster(config))
-            fleets = opened.enter_context(Fleets())
-        runs.annotate_samples(config, samples, fleets, stop_flag())
-    folder = config.run.folder
-    print_outputs(
-        records=folder / runs.ANNOTATED_FILE, training=folder / runs.TRAIN_FILE, held_out=folder / runs.HELDOUT_FILE
-    )
 
 
 def describe(config: AnnotateJob) -> str:
@@ -44,4 +28,4 @@ def describe(config: AnnotateJob) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(AnnotateJob, run, describe, read="jobs.common.annotation_runs:read_samples"))
+    sys.exit(main(AnnotateJob, run_annotation, describe, read=READ_SAMPLES))

@@ -10,7 +10,7 @@ class MissingLocally(UserError):
 
 
 class Stopped(Exception):
-    """A signal ended the work; the same command continues it."""
+    """A signal ended the work; the same command or call continues it."""
 
 
 class RunStopped(RuntimeError):

@@ -98,7 +98,13 @@ def _start(config: ClusterConfig) -> None:
 
 
 def _init_options(config: ClusterConfig) -> dict[str, Any]:
-    """Return the options of `ray.init`. Actors inherit `config.env`, to which `actor_options` adds."""
+    """Return the options of `ray.init`. Actors inherit `config.env`, to which `actor_options` adds.
+
+    Raises:
+        UserError: A notebook has connected Ray: the end of the job would disconnect it.
+    """
+    if ray.is_initialized():
+        raise UserError("Ray is connected in this Python process, and a job connects it itself: call ray.shutdown()")
     environment = {"runtime_env": {"env_vars": config.env}} if config.env else {}
     return {"log_to_driver": False, "logging_level": logging.ERROR, **environment}
 

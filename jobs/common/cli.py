@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -27,11 +28,12 @@ from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import describe_write_failure
 
 Config = TypeVar("Config", bound=AnyJob)
+Result = TypeVar("Result")
 
 
 def main(
     schema: type[Config],
-    run: Callable[..., int | None],
+    run: Callable[..., Any],
     describe: Callable[[Config], str] = AnyJob.describe,
     argv: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] = {},
@@ -42,7 +44,8 @@ def main(
     With --dry-run print `describe(config)` in place of running. With --show-config print the resolved config alone.
 
     Args:
-        run: The job, called as `run(config)`, or with `read` as `run(config, data)`.
+        run: The job, called as `run(config)`, or with `read` as `run(config, data)`. A number that it returns is the
+            exit code.
         argv: Arguments without the program's name; None for those of this process.
         options: Further options of this job for argparse, {"--text": {"required": True}}; `run` gets them by name.
         read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config before any process is
@@ -57,24 +60,41 @@ def main(
         given.pop(name) for name in ("config", "overrides", "dry_run", "show_config")
     )
 
-    def check_and_run() -> int | None:
-        config = loading.load(schema, file, overrides, have=_resources)
+    def execute() -> int:
+        config = loading.load(schema, file, overrides, have=find_resources)
         if show_config:
             print(loading.to_yaml(config), end="")
             return 0
-        found, data = _preflight(config, read)
-        if dry_run and (description := found.of(describe, config)):
-            print(description, flush=True)
-        found.refuse()
-        if dry_run:
-            print("nothing was found that would stop the job")
-            return 0
-        try:
-            return run(config, *([data] if read else []), **given)
-        except ValidationError as error:  # the job made a config from its own
-            raise UserError(f"\n{parser.prog}: ".join(format_errors(schema, error))) from error
+        result = check_and_run(config, run, read, describe if dry_run else None, **given)
+        return result if isinstance(result, int) else 0
 
-    return exit_code(parser.prog, check_and_run)
+    return exit_code(parser.prog, execute)
+
+
+def check_and_run(
+    config: AnyJob, run: Callable[..., Result], read: str | None, describe: Any = None, **options: Any
+) -> Result:
+    """Read the inputs, report everything that would stop the job, then run it; see `main`.
+
+    Args:
+        describe: See `main`; for a dry run, which prints the description in place of running.
+
+    Raises:
+        UserError: Something would stop the job.
+    """
+    cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    preflight = import_module("t2g.resources.preflight")  # heavy: --help answers without it
+    found = preflight.preflight(config, find_resources(cluster) if cluster == "local" else None)
+    data = [preflight.read_inputs(found, config, resolve_name(read))] if read else []
+    if describe and (description := found.of(describe, config)):
+        print(description, flush=True)
+    found.refuse()
+    if describe:
+        return print("nothing was found that would stop the job")
+    try:
+        return run(config, *data, **options)
+    except ValidationError as error:  # the job made a config from its own
+        raise UserError("\n".join(format_errors(type(config), error))) from error
 
 
 def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:
@@ -112,17 +132,9 @@ def print_outputs(**paths: Path) -> None:
     print(f"made: {', '.join(f'{label} {path}' for label, path in paths.items() if path.exists()) or 'nothing'}")
 
 
-def _resources(address: str | None) -> Mapping[str, float]:
-    return import_module("actors.cluster.placement").resources(address)  # heavy, and only `auto` asks for it
-
-
-def _preflight(config: AnyJob, read: str | None) -> tuple[Any, Any]:
-    """Return the findings about the config and its inputs, and what `read` returned."""
-    cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    have = _resources(cluster) if cluster == "local" else None
-    preflight = import_module("t2g.resources.preflight")  # heavy: --help answers without it
-    found = preflight.preflight(config, have)
-    return found, preflight.read_inputs(found, config, resolve_name(read)) if read else None
+def find_resources(address: str | None) -> Mapping[str, float]:
+    """Return the resources of a cluster, or of this machine, see `placement.resources`."""
+    return import_module("actors.cluster.placement").resources(address)  # heavy
 
 
 class StopFlag:
@@ -140,7 +152,8 @@ class StopFlag:
     def __bool__(self) -> bool:
         return self.signal_name is not None
 
-    def _set(self, number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal: set the flag."""
         # No lock here: a handler that takes one, as threading.Event does, may wait for what it interrupted.
         self.signal_name = signal.Signals(number).name
         if number == signal.SIGINT:
@@ -148,10 +161,15 @@ class StopFlag:
 
 
 def stop_flag() -> StopFlag:
-    """Install the signal handlers and return their flag. Call it after `ray.init`, which sets its own handler."""
+    """Install the signal handlers and return their flag. Call it after `ray.init`, which sets its own handler.
+
+    Only the main thread can have handlers. In another one, return the flag that the caller of the job sets.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return StopFlag.installed
     flag = StopFlag.installed = StopFlag()
-    signal.signal(signal.SIGTERM, flag._set)
-    signal.signal(signal.SIGINT, flag._set)
+    signal.signal(signal.SIGTERM, flag.on_signal)
+    signal.signal(signal.SIGINT, flag.on_signal)
     return flag
 
 

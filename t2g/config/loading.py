@@ -38,7 +38,7 @@ UPLOAD_PREFIX = "_ray_pkg_"  # name of the folders into which Ray unpacks an upl
 
 def load(
     schema: type[Config],
-    file: Path,
+    file: Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
     environ: Mapping[str, str] = os.environ,
@@ -51,6 +51,7 @@ def load(
     the uploaded working directory of a Ray job stay, too: the job that resumes the run has another copy.
 
     Args:
+        file: YAML file, or its values.
         overrides: `dotted.key=YAML value`.
         environ: Shows, with `cwd`, whether this process is the driver of a Ray job.
         have: Returns the resources of a cluster by address (see `auto.resolve_auto`); called if a value is `auto`. By
@@ -59,7 +60,7 @@ def load(
     Raises:
         UserError: One sentence per problem, with the line of the file or, if the file alone is valid, "command line".
     """
-    values, lines = read_yaml(file)
+    values, lines = read_yaml(file) if isinstance(file, Path) else (_check_texts(file, lambda keys: "config"), {})
     merged: Any = values
     try:
         parsed = [_override(text) for text in overrides]
@@ -94,7 +95,8 @@ def load(
             sections = [detail["loc"][:length] for length in range(len(detail["loc"]), 0, -1)]
             if (detail["loc"], detail["msg"]) not in file_errors or any(keys in sections for keys, _ in parsed):
                 return "command line: "
-            return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{file}: ")
+            name = file if isinstance(file, Path) else "config"
+            return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{name}: ")
 
         raise UserError("\n".join(format_errors(schema, error, format_origin))) from None
 
@@ -184,9 +186,14 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
         if keys in lines:
             raise UserError(f"{file}:{line}: {dotted_key(keys)} is given twice, first in line {lines[keys]}")
         lines[keys] = line
-    if problems := [f"{file}:{lines.get(keys, 1)}: {sentence}" for keys, sentence in text_problems(values)]:
+    return _check_texts(values, lambda keys: f"{file}:{lines.get(keys, 1)}"), lines
+
+
+def _check_texts(values: Mapping[str, Any], find_origin: Callable[[Keys], str]) -> dict[str, Any]:
+    """Return the values, or raise UserError for texts that a config may not hold."""
+    if problems := [f"{find_origin(keys)}: {sentence}" for keys, sentence in text_problems(values)]:
         raise UserError("\n".join(problems))
-    return values, lines
+    return {**values}
 
 
 def _parse(text: str) -> tuple[yaml.Node | None, Any]:

@@ -10,7 +10,7 @@ import pytest
 from own_runs import ROOT, command, logged_steps, make_folder, start
 
 from jobs import __main__ as console
-from jobs import train_policy
+from jobs.api.calls import READ_POLICY_DATA, run_training
 from jobs.common.cli import main
 from t2g.config import PolicyJob
 
@@ -116,7 +116,7 @@ def test_an_impossible_setting_fails_with_one_sentence(
     monkeypatch.chdir(ROOT)
     asked = own_command(folder, **{"run.name": "bad", **overrides})
     argv = asked[asked.index("--config") :]
-    assert main(PolicyJob, train_policy.run, read="jobs.common.policy_runs:read_data", argv=argv) == 2
+    assert main(PolicyJob, run_training, read=READ_POLICY_DATA, argv=argv) == 2
     said = capsys.readouterr().err
     assert sentence in said and "Traceback" not in said
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from fake_endpoint import FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
-from jobs.annotate import describe, run
+from jobs.annotate import describe
+from jobs.api.calls import run_annotation as run
 from jobs.common.annotation_runs import ANNOTATED_FILE, DONE_FILE, HELDOUT_FILE, JOURNAL_FILE, TRAIN_FILE
 from jobs.common.cli import main
 from t2g.config import AnnotateJob

@@ -44,6 +44,7 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
     here = {"CPU": 1, "memory": 4 * GIB}
     ray = SimpleNamespace(
         init=lambda **how: said.append(how),
+        is_initialized=lambda: False,
         cluster_resources=lambda: here,
         shutdown=lambda: said.append("ended"),
         nodes=list,
@@ -62,7 +63,9 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
 def test_unused_gpus_are_reported_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     have = {"CPU": 8, "GPU": 2, "memory": 64 * GIB}
     node = {"Alive": True, "Resources": have, "Labels": {}}
-    ray = SimpleNamespace(init=lambda **how: None, cluster_resources=lambda: have, nodes=lambda: [node])
+    ray = SimpleNamespace(
+        init=lambda **how: None, is_initialized=lambda: False, cluster_resources=lambda: have, nodes=lambda: [node]
+    )  # fmt: skip
     monkeypatch.setattr(placement, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     connect(ClusterConfig(), {"rollout": RoleConfig(gpus=1)})
@@ -135,6 +138,7 @@ def test_auto_reads_the_resources_of_a_cluster(monkeypatch: pytest.MonkeyPatch) 
     said: list[Any] = []
     ray = SimpleNamespace(
         init=lambda **how: said.append(how["address"]),
+        is_initialized=lambda: False,
         cluster_resources=lambda: {"GPU": 2.0, "CPU": 12.0},
         nodes=lambda: [{"Alive": k < 2, "Resources": {"CPU": cpus}} for k, cpus in enumerate([4.0, 8.0, 64.0])],
         shutdown=lambda: said.append("ended"),

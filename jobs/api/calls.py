@@ -1,0 +1,271 @@
+"""The calls, and the jobs behind them, which the commands of the same names run."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.api.job_start import GivenConfig, Records, start
+from jobs.common.cli import print_outputs, stop_flag
+from t2g.config import AnnotateJob, EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob, with_overrides
+from t2g.errors import RunStopped, UserError
+
+READ_POLICY_DATA = "jobs.common.policy_runs:read_data"
+READ_SAMPLES = "jobs.common.annotation_runs:read_samples"
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+@dataclass(frozen=True, kw_only=True)
+class PolicyRun:
+    """A run by its folder; its files are read at each access, while it goes on as well."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the numbers of each step, lines of metrics.jsonl."""
+        return self._read("metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Return the logged responses with their feedback, lines of samples.jsonl."""
+        return self._read("samples.jsonl")
+
+    @property
+    def policy(self) -> Path:
+        """Return the folder of the trained model, which transformers and vLLM load."""
+        return self.folder / "policy"
+
+    @property
+    def report(self) -> Path:
+        """Return the HTML report."""
+        return self.folder / "report.html"
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        from t2g.runs.log import read_records
+
+        return [*read_records(self.folder / name)]
+
+
+def train(
+    config: GivenConfig, *, prompts: Records | None = None, eval_prompts: Records | None = None, feedback: Any = None
+) -> PolicyRun:
+    """Train a policy by span-level PPO, or resume the run in the folder `run.root`/`run.name`.
+
+    Args:
+        config: A PolicyJob, a dict of its keys or the path of a YAML file. A function may stand where a key takes an
+            import path, `pkg.mod:function`.
+        prompts: Dicts or a `datasets.Dataset`, in place of `data.path`; the run folder keeps them.
+        eval_prompts: The same for `eval_data.path`.
+        feedback: Feedback function, async or not, or its import path; in place of `feedback.source`.
+
+    Raises:
+        UserError, RunStopped, Stopped: See `start`.
+    """
+    given = {"data.path": prompts, "eval_data.path": eval_prompts, "feedback.source": feedback}
+    return start(PolicyJob, run_training, READ_POLICY_DATA, config, given)
+
+
+def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
+    """Describe the full run from three steps: its speed, its duration, and whether feedback gives rewards."""
+    from t2g.runs.progress import format_duration
+
+    timing, num_steps = summary["timing"], config.num_steps
+    step_s = timing["steps_s"] / summary["steps"]
+    # A smoke run has the first evaluation and the last.
+    evaluations_s = timing["evaluations_s"] / 2 * (1 + num_steps / config.eval.every)
+    text = (
+        f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
+        f"{num_steps} steps will take about {format_duration(step_s * num_steps + evaluations_s)}"
+    )
+    if summary["unlabelled"]:
+        text += (
+            f"\nno token of these responses was labelled: feedback.source={config.feedback.describe()} quoted nothing "
+            "of them, so no span was paid; samples.jsonl has its critiques"
+        )
+    return text
+
+
+def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
+    """Return lines about the teacher of a smoke run, before anything is trained; [] without one. See `inputs` there."""
+    from jobs.common.teacher_evaluation import evaluate_teacher, format_result
+
+    if not config.run.smoke or config.objective.teacher is None:
+        return []
+    try:
+        return [format_result(evaluate_teacher(config, *inputs))]
+    except RunStopped as error:
+        return [f"the teacher was not measured: {error}"]
+
+
+def show_one(folder: Path) -> None:
+    """Return a response of the last step with coloured spans, with feedback if there is any."""
+    from rich.console import Console
+
+    from t2g.report.run_page import examples
+    from t2g.report.terminal import show_feedback
+    from t2g.runs.log import SAMPLES_FILE
+
+    judged = [of[-1] for of in examples(folder / SAMPLES_FILE) if of[-1].feedback is not None]
+    if judged:
+        one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
+        print(f"\none response, of step {one.step}:")
+        show_feedback(Console(), one.response, one.feedback)
+
+
+def run_training(unresolved: PolicyJob, data: Any) -> PolicyRun:
+    """Connect, start the fleets, train. data: PolicyData, None if stages are made first."""
+    from jobs.common import policy_runs as runs
+    from jobs.common.fleets import Fleets, on_cluster
+    from jobs.common.run_folder import SMOKE_STEPS, sole_process
+    from jobs.common.stages import demo_of, make_stages, resolve_stages
+    from t2g.runs.control import publish_phases
+
+    demo = demo_of(unresolved)
+    steps = {"num_steps": min(SMOKE_STEPS, unresolved.num_steps)} if unresolved.run.smoke else {}
+    config = resolve_stages(with_overrides(unresolved, steps), demo)
+    made = PolicyRun(folder=config.run.folder)
+    if runs.report_steps_done(config):
+        return made
+    summary = runs.finished(config)
+    if summary is None:
+        with sole_process(made.folder), publish_phases(made.folder, config.num_steps) as say, on_cluster(config):
+            if demo:
+                with Fleets() as fleets:
+                    make_stages(demo, fleets, reward="reward_model" in config.feedback.models)
+            data = runs.run_references(config, data or runs.read_data(config))
+            say("loading")
+            stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
+            with Fleets() as fleets:
+                rollouts, feedback = fleets.for_policy(config, data.task)
+                teacher = try_teacher(config, data, rollouts, feedback)
+                summary = runs.train(config, data, rollouts, feedback, stop)
+    if unresolved.run.smoke:
+        print(format_smoke_summary(unresolved, summary), *teacher, sep="\n")
+        show_one(made.folder)
+    else:
+        held_out = ", ".join(f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None)
+        print(f"held out: {held_out or 'not measured, eval_data is not given'}")
+    print_outputs(policy=made.policy, report=made.report, numbers=made.folder / "summary.json")
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------- annotation
+def annotate(config: GivenConfig, *, prompts: Records | None = None, feedback: Any = None) -> list[dict[str, Any]]:
+    """Judge responses, or resume the run in the folder `run.root`/`run.name`; return the records of annotated.jsonl.
+
+    Args:
+        config: An AnnotateJob, a dict of its keys or the path of a YAML file; see `train`.
+        prompts: Dicts with prompts and, unless `annotate.responses=policy`, responses; in place of `data.path`.
+        feedback: Feedback function, or its import path; in place of `annotate.source`.
+
+    Raises:
+        UserError, RunStopped, Stopped: See `start`.
+    """
+    given = {"data.path": prompts, "annotate.source": feedback}
+    file = start(AnnotateJob, run_annotation, READ_SAMPLES, config, given)
+    return [json.loads(line) for line in file.read_bytes().splitlines()]
+
+
+def run_annotation(config: AnnotateJob, samples: Any) -> Path:
+    """Request the missing judgements and write the files. samples: of `read_samples`."""
+    from jobs.common import annotation_runs as runs
+
+    with ExitStack() as opened:
+        fleets = None
+        if config.roles() and (config.run.smoke or runs.missing_samples(samples, runs.known_records(config, samples))):
+            from jobs.common.fleets import Fleets, on_cluster
+
+            opened.enter_context(on_cluster(config))
+            fleets = opened.enter_context(Fleets())
+        runs.annotate_samples(config, samples, fleets, stop_flag())
+    folder = config.run.folder
+    print_outputs(
+        records=folder / runs.ANNOTATED_FILE, training=folder / runs.TRAIN_FILE, held_out=folder / runs.HELDOUT_FILE
+    )
+    return folder / runs.ANNOTATED_FILE
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+def evaluate(config: GivenConfig, *, what: str = "reward", prompts: Records | None = None) -> dict[str, Any]:
+    """Measure a reward model, policies or a teacher on held-out data; return the numbers.
+
+    Args:
+        config: A config of the job that `what` names, a dict of its keys or the path of a YAML file; see `train`.
+        what: reward, policy or teacher, as of `t2g evaluate --what`.
+        prompts: Dicts or a `datasets.Dataset`, in place of `data.path`.
+
+    Raises:
+        UserError, RunStopped, Stopped: See `start`.
+    """
+    if what not in EVALUATIONS:
+        raise UserError(f"what={what!r} is none of {', '.join(EVALUATIONS)}")
+    return start(*EVALUATIONS[what], config, {"data.path": prompts}, what=what)
+
+
+def run_reward(config: EvaluateJob, records: Any, what: str) -> dict[str, Any]:
+    from jobs.common.reward_models import connected_model, evaluate_reward, with_trained_style
+    from jobs.common.run_folder import begin_folder
+    from t2g.report.reward_page import HTML_FILE, JSON_FILE
+    from t2g.text.tokenizer import load_tokenizer
+
+    resolved = with_trained_style(config)
+    tokenizer = load_tokenizer(str(resolved.feedback.reward_model), resolved.feedback.reward_revision)  # its own
+    folder = begin_folder(config, JSON_FILE)
+    with connected_model(resolved) as model:
+        metrics = evaluate_reward(resolved, records, model, tokenizer, folder)
+    print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    print_outputs(report=folder / HTML_FILE, numbers=folder / JSON_FILE)
+    return metrics
+
+
+def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
+    from jobs.common.fleets import Fleets, on_cluster
+    from jobs.common.policy_runs import read_data
+    from jobs.common.run_folder import begin_folder, sole_process
+    from jobs.common.stages import demo_of, make_stages, resolve_stages
+    from jobs.common.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
+    from t2g.files import write_json
+
+    demo = demo_of(config)
+    resolved = resolve_stages(config, demo)
+    with sole_process(config.run.folder):
+        folder = begin_folder(config)
+        with on_cluster(resolved), Fleets() as fleets:
+            if demo:
+                make_stages(demo, fleets, reward="reward_model" in resolved.feedback.models)
+            data = data or read_data(resolved)
+            result = evaluate_teacher(resolved, data, *fleets.for_policy(resolved, data.task))
+            write_json(folder / TEACHER_FILE, result)
+    print(format_result(result))
+    print_outputs(numbers=folder / TEACHER_FILE)
+    return result
+
+
+def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> dict[str, Any]:
+    from jobs.common.fleets import Fleets, on_cluster
+    from jobs.common.policy_evaluation import Evaluation
+    from jobs.common.run_folder import sole_process
+
+    @contextmanager
+    def serve(model: ModelConfig) -> Iterator[Any]:
+        with Fleets() as fleets:
+            yield fleets.rollouts(model, config.rollout, config)
+
+    with sole_process(config.run.folder):
+        evaluation = Evaluation(config, questions)
+        with on_cluster(config) if any(map(evaluation.is_incomplete, config.served)) else nullcontext():
+            result = evaluation.run(serve, stop_flag())
+    folder = config.run.folder
+    print((folder / "evaluation.md").read_text())
+    print_outputs(report=folder / "evaluation.html", numbers=folder / "evaluation.json")
+    return result
+
+
+EVALUATIONS: dict[str, tuple[Any, Callable[..., Any], str]] = {  # by `what`: schema, job, reader of the data
+    "reward": (EvaluateJob, run_reward, "jobs.common.reward_models:read_heldout"),
+    "policy": (PolicyEvaluationJob, run_policy, "jobs.common.policy_evaluation:read_questions"),
+    "teacher": (PolicyJob, run_teacher, READ_POLICY_DATA),
+}
