@@ -91,7 +91,7 @@ def test_records_and_a_function_of_the_program_are_annotated(config: dict[str, A
     folder = config["run"]["root"] / "r"
     kept = [(folder / name).read_text().splitlines() for name in ("train.jsonl", "heldout.jsonl")]
     assert all(kept) and len(kept[0] + kept[1]) == len(seen) == len(PROMPTS)
-    assert records[0]["version"] == "__main__:judge" and threading.active_count() < 20
+    assert records[0]["version"] == "__main__:judge"
 
 
 def test_the_same_call_goes_on_and_another_function_is_refused(
