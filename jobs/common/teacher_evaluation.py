@@ -93,7 +93,8 @@ async def measure_teacher(
     gaps, scores = zip(*await gather_all(compare_teachers(*row) for row in rows), strict=True)
     found = summarize_scores(*np.array(scores).T, name=task.score_name) if is_measured else {}
     found["gaps"] = {name: summarize_gaps(of) for name, of in zip(TEACHERS, zip(*gaps, strict=True), strict=True)}
-    return {"prompts": len(rows), **found, "advice": advise(found)}
+    found["prompts"] = len(rows)
+    return found | {"advice": advise(found)}
 
 
 def summarize_gaps(responses: Sequence[Gaps]) -> dict[str, dict[str, float]]:
@@ -127,14 +128,19 @@ def advise(result: Mapping[str, Any]) -> str:
     """Return what the measurement tells the user, warnings first."""
     contrast = teacher_contrast({kind: of["value"] for kind, of in result["gaps"]["teacher"].items()}).get("contrast")
     has_scores, warnings = "measure" in result, []
-    if has_scores and result["teacher_less_policy"]["low"] <= 0:
+    if has_scores and result["teacher_less_policy"]["high"] <= 0:
         warnings.append("it is not better than the policy")
     if contrast is not None and contrast < 0:
         warnings.append(f"it makes poor tokens likelier, or good ones less likely than poor ones ({contrast:.2f} nats)")
     if warnings:
         return f"the teacher will not help: {', and '.join(warnings)}; train without objective.teacher"
-    if has_scores and result["teacher_less_shuffled"]["low"] <= 0:
+    unclear = "{prompts} prompts do not tell whether the teacher is better than {}; measure more prompts"
+    if has_scores and result["teacher_less_policy"]["low"] <= 0:
+        return unclear.format("the policy", **result)
+    if has_scores and result["teacher_less_shuffled"]["high"] <= 0:
         return "another prompt's critique helps as much: the gain is not what the critiques say"
+    if has_scores and result["teacher_less_shuffled"]["low"] <= 0:
+        return unclear.format("with another prompt's critique", **result)
     if contrast is None and not has_scores:
         return "the task has no measure and the critiques have no poor spans: nothing tells whether the teacher helps"
     return "the teacher follows the critiques: objective.teacher can help"

@@ -55,14 +55,17 @@ def assign_credit(
         whitening: Mode of `t2g.algo.advantages.whiten`; "none" is usual with `normalise`.
 
     Raises:
-        UserError: The lengths differ, a judgement has another form, or a text is not in the decoded tokens.
+        UserError: The lengths differ or are 0, a judgement has another form, a text is not in the decoded tokens, or
+            `rule` is the control "shuffled".
 
         assign_credit(tokenizer, ["so bad", "fine"], [[12, 31], [7]], [("", [], ["bad"]), ("", ["fine"], [])], [0, 0],
                       whitening="none").advantages -> [[-2, -2], [2, 0]]
     """
     lengths = [len(texts), len(token_ids), len(judgements), len(groups)]
-    if len(set(lengths)) > 1:
-        raise UserError(f"got {lengths} texts, token ids, judgements and groups; needs as many of each")
+    if len(set(lengths)) > 1 or not lengths[0]:
+        raise UserError(f"got {lengths} texts, token ids, judgements and groups; needs one or more, as many of each")
+    if rule.placement == "shuffled":
+        raise UserError("rule.placement is 'shuffled', a control of `t2g train`; needs span, step or scalar")
     rows, keep, group_of = [], [], {group: number for number, group in enumerate(groups)}
     for number, (text, ids, judgement) in enumerate(zip(texts, token_ids, judgements, strict=True)):
         keep.append(np.full(len(ids), judgement is not None))
@@ -87,4 +90,4 @@ def _reward_tokens(tokenizer: Any, text: str, ids: Any, judgement: Any, rule: Re
     feedback = shift_spans(read_judgement(answer, text, source="program", version=""), start)
     rewards = token_rewards(offsets, feedback.spans, text=response, rule=rule)
     steps = compute_step_ids(offsets, response, Task.step_pattern)
-    return apply_placement(rewards, rule.placement, step_ids=steps, prompt_id=response)
+    return apply_placement(rewards, rule.placement, step_ids=steps)

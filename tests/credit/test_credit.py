@@ -13,7 +13,7 @@ from fakes import LetterTask, letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import ObjectiveConfig, PolicyJob
+from t2g.config import ObjectiveConfig, PolicyJob, RewardRuleConfig
 from t2g.credit import assign_credit
 from t2g.errors import UserError
 from t2g.feedback import decode
@@ -80,6 +80,13 @@ def test_what_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=reason):
         assign_credit(tokenizer, [text], [encode(tokenizer, "a")], [judgement], groups)
+
+
+def test_an_empty_batch_and_the_control_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"got \[0, 0, 0, 0\] texts"):
+        assign_credit(tokenizer, [], [], [], [])
+    with pytest.raises(UserError, match=r"rule.placement is 'shuffled'"):
+        credit(tokenizer, ("a",), [("", ["a"], [])], [0], rule=RewardRuleConfig(placement="shuffled"))
 
 
 # ----------------------------------------------------------------------------------------------- equality with the loop

@@ -15,6 +15,7 @@ from models import SENTENCES, random_model
 from test_credit import loop_advantages
 from test_documents import ROOT, find_blocks, read
 
+from t2g.credit import assign_credit
 from t2g.feedback import decode
 
 GUIDE = ROOT / "t2g" / "guides" / "10-other-trainers.md"
@@ -58,8 +59,8 @@ def make_trainer(folder: Path, model: Path, **changes: Any) -> tuple[Any, list[d
     }  # fmt: skip
     options = {"judge": judge, "train_dataset": Dataset.from_list(
         [{"prompt": text, "number": number} for number, text in enumerate(SENTENCES[:4])])}  # fmt: skip
-    given = {name: changes.pop(name) for name in ("judge", "reward_funcs") if name in changes}
-    args = GRPOConfig(str(folder / "out"), **settings | changes)
+    given = {name: changes.pop(name) for name in ("args", "judge", "reward_funcs") if name in changes}
+    args = given.pop("args", None) or GRPOConfig(str(folder / "out"), **settings | changes)
     return Recorder(str(model), args=args, **options | given), batches
 
 
@@ -111,7 +112,12 @@ def test_three_steps_train_on_the_loops_own_advantages(tmp_path: Path, model: Pa
     change, advantages = token_logprobs(trainer.model, batches[0]) - before, batches[0]["advantages"]
     assert change[advantages > 0.1].mean() > 0 > change[advantages < -0.1].mean()
     logged = trainer.state.log_history[0]
-    assert abs(logged["rewards/spans/mean"]) <= 1 and logged["reward"] == 0 and logged["grad_norm"] > 0
+    tokenizer, rows = trainer.processing_class, rows_of(batches[0])
+    texts = [decode(tokenizer, row) for row in rows]
+    judgements = [judge_text(text) for text in texts]
+    total = assign_credit(tokenizer, texts, rows, judgements, range(len(rows))).token_rewards.sum().item()
+    assert logged["span_reward"] == pytest.approx(total / sum(judged is not None for judged in judgements))
+    assert logged["reward"] == 0 and logged["grad_norm"] > 0
 
 
 def test_reward_functions_are_added_and_a_silent_judge_changes_nothing(tmp_path: Path, model: Path) -> None:
@@ -131,6 +137,26 @@ def test_reward_functions_are_added_and_a_silent_judge_changes_nothing(tmp_path:
     grouped = numbers.view(-1, GENERATIONS)
     expected = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
     torch.testing.assert_close(batch["advantages"], expected.view(-1, 1).expand(-1, batch["advantages"].shape[1]))
+
+
+def test_a_completion_without_a_number_is_excluded_and_a_second_trainer_takes_the_same_args(
+    tmp_path: Path, model: Path
+) -> None:
+    def silent(completions: list[str], **_: Any) -> list[Any]:
+        return [("", [], [])] * len(completions)
+
+    def place(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if index % GENERATIONS == 0 else float(index % GENERATIONS) for index in range(len(completions))]
+
+    args = make_trainer(tmp_path, model, judge=silent, reward_funcs=place, max_steps=1)[0].args
+    assert args.reward_weights == [0.0, 1.0]
+    args.reward_weights = None
+    trainer, batches = make_trainer(tmp_path, model, args=args, judge=silent, reward_funcs=place)
+    assert args.reward_weights is None
+    trainer.train()
+    # TRL: 1, 2 and 3 less their mean 2, over their deviation 1
+    expected = torch.tensor([0, -1, 0, 1.0]).repeat(2) / (1 + 1e-4)
+    torch.testing.assert_close(batches[0]["advantages"][:, 0], expected)
 
 
 WORKER = """

@@ -172,11 +172,19 @@ def test_the_teacher_of_a_thinking_model_reads_critiques_of_answers(tmp_path: Pa
     [
         (0.9, 0.5, {"good": 0.1, "poor_first": -0.5}, "can help"),
         (0.9, 0.5, {}, "can help"),
-        (0.9, 0.9, {"good": 0.1, "poor_first": -0.5}, "another prompt's critique helps as much"),
-        (0.5, 0.3, {"good": 0.1, "poor_first": -0.5}, "will not help: it is not better than the policy;"),
+        (0.9, 0.95, {"good": 0.1, "poor_first": -0.5}, "another prompt's critique helps as much"),
+        (
+            0.9,
+            0.9,
+            {"good": 0.1, "poor_first": -0.5},
+            "200 prompts do not tell whether the teacher is better than with",
+        ),
+        (0.5, 0.3, {"good": 0.1, "poor_first": -0.5}, "200 prompts do not tell whether the teacher is better than the"),
+        (0.5, 0.3, {"good": 0.1, "poor_first": 0.2}, "will not help: it makes poor tokens likelier"),
+        (0.4, 0.3, {"good": 0.1, "poor_first": -0.5}, "will not help: it is not better than the policy;"),
         (0.9, 0.5, {"good": 0.1, "poor_first": 0.2}, "will not help: it makes poor tokens likelier"),
         (0.9, 0.5, {"good": -1.2, "poor_first": -0.1}, "(-1.10 nats)"),
-        (0.5, 0.3, {"good": -0.2, "poor_first": 0.9}, "not better than the policy, and it makes poor tokens likelier"),
+        (0.4, 0.3, {"good": -0.2, "poor_first": 0.9}, "not better than the policy, and it makes poor tokens likelier"),
     ],
 )
 def test_the_advice_follows_the_intervals_and_the_contrast(
@@ -184,7 +192,8 @@ def test_the_advice_follows_the_intervals_and_the_contrast(
 ) -> None:
     noise = np.random.default_rng(1).normal(0, 0.05, (3, 200))
     result = summarize_scores(0.5 + noise[0], teacher + noise[1], control + noise[2], name="f1")
-    assert advice in advise(result | {"gaps": {"teacher": {kind: {"value": gap} for kind, gap in gaps.items()}}})
+    means = {kind: {"value": gap} for kind, gap in gaps.items()}
+    assert advice in advise(result | {"prompts": 200, "gaps": {"teacher": means}})
     assert result["teacher_less_policy"]["value"] == pytest.approx(teacher - 0.5, abs=0.02)
     assert result["teacher_less_policy"]["low"] < result["teacher_less_policy"]["value"]
     assert result["measure"] == "f1"
