@@ -307,7 +307,10 @@ class AlarmConfig(Section):
         0.5, ge=0, le=1, description="recall of each fault class of the task, mean of three steps"
     )
     hacking_evaluations: int = Field(
-        3, ge=1, description="falls in a row of the task's held-out measure, each with a higher training reward"
+        3,
+        ge=1,
+        description="falls in a row of the task's held-out measure, each with a higher training reward; "
+        "together they exceed 2 standard errors",
     )
 
 

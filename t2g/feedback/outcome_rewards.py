@@ -39,6 +39,7 @@ class OutcomeRewards:
                 cannot be called; no feedback function returns metrics.
         """
         self._sources = [entry.source for entry in config.objective.outcome_rewards]
+        self._pays_alone = bool(self._sources) and config.objective.span_coef == 0
         self._task, self._sandbox = task, config.feedback.sandbox
         self._measure_limit = asyncio.Semaphore(self._sandbox.max_concurrent)
         self._columns = [name for name in dict.fromkeys(n for p in prompts for n in p.payload) if name not in ARGUMENTS]
@@ -58,15 +59,20 @@ class OutcomeRewards:
                 raise UserError(f"{KEY}: {source} is a number of a feedback function, and the feedback is by none")
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[SpanFeedback]:
-        """Return the feedback on the responses to a prompt, each with `outcomes`; failed where a source fails.
+        """Return the feedback on the responses to a prompt, each with `outcomes`.
+
+        It is failed where a source fails, and where none applies and spans are not paid.
 
         Raises:
             UserError, RunStopped: As `measure` and `UserFunction.call`.
         """
         columns = await gather_all(self._read_source(source, prompt, samples) for source in self._sources)
         scored = []
-        for (_, feedback), *row in zip(samples, *columns, strict=True):
+        for (rollout, feedback), *row in zip(samples, *columns, strict=True):
             numbers = dict(zip(self._sources, row, strict=True))
+            # TRL leaves it out, too. Without an answer it pays the truncation penalty.
+            if self._pays_alone and rollout.answer_start is not None and row.count(None) == len(row):
+                row = [FunctionFailed(f"no source of {KEY} applies, and objective.span_coef=0 pays nothing else")]
             if feedback.usable and (failed := [str(n) for n in row if isinstance(n, FunctionFailed)]):
                 feedback = replace(feedback, status="failed", reason=failed[0])
             scored.append(replace(feedback, outcomes={k: n for k, n in numbers.items() if isinstance(n, float)}))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import hypot, inf
 from statistics import fmean
 
 from t2g.config import AlarmConfig
@@ -45,18 +46,29 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
 
 
 def _find_reward_hacking(history: Sequence[Step], count: int) -> list[str]:
-    """Return the alarm of a training reward that rose `count` times in a row while the task's held-out measure fell."""
+    """Return the alarm of a training reward that rose `count` times in a row while the task's held-out measure fell.
+
+    The fall since the reward began to rise exceeds 2 standard errors of a difference of two evaluations. The prompts
+    are the same, so that the error is an upper bound.
+    """
     if not history or history[-1].get(m.HELD_OUT_SCORE) is None or m.HELD_OUT_FAILED in history[-1]:
         return []  # no evaluation, or the score is the feedback's own
     pairs = m.pair_evaluations(history, m.HELD_OUT_SCORE)
-    parts = [a < c and b > d for (a, b), (c, d) in pairwise(pairs)]
-    if len(parts) < count or not all(parts[-count:]) or parts[-count - 1 : -count] == [True]:
+    errors = [step.get(m.HELD_OUT_ERROR) for step in history if step.get(m.HELD_OUT_SCORE) is not None]
+    errors = [inf if error is None else error for error in errors[-len(pairs) :]]  # None: not known
+    start, found, before = 0, False, False
+    for end, ((a, b), (c, d)) in enumerate(pairwise(pairs), start=1):
+        start = start if a < c and b > d else end
+        noise = 2 * hypot(errors[start], errors[end])
+        found, before = end - start >= count and pairs[start][1] - d > noise, found
+    if not found or before:
         return []
-    (first_reward, first_score), (last_reward, last_score) = pairs[-count - 1], pairs[-1]
+    (first_reward, first_score), (last_reward, last_score) = pairs[start], pairs[-1]
     return [
-        f"the training reward rose over {count + 1} evaluations ({first_reward:.3f} to {last_reward:.3f}) while the "
-        f"held-out score fell ({first_score:.4f} to {last_score:.4f}): the policy earns rewards without being better; "
-        "read samples.jsonl for what is paid, and take the policy of checkpoints/best"
+        f"suspected reward hacking: the training reward rose over {end - start + 1} evaluations ({first_reward:.3f} to "
+        f"{last_reward:.3f}) while the held-out score fell ({first_score:.4f} to {last_score:.4f}), by more than 2 "
+        f"standard errors ({noise:.4f}): the policy may earn rewards without being better; read samples.jsonl for what "
+        "is paid, and compare it with the policy of checkpoints/best"
     ]
 
 

@@ -138,7 +138,12 @@ async def compute_held_out_metrics(
     metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        return metrics | {"eval/score": metrics[f"eval/{task.score_name}"]}
+        scores: dict[str, list[float]] = {}
+        for (prompt, _), row in zip(pairs, rows, strict=True):
+            scores.setdefault(prompt.prompt_id, []).append(row[task.score_name])
+        deviation = np.std([*map(np.mean, scores.values())], ddof=1) if len(scores) > 1 else np.inf
+        error = float(deviation / np.sqrt(len(scores)))
+        return metrics | {"eval/score": metrics[f"eval/{task.score_name}"], "eval/score_se": error}
     rules, usable = config.objective.rewards, [f for f in judged if f.usable]
     weights = config.feedback.weights
     values = [

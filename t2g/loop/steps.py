@@ -145,11 +145,9 @@ def make_train_samples(
         )
         for s in scored
     ]  # fmt: skip
-    for row, s in zip(placed, scored, strict=True):
-        row[-1:] += s.truncation_penalty
     rewards = step_rewards(
         pad_rows(placed),
-        torch.tensor([s.outcome_reward for s in scored]),
+        torch.tensor([s.outcome_reward + s.truncation_penalty for s in scored]),
         old,
         ref,
         mask,
@@ -260,11 +258,12 @@ def step_metrics(
         failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
         shares[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failed))
         shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
+    totals = [objective.span_coef * s.token_rewards.sum() + s.truncation_penalty + s.outcome_reward for s in scored]
     if objective.outcome_rewards:
         shares[m.OUTCOME_MEAN] = float(np.mean([s.outcome_reward for s in scored]))
         shares |= _means(m.OUTCOME_REWARD, [s.feedback.outcomes for s in scored])
     return shares | {
-        m.TOTAL_REWARD: float(np.mean([objective.span_coef * s.rewards.sum() + s.outcome_reward for s in scored])),
+        m.TOTAL_REWARD: float(np.mean(totals)),
         "reward/token_mean": float(rewards.mean()),
         "reward/response_mean": float(np.mean([s.rewards.sum() for s in scored])),
         "policy/kl": kl,

@@ -58,7 +58,7 @@ def source_hash(import_path: str) -> str:
     module_name, _, attribute = import_path.partition(":")
     try:
         value = getattr(importlib.import_module(module_name), attribute)
-    except Exception:  # noqa: BLE001 a user's module may raise any error
+    except (Exception, SystemExit):  # noqa: BLE001 a user's module may raise any error
         return ""
     files: dict[str, Path] = {}
     for name in {module_name, getattr(value, "__module__", None) or module_name}:

@@ -85,7 +85,8 @@ class Identity(Section):
             if IMPORTED.fullmatch(key) and ":" in str(value):
                 contents[key] = source_hash(value)
         for entry in config.objective.outcome_rewards if isinstance(config, PolicyJob) else ():
-            contents[f"objective.outcome_rewards.{entry.source}"] = source_hash(entry.source)
+            if ":" in entry.source and not entry.source.startswith("metric:"):  # hashing imports a module
+                contents[f"objective.outcome_rewards.{entry.source}"] = source_hash(entry.source)
         contents = {key: digest for key, digest in contents.items() if digest}
         accept = config.run.accept if isinstance(config, AnyJob) else ()
         return cls(config=settings, contents=contents, accept=accept, defaults=default_values(type(config)))

@@ -10,7 +10,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | reward/response_mean                       | mean over responses of the sum of their token rewards                  |
 | reward/outcome_mean                        | mean weighted sum of objective.outcome_rewards, if there are any       |
 | reward/outcome/<source>                    | mean of one of them before its weight, where it applies                |
-| reward/total_mean                          | mean over responses: span_coef x response_mean + outcome_mean          |
+| reward/total_mean                          | mean over responses: span_coef x spans + penalty + outcome rewards      |
 | tokens/{good,poor,neutral}_share           | response tokens in spans worth > 0, < 0, and all others                |
 | policy/kl                                  | to the reference, nats per sequence: mean of the sum over tokens       |
 | policy/kl_coef                             | beta of this step                                                      |
@@ -78,6 +78,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | reflection/{revised_share,revise_s}        | share of held-out responses that were revised; seconds of the revision |
 | eval/<name>                                | held-out metric of the task, only in steps that evaluate               |
 | eval/score                                 | the metric that selects the best checkpoint                            |
+| eval/score_se                              | its standard error over prompts, where the task measures the score     |
 | eval/failed_share                          | held-out responses without usable feedback, where that gives the score |
 """
 
@@ -101,7 +102,7 @@ RECALL = "feedback/recall_"  # prefix
 FEEDBACK_METRICS = "feedback/metrics/"  # prefix
 CRITERION_REWARD, CRITERION_FAILED = "criterion_reward/", "criterion_failed/"  # prefixes
 EVAL = "eval/"  # prefix
-HELD_OUT_SCORE, HELD_OUT_FAILED = "eval/score", "eval/failed_share"
+HELD_OUT_SCORE, HELD_OUT_ERROR, HELD_OUT_FAILED = "eval/score", "eval/score_se", "eval/failed_share"
 
 _LINE = (  # parts of a step's terminal line: metric and template
     (TOKEN_REWARD, "reward {:+.3f}"),

@@ -83,7 +83,7 @@ def test_a_function_gets_what_trl_passes(number: int) -> None:
     ] * 2
     record = {"ground_truth": None, "level": None} | RECORDS[number]
     prompt = record.pop("messages", None) or record.pop("prompt")
-    inputs = [{name: value for name, value in record.items() if name not in ("id", "prompt", "prompts")}] * 2
+    inputs = [{name: value for name, value in record.items() if name not in ("prompt", "prompts")}] * 2
     is_chat = isinstance(prompt, list)
     completions = [[{"role": "assistant", "content": text}] if is_chat else text for text in TEXTS]
     trainer = SimpleNamespace(
@@ -96,9 +96,8 @@ def test_a_function_gets_what_trl_passes(number: int) -> None:
         trainer, inputs, [prompt] * 2, completions, [[*range(len(t))] for t in TEXTS]
     )
     ours, theirs = SEEN
-    for name in ("trainer_state", "log_extra", "log_metric"):
-        theirs.pop(name)
-    assert ours == theirs and rewards.tolist() == [[0.5], [0.5]]
+    assert theirs.keys() - ours.keys() == {"trainer_state", "log_extra", "log_metric", "id"}, "guide 11 names them"
+    assert ours == {name: theirs[name] for name in ours} and rewards.tolist() == [[0.5], [0.5]]
 
 
 def boxed(completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
@@ -236,6 +235,19 @@ def test_the_task_measures_the_answers_that_are_trained_on() -> None:
     assert len(task.sandboxes) == 1
 
 
+@pytest.mark.parametrize("span_coef", [0.0, 1.0])
+def test_a_response_to_which_nothing_applies_is_left_out_unless_its_spans_are_paid(span_coef: float) -> None:
+    """The second response has no answer, and pays the truncation penalty."""
+    prompts = make_prompts(RECORDS, PromptsTask(), None, 0)
+    samples = make_samples(prompts[0])
+    samples[1] = (replace(samples[1][0], answer_start=None), samples[1][1])
+    config = paying(f"{__name__}:only_levels")
+    objective = config.objective.model_copy(update={"span_coef": span_coef})
+    rewards = OutcomeRewards(config.model_copy(update={"objective": objective}), PromptsTask(), prompts)
+    found = [f.status for number in (0, 1) for f in asyncio.run(rewards.score(prompts[number], samples))]
+    assert found == ["failed" if span_coef == 0 else "empty", "empty", "empty", "empty"]
+
+
 def needs_more(completions: list[str], trainer_state: Any) -> list[float]:
     return []
 
@@ -256,6 +268,7 @@ def needs_more(completions: list[str], trainer_state: Any) -> list[float]:
             r"cannot be called with prompts, completions, completion_ids and the records' fields, but is "
             r"needs_more\(completions.*missing a required argument: 'trainer_state'",
         ),
+        ("builtins:dict", {}, "but is dict: no signature found"),
         ("metric:tone", {"source": "llm", "llm": {"model": "m"}}, "metric:tone is a number of a feedback function"),
         ("task", {}, "source task pays the task's measure, and task prompts has none"),
     ],

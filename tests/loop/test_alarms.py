@@ -1,6 +1,9 @@
 import re
 from itertools import pairwise
+from statistics import fmean
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,8 +96,9 @@ def test_alarms_are_the_upward_crossings(values: list[float]) -> None:
     assert raised == [now and not before for before, now in pairwise(over)]
 
 
-def evaluations(*pairs: tuple[float, float], **more: float) -> list[dict[str, float | None]]:
+def evaluations(*pairs: tuple[float, float], **more: float | None) -> list[dict[str, float | None]]:
     """Return the history of two steps for each pair of training reward and held-out score, after an evaluation."""
+    more = {"eval/score_se": 0.01} | more
     history: list[dict[str, float | None]] = [{"step": 0, "eval/score": 0.9, **more}]
     for reward, score in pairs:
         history += [{"reward/total_mean": reward - 1}, {"reward/total_mean": reward + 1, "eval/score": score, **more}]
@@ -124,7 +128,13 @@ def test_a_reward_that_rises_while_the_held_out_measure_falls_is_reward_hacking(
     assert alarmed(history) == [4, 9], "once, and again after the reward fell"
     assert alarmed(history, hacking_evaluations=4) == [5] and alarmed(history, hacking_evaluations=1) == [2, 7]
     (sentence,) = find_alarms(history[:9], AlarmConfig())
-    for fragment in ("4 evaluations (1.000 to 4.000)", "(0.9000 to 0.6000)", "samples.jsonl", "checkpoints/best"):
+    for fragment in (
+        "suspected",
+        "4 evaluations (1.000 to 4.000)",
+        "(0.9000 to 0.6000)",
+        "samples.jsonl",
+        "checkpoints/best",
+    ):
         assert fragment in sentence
 
 
@@ -136,7 +146,26 @@ def test_a_reward_that_rises_while_the_held_out_measure_falls_is_reward_hacking(
         ([(1.0, 0.9), (2.0, 0.8), (1.5, 0.7), (3.0, 0.6)], {}),  # the reward fell
         ([(1.0, 0.9), (1.0, 0.8), (1.0, 0.7), (1.0, 0.6)], {}),
         ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6)], {"eval/failed_share": 0.0}),  # the feedback's own score
+        ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6)], {"eval/score_se": 0.11}),  # 0.3 < 2 sqrt(2) 0.11
+        ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6)], {"eval/score_se": None}),
     ],
 )
-def test_no_reward_hacking(pairs: list[tuple[float, float]], more: dict[str, float]) -> None:
+def test_no_reward_hacking(pairs: list[tuple[float, float]], more: dict[str, Any]) -> None:
     assert alarmed(evaluations(*pairs, **more)) == []
+
+
+def test_a_slow_fall_is_reported_once_it_exceeds_the_noise() -> None:
+    falling = [(float(i), 0.9 - 0.1 * i) for i in range(9)]
+    assert alarmed(evaluations(*falling, **{"eval/score_se": 0.16})) == [6], "0.5 > 2 sqrt(2) 0.16 > 0.4"
+
+
+def test_noise_alone_raises_few_alarms_and_a_true_fall_is_found() -> None:
+    """20 evaluations of a rising reward. Without a bound the flat runs have an alarm in 48 of 100 (seeds 0 to 9999)."""
+
+    def share(fall: float) -> float:
+        rng, num_runs = np.random.default_rng(0), 300
+        scores = 0.5 + 0.02 * (rng.normal(size=(num_runs, 20)) - fall * np.arange(20))
+        return fmean(bool(alarmed(evaluations(*enumerate(row), **{"eval/score_se": 0.02}))) for row in scores)
+
+    assert share(fall=0.0) < 0.2
+    assert share(fall=2.0) > 0.95

@@ -42,6 +42,19 @@ def score(*feedback: SpanFeedback) -> float:
     return asyncio.run(metrics)["eval/score"]
 
 
+def test_the_standard_error_is_of_prompts_and_not_of_responses() -> None:
+    """Shares of `a`: p0 has 1 and 0, p1 has 1 and 0.5. The means 0.5 and 0.75 deviate by 0.125 sqrt(2)."""
+    log: Any = SimpleNamespace(write_samples=lambda *_: None)
+    source: Any = SimpleNamespace(
+        judge=lambda *_: asyncio.sleep(0, make_feedback("c", [], [], "", source="s", version="v"))
+    )
+    texts = zip((p for p in letter_prompts(2) for _ in range(2)), ("aa", "bb", "aa", "ab"), strict=True)
+    pairs = [(p, rollout(p.prompt_id, text)) for p, text in texts]
+    for given, error in ((pairs, 0.125), (pairs[:2], np.inf)):
+        found = asyncio.run(compute_held_out_metrics(CONFIG, LetterTask(), given, source, log, step=0))
+        assert found["eval/score_se"] == pytest.approx(error)
+
+
 def spans_feedback(good: int, *severities: int) -> SpanFeedback:
     text = "g" * good + "p" * len(severities)
     poor = [{"quote": "p", "occurrence": i + 1, "severity": severity} for i, severity in enumerate(severities)]

@@ -148,6 +148,9 @@ def test_a_truncated_response_pays_its_penalty_at_its_last_token_in_any_placemen
         objective = ObjectiveConfig(advantages="gae", lam=0.0, whiten="none", rewards={"placement": placement})
         _, scored = scored_pair([1.0, 0.0, 0.0])
         truncated = replace(scored, truncation_penalty=-0.5)
+        alone = objective.model_copy(update={"span_coef": 0.0})
+        (only,) = make_train_samples([truncated], [stats(3)], alone, kl_coef=0.0, seed=1)
+        assert only.advantages.tolist() == [0.0, 0.0, -0.5], "it is a reward of its own"
         whole, short = make_train_samples([scored, truncated], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)
         assert short.advantages.tolist() == expected and truncated.rewards.tolist() == [1.0, 0.0, -0.5]
         assert whole.advantages.sum() == 1 and scored.token_rewards.tolist() == [1, 0, 0]
@@ -259,6 +262,8 @@ def test_step_metrics_by_hand() -> None:
     pairs = [(prompt, s.rollout, s.feedback) for s in (cut, two, two)]
     penalised = step_metrics(pairs, [cut, two], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert penalised["response/truncated_share"] == pytest.approx(1 / 3)
+    weighted = step_metrics(pairs, [cut, two], learner_stats, objective, kl=0.4, kl_coef=0.1)
+    assert weighted["reward/total_mean"] == pytest.approx((2 * 0 - 0.5 + 0.5 + 2 * 2) / 2)
     assert penalised["reward/token_mean"] == pytest.approx((2 - 0.5) / 6)
     assert penalised["reward/response_mean"] == pytest.approx((0 - 0.5 + 2) / 2)
     assert penalised["tokens/poor_share"] == metrics["tokens/poor_share"], "no span is worth less"

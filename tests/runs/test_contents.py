@@ -99,8 +99,9 @@ def test_what_has_no_source_of_a_users_own_has_no_hash(name: str) -> None:
 
 def test_a_module_that_cannot_be_imported_has_no_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    write(tmp_path / "broken_function.py", "raise RuntimeError('no')\n")
-    assert source_hash("broken_function:judge") == ""
+    for error in ("RuntimeError('no')", "SystemExit(1)"):
+        write(tmp_path / "broken_function.py", f"raise {error}\n")
+        assert source_hash("broken_function:judge") == ""
     assert "broken_function" not in sys.modules
     assert source_hash("json:dumps") != ""
 

@@ -307,3 +307,12 @@ def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default(made: 
     assert "objective.gamma (1.0 -> 0.9)" in made.refusal(objective={"gamma": 0.9})
     teacher = made.refusal(objective={"teacher": {}})
     assert "objective.teacher.weight (null -> " in teacher, "the defaults of a section that was off are a change"
+
+
+def test_sources_without_a_function_import_no_module_of_their_name(made: Made) -> None:
+    for name in ("task", "metric"):
+        made.write(f"{name}.py", "raise SystemExit('imported')\n")
+    sources = [{"source": "task"}, {"source": "metric:tone"}, {"source": f"{made.module}_reward:pay"}]
+    contents = made.begin(objective={"outcome_rewards": sources}).contents
+    paid = [key for key in contents if key.startswith("objective.")]
+    assert paid == [f"objective.outcome_rewards.{made.module}_reward:pay"]

@@ -163,12 +163,12 @@ def load_function(
         raise kind(f"{key} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise UserError(f"{key} has the type {type(function).__name__}; it needs to be a function")
-    signature = inspect.signature(function)
+    text = import_path.partition(":")[2]
     try:
+        text += str(signature := inspect.signature(function))
         signature.bind(*range(num_arguments), **_select_options(function, dict.fromkeys(options)))
-    except TypeError as error:
-        name = import_path.partition(":")[2]
-        raise UserError(f"{key} cannot be called with {form}, but is {name}{signature}: {error}") from None
+    except (TypeError, ValueError) as error:  # a built-in class has no signature
+        raise UserError(f"{key} cannot be called with {form}, but is {text}: {error}") from None
     return function
 
 
