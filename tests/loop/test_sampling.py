@@ -48,7 +48,7 @@ def test_the_standard_error_is_of_prompts_and_not_of_responses() -> None:
     source: Any = SimpleNamespace(
         judge=lambda *_: asyncio.sleep(0, make_feedback("c", [], [], "", source="s", version="v"))
     )
-    texts = zip((p for p in letter_prompts(2) for _ in range(2)), ("aa", "bb", "aa", "ab"), strict=True)
+    texts = zip((p for p in letter_prompts(2) for _ in range(2)), ("aaaa", "bbbb", "aaaa", "aabb"), strict=True)
     pairs = [(p, rollout(p.prompt_id, text)) for p, text in texts]
     for given, error in ((pairs, 0.125), (pairs[:2], np.inf)):
         found = asyncio.run(compute_held_out_metrics(CONFIG, LetterTask(), given, source, log, step=0))
