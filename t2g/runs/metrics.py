@@ -10,7 +10,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | reward/response_mean                       | mean over responses of the sum of their token rewards                  |
 | reward/outcome_mean                        | mean weighted sum of objective.outcome_rewards, if there are any       |
 | reward/outcome/<source>                    | mean of one of them before its weight, where it applies                |
-| reward/total_mean                          | mean over responses: span_coef x spans + penalty + outcome rewards      |
+| reward/total_mean                          | mean over responses: span_coef x spans + penalty + outcome rewards     |
 | tokens/{good,poor,neutral}_share           | response tokens in spans worth > 0, < 0, and all others                |
 | policy/kl                                  | to the reference, nats per sequence: mean of the sum over tokens       |
 | policy/kl_coef                             | beta of this step                                                      |
