@@ -62,7 +62,7 @@ def train(
         feedback: Feedback function, async or not, or its import path; in place of `feedback.source`.
 
     Raises:
-        UserError, RunStopped, Stopped: See `start`.
+        UserError, RunStopped, Stopped, KeyboardInterrupt: See `start`.
     """
     given = {"data.path": prompts, "eval_data.path": eval_prompts, "feedback.source": feedback}
     return start(PolicyJob, run_training, READ_POLICY_DATA, config, given)
@@ -101,7 +101,7 @@ def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
 
 
 def show_one(folder: Path) -> None:
-    """Return a response of the last step with coloured spans, with feedback if there is any."""
+    """Print a response of the last step with coloured spans, with feedback if there is any."""
     from rich.console import Console
 
     from t2g.report.run_page import examples
@@ -162,7 +162,7 @@ def annotate(config: GivenConfig, *, prompts: Records | None = None, feedback: A
         feedback: Feedback function, or its import path; in place of `annotate.source`.
 
     Raises:
-        UserError, RunStopped, Stopped: See `start`.
+        UserError, RunStopped, Stopped, KeyboardInterrupt: See `start`.
     """
     given = {"data.path": prompts, "annotate.source": feedback}
     file = start(AnnotateJob, run_annotation, READ_SAMPLES, config, given)
@@ -198,7 +198,7 @@ def evaluate(config: GivenConfig, *, what: str = "reward", prompts: Records | No
         prompts: Dicts or a `datasets.Dataset`, in place of `data.path`.
 
     Raises:
-        UserError, RunStopped, Stopped: See `start`.
+        UserError, RunStopped, Stopped, KeyboardInterrupt: See `start`.
     """
     if what not in EVALUATIONS:
         raise UserError(f"what={what!r} is none of {', '.join(EVALUATIONS)}")

@@ -1,12 +1,16 @@
 """The start of a job from Python: its config, its records in a file, and the thread in which it runs."""
 
+import asyncio
+import ctypes
 import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import xxhash
@@ -21,6 +25,7 @@ from t2g.files import write_atomic
 GivenConfig = AnyJob | Mapping[str, Any] | str | os.PathLike[str]  # of a call; a text is the path of a YAML file
 Records = Iterable[Mapping[str, Any]]  # dicts, or a datasets.Dataset
 
+ARGUMENTS = {"data.path": "prompts", "eval_data.path": "eval_prompts"}  # of the calls, by key; others: feedback
 _running = threading.Lock()  # jobs of one process would share Ray, the stop flag and the progress file
 
 
@@ -29,8 +34,9 @@ def start(
 ) -> Result:
     """Run a job as its command does, and return the result of `run`.
 
-    The job has a thread of its own, since the event loop of a notebook runs in the caller's. The first signal to the
-    main thread ends the job at its next checkpoint; a second Ctrl-C only ends the wait for it.
+    Signals do what they do to the command. Where an event loop runs, as in a notebook, the job has a thread of its own:
+    Ctrl-C and SIGTERM end it at its next checkpoint, or by KeyboardInterrupt if it has none (`evaluate` of a reward
+    model or a teacher); a second Ctrl-C only ends the wait for it.
 
     Args:
         schema: Type of the config.
@@ -41,26 +47,43 @@ def start(
     Raises:
         UserError: The config or an input cannot be used, or a job of this process is running.
         RunStopped: The run stopped to protect its results.
-        Stopped: A signal ended the run; the same call resumes it.
+        Stopped, KeyboardInterrupt: A signal ended the run; the same call resumes it.
     """
     if not _running.acquire(blocking=False):
         raise UserError("a job of this Python process is still running: wait for its end")
 
     def job() -> Result:
+        made: list[Path] = []
         try:
-            return check_and_run(_load(schema, config, given), run, read, **options)
+            return check_and_run(_load(schema, config, given, made), run, read, **options)
         except (UserError, RunStopped) as error:  # one of an actor has the remote traceback in its text
+            for path in made:
+                if not any(path.name in file.read_text() for file in path.parent.rglob(loading.FILE_NAME)):
+                    path.unlink()  # the call was refused, and no run has these records
             raise getattr(error, "cause", error) from None
         except Stopped:
             raise Stopped("a signal ended the run; the same call resumes it") from None
         finally:
             _running.release()
 
-    stop = StopFlag.installed = StopFlag()
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.on_signal(number, frame)
+        if not stop.is_read:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(KeyboardInterrupt))
+
+    stop, in_loop = StopFlag(), False
+    StopFlag.installed = stop
     numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
-    handlers = {number: signal.signal(number, stop.on_signal) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    with suppress(RuntimeError):
+        in_loop = bool(asyncio.get_running_loop())
     try:
+        if not in_loop:
+            return job()
         pool = ThreadPoolExecutor(1, "t2g job")
+        thread_id = pool.submit(threading.get_ident).result()
+        for number in numbers:
+            signal.signal(number, on_signal)
         future = pool.submit(job)
         pool.shutdown(wait=False)
         return future.result()
@@ -69,16 +92,18 @@ def start(
             signal.signal(number, handler)
 
 
-def _load(schema: type[Config], config: GivenConfig, given: Mapping[str, Any]) -> Config:
+def _load(schema: type[Config], config: GivenConfig, given: Mapping[str, Any], made: list[Path]) -> Config:
+    """Return the config of a call; append new files with records to `made`."""
     forget_functions()
     source = Path(config) if isinstance(config, str | os.PathLike) else _plain(config)
     records = {key: value for key, value in given.items() if key.endswith(".path") and value is not None}
     values = {key: _plain(value) for key, value in given.items() if value is not None and key not in records}
     values |= dict.fromkeys(records, "records")  # the folder of their file is known once the config is loaded
-    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    loaded = loading.load(schema, source, overrides, have=find_resources)
+    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+    origin = ", ".join(f"{ARGUMENTS.get(key, 'feedback')}=" for key in values)
+    loaded = loading.load(schema, source, overrides, have=find_resources, origin=origin)
     folder = loaded.run.root / loaded.run.name  # a smoke run empties the one inside
-    return with_overrides(loaded, {key: _write_records(folder, key, rows) for key, rows in records.items()})
+    return with_overrides(loaded, {key: _write_records(folder, key, rows, made) for key, rows in records.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -92,17 +117,19 @@ def _plain(value: Any) -> Any:
     return name_function(value) if callable(value) else str(value) if isinstance(value, os.PathLike) else value
 
 
-def _write_records(folder: Path, key: str, rows: Records) -> str:
+def _write_records(folder: Path, key: str, rows: Records, made: list[Path]) -> str:
     """Return a file with the records, whose name changes with them: other records must not replace those of a run."""
     from t2g.data.load import describe_unserializable
 
     lines = []
     for number, row in enumerate(rows, start=1):
         if reason := describe_unserializable(row):
-            raise UserError(f"{key}: record {number} {reason}")
+            raise UserError(f"{ARGUMENTS[key]}: record {number} {reason}")
         lines.append(f"{json.dumps(row, default=str)}\n")
     content = "".join(lines).encode()
     path = folder / f"records-{xxhash.xxh3_64_hexdigest(content)}.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, content)
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+        made.append(path)
     return str(path)

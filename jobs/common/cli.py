@@ -148,6 +148,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self.is_read = False  # whether a job in another thread checks it
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
@@ -166,6 +167,7 @@ def stop_flag() -> StopFlag:
     Only the main thread can have handlers. In another one, return the flag that the caller of the job sets.
     """
     if threading.current_thread() is not threading.main_thread():
+        StopFlag.installed.is_read = True
         return StopFlag.installed
     flag = StopFlag.installed = StopFlag()
     signal.signal(signal.SIGTERM, flag.on_signal)

@@ -44,6 +44,7 @@ def load(
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
     have: Callable[[str | None], Mapping[str, float]] | None = lambda address: {},
+    origin: str = "command line",
 ) -> Config:
     """Return the validated config of `file` with `overrides` applied.
 
@@ -56,9 +57,10 @@ def load(
         environ: Shows, with `cwd`, whether this process is the driver of a Ray job.
         have: Returns the resources of a cluster by address (see `auto.resolve_auto`); called if a value is `auto`. By
             default there is no GPU; None refuses `auto`.
+        origin: Where the overrides come from.
 
     Raises:
-        UserError: One sentence per problem, with the line of the file or, if the file alone is valid, "command line".
+        UserError: One sentence per problem, with the line of the file or, if the file alone is valid, `origin`.
     """
     values, lines = read_yaml(file) if isinstance(file, Path) else (_check_texts(file, lambda keys: "config"), {})
     merged: Any = values
@@ -67,7 +69,7 @@ def load(
         for keys, value in parsed:
             merged = with_value_at(merged, keys, value)
     except UserError as error:
-        raise UserError(f"command line: {error}") from None
+        raise UserError(f"{origin}: {error}") from None
     resources: Mapping[str, float] = {}
     if chosen_keys := list(auto_keys(merged)):
         if have is None:
@@ -94,7 +96,7 @@ def load(
         def format_origin(detail: ErrorDetails) -> str:
             sections = [detail["loc"][:length] for length in range(len(detail["loc"]), 0, -1)]
             if (detail["loc"], detail["msg"]) not in file_errors or any(keys in sections for keys, _ in parsed):
-                return "command line: "
+                return f"{origin}: "
             name = file if isinstance(file, Path) else "config"
             return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{name}: ")
 

@@ -5,7 +5,6 @@ A function of a script or notebook, or one inside another function, has no impor
 """
 
 import inspect
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,21 +15,21 @@ _functions: dict[str, tuple[Any, str]] = {}  # of the job that runs: __main__:NA
 
 
 def name_function(function: Any) -> str:
-    """Return the value that stands for a function, a class or a callable object in a config.
+    """Return the value that stands for a function or a class in a config.
 
-    Values from outside its text, as those of a closure, do not count for its identity.
+    Values from outside its text, as those of a closure or of a method's object, do not count for its identity.
 
     Raises:
         UserError: It has no import path, and no source text or the name of another one.
     """
-    inner = function.func if isinstance(function, partial) else function
-    defined = inner if hasattr(inner, "__qualname__") else type(inner)  # of a callable object its class has the text
-    path = f"{defined.__module__}:{defined.__qualname__}"
-    if not path.startswith(PREFIX) and getattr(inspect.getmodule(defined), defined.__qualname__, None) is function:
+    if not hasattr(function, "__qualname__"):  # the text would not show with which arguments it was made
+        raise UserError(f"got an object of the type {type(function).__name__}: write a function that calls it")
+    path = f"{function.__module__}:{function.__qualname__}"
+    if not path.startswith(PREFIX) and getattr(inspect.getmodule(function), function.__qualname__, None) is function:
         return path
-    path = PREFIX + defined.__name__
+    path = PREFIX + function.__name__
     try:
-        text = inspect.getsource(defined)
+        text = inspect.getsource(function)
     except (OSError, TypeError):
         raise UserError(f"{path} has no source text: define it in a file or in a cell of a notebook") from None
     if _functions.setdefault(path, (function, text))[0] != function:  # each access makes a bound method anew

@@ -119,7 +119,7 @@ def test_a_dataset_is_read_as_a_list(config: dict[str, Any], tmp_path: Path) -> 
 
     source = annotate(config, prompts=Dataset.from_list(PROMPTS), feedback=make_judge("a", []))
     assert [record["payload"]["note"] for record in source] == ["a", "b", "c", "d"]
-    with pytest.raises(UserError, match=r"^data.path: record 2 holds bytes, which no journal can keep$"):
+    with pytest.raises(UserError, match=r"^prompts: record 2 holds bytes, which no journal can keep$"):
         annotate(config, prompts=[PROMPTS[0], {"prompt": b"x"}])
     with pytest.raises(UserError, match=r"records-\w+\.jsonl:1: holds \"Say a\.\"; it needs to be an object"):
         annotate(config, prompts=["Say a."], feedback=make_judge("a", []))  # type: ignore[list-item]
@@ -130,7 +130,7 @@ def test_a_config_is_an_object_a_dict_or_a_file(file: str, monkeypatch: pytest.M
     monkeypatch.chdir(ROOT)
     config = loading.load(PolicyJob, ROOT / file, environ={}, have=cli.find_resources)
     forms = [config, loading.read_yaml(ROOT / file)[0], ROOT / file, file]
-    loaded = [job_start._load(PolicyJob, form, {}) for form in forms]
+    loaded = [job_start._load(PolicyJob, form, {}, []) for form in forms]
     assert all(each == config for each in loaded) and len({each.model_dump_json() for each in loaded}) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_function_stands_wherever_a_config_takes_an_import_path(tmp_path: Path
         "objective": {"outcome_rewards": [{"source": reward, "weight": 0.5}]},
         "feedback": {"sources": {"own": {"source": make_judge("a", [])}, "other": {"source": json.dumps}}},
     }  # fmt: skip
-    loaded = job_start._load(PolicyJob, values, {})
+    loaded = job_start._load(PolicyJob, values, {}, [])
     assert loaded.feedback.sources is not None and loaded.model.system_prompt == "Be short."
     assert {name: source.source for name, source in loaded.feedback.sources.items()} == {
         "own": "__main__:judge", "other": "json:dumps",
@@ -155,9 +155,9 @@ def test_a_function_stands_wherever_a_config_takes_an_import_path(tmp_path: Path
     assert {"feedback.sources.own.source", "objective.outcome_rewards.__main__:reward"} < contents.keys()
     assert (loaded.data.path, loaded.num_steps) == (str(tmp_path / "d.jsonl"), 7)
     with pytest.raises(UserError, match=r"^config: nmu_steps is unknown; did you mean num_steps"):
-        job_start._load(PolicyJob, values | {"nmu_steps": 7}, {})
+        job_start._load(PolicyJob, values | {"nmu_steps": 7}, {}, [])
     with pytest.raises(UserError, match=r"^config: run.name holds a line break"):
-        job_start._load(PolicyJob, values | {"run": {"name": "a\nb"}}, {})
+        job_start._load(PolicyJob, values | {"run": {"name": "a\nb"}}, {}, [])
 
 
 def test_what_would_stop_a_job_is_raised_at_once(config: dict[str, Any], tmp_path: Path) -> None:
@@ -167,6 +167,11 @@ def test_what_would_stop_a_job_is_raised_at_once(config: dict[str, Any], tmp_pat
     problems = str(caught.value).splitlines()
     assert problems[0] == "3 problems:" and "no folder of that name" in str(caught.value)
     assert not (tmp_path / "r" / "config.yaml").exists()
+    for bad in (5, object(), "judge"):
+        with pytest.raises(UserError, match=r"^feedback=, prompts=: annotate\.source\b") as caught:
+            annotate(config, prompts=PROMPTS, feedback=bad)
+        assert "command line" not in str(caught.value)
+    assert not [*tmp_path.rglob("records-*")], "a refused call left its records"
     with pytest.raises(UserError, match=r"^what='rewards' is none of reward, policy, teacher$"):
         evaluate(own, what="rewards")
 
@@ -202,7 +207,8 @@ def test_other_prompts_do_not_replace_those_of_a_run(tmp_path: Path) -> None:
     assert [json.loads(line) for line in file.read_text().splitlines()] == PROMPTS
     with pytest.raises(UserError, match=r"other inputs: the content of data\.path"):
         begin(PROMPTS[:3])
-    assert begin(PROMPTS) == begin(PROMPTS, smoke=True) == file and file.exists()
+    assert begin(PROMPTS) == begin(PROMPTS, smoke=True) == file
+    assert [*tmp_path.rglob("records-*")] == [file], "those that were refused are gone"
 
 
 def test_an_error_of_a_worker_is_raised_without_its_traceback(config: dict[str, Any]) -> None:
@@ -237,6 +243,43 @@ def test_a_signal_ends_the_run_at_its_next_checkpoint(
     with pytest.raises(Stopped):
         where(lambda: fake_start(config, job))
     assert [flag.signal_name for flag in flags] == [number.name]
+
+
+class Terminated(Exception):
+    pass
+
+
+def terminate(number: int, frame: Any) -> None:
+    raise Terminated
+
+
+@pytest.mark.parametrize(("where", "number", "error"), [
+    (in_notebook, signal.SIGINT, KeyboardInterrupt), (in_notebook, signal.SIGTERM, KeyboardInterrupt),
+    (lambda call: call(), signal.SIGINT, KeyboardInterrupt), (lambda call: call(), signal.SIGTERM, Terminated),
+])  # fmt: skip
+def test_a_signal_ends_a_job_without_checkpoints(
+    config: dict[str, Any], where: Any, number: signal.Signals, error: type[BaseException]
+) -> None:
+    ended: list[float] = []
+
+    def job(job: AnnotateJob, read: Any) -> None:
+        began = time.monotonic()
+        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+        try:
+            while time.monotonic() < began + 30:
+                time.sleep(0.01)
+        finally:
+            ended.append(time.monotonic() - began)
+
+    before = signal.signal(signal.SIGTERM, terminate)  # of the program; the default one ends the process
+    try:
+        with pytest.raises(error):
+            where(lambda: fake_start(config, job))
+        assert signal.getsignal(signal.SIGTERM) is terminate
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended and ended[0] < 10, "the call returned before its job, or after all of it"
+    assert fake_start(config, lambda job, read: "next") == "next"
 
 
 def test_a_run_gives_its_files(tmp_path: Path) -> None:
