@@ -168,7 +168,7 @@ def test_what_would_stop_a_job_is_raised_at_once(config: dict[str, Any], tmp_pat
     assert problems[0] == "3 problems:" and "no folder of that name" in str(caught.value)
     assert not (tmp_path / "r" / "config.yaml").exists()
     for bad in (5, object(), "judge"):
-        with pytest.raises(UserError, match=r"^feedback=, prompts=: annotate\.source\b") as caught:
+        with pytest.raises(UserError, match=r"^feedback=, prompts=: annotate\b") as caught:
             annotate(config, prompts=PROMPTS, feedback=bad)
         assert "command line" not in str(caught.value)
     assert not [*tmp_path.rglob("records-*")], "a refused call left its records"
