@@ -16,7 +16,7 @@ from t2g.feedback.rewards import token_rewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import JudgedResponse, judge_answer
 from t2g.text.thinking import count_thinking_tokens
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats
 
 NUM_MATCHES = 10  # unmentioned tokens that a criticised token is compared with
 THINKING = 2  # label of tokens that are left out
@@ -64,6 +64,19 @@ async def measure(
     labels = [mentions(tokenizer, r, f) for r, f, _ in judged]
     base = [r.rollout_logprobs for r, _, _ in judged]
     return changes_by_mention(labels, [change for _, _, change in judged], base) | returned
+
+
+def retention(stats: Sequence[TokenStats]) -> dict[str, float]:
+    """Return how likely a policy makes texts that it was not trained on, {} without texts.
+
+    Returns:
+        perplexity, exp of the mean of -log p over all tokens of the responses; and retention, the mean change of log p
+        against the frozen reference, nats a token, below 0 for a policy that has forgotten.
+    """
+    if not stats:
+        return {}
+    policy, reference = (np.concatenate([getattr(s, name) for s in stats]) for name in ("old_logprobs", "ref_logprobs"))
+    return {"perplexity": float(np.exp(-policy.mean())), "retention": float((policy - reference).mean())}
 
 
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
