@@ -15,12 +15,14 @@ from t2g.concurrency import gather_all
 from t2g.config import PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped
 from t2g.feedback.outcome_rewards import measure
+from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.steps import sampling_seed
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.text.thinking import NO_ANSWER
+from t2g.text.transcript import judged_characters
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
@@ -92,11 +94,19 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
 async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
     """Return the feedback on the answer of a response, with the spans in characters of `response_text`.
 
-    The source sees the answer alone. A response that ended within its thinking is not judged: it has no spans.
+    The source sees the answer alone, or the transcript of a conversation without its thinking. A response that ended
+    within its thinking is not judged: it has no spans.
     """
+    if rollout.failure:
+        return make_failed_feedback("failed", source=feedback.name, version="", reason=rollout.failure)
     if rollout.answer_start is None:
         return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=NO_ANSWER)
-    return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start)
+    if not rollout.conversation:
+        return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start)
+    positions = judged_characters(rollout)
+    judged = await feedback.judge(prompt, "".join(rollout.response_text[i] for i in positions))
+    spans = (replace(s, start=int(positions[s.start]), end=int(positions[s.end - 1]) + 1) for s in judged.spans)
+    return replace(judged, spans=tuple(spans), metrics=rollout.metrics | judged.metrics)
 
 
 def shift_spans(feedback: SpanFeedback, offset: int) -> SpanFeedback:
@@ -135,7 +145,7 @@ async def compute_held_out_metrics(
     logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
     judged = await gather_all(judge_answer(feedback, p, r) for p, r in (logged if rows else pairs))
     log.write_samples(step, "eval", [(*pair, f) for pair, f in zip(logged, judged, strict=False)])
-    metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
+    metrics = {"eval/length_mean": float(np.mean([r.policy_mask.sum() for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         scores: dict[str, list[float]] = {}

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 from t2g.config import LogConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
-from t2g.feedback import token_offsets
 from t2g.files import raise_if_unwritable, write_atomic
 from t2g.runs.metrics import STEP
 from t2g.text.segments import printable, to_html
+from t2g.text.transcript import rollout_offsets
 from t2g.types import FinishReason, Prompt, Rollout, ScoredRollout, SpanFeedback
 
 METRICS_FILE = "metrics.jsonl"
@@ -129,12 +129,16 @@ class RunLog:
             records.append(_SAMPLE.dump_python(sample))
             index = indices.get((prompt.prompt_id, rollout.sample_index))
             if index is not None:
-                ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
-                records[-1] |= {  # lists of length R: character range, text and reward of each response token
+                is_sampled = rollout.policy_mask
+                ranges = rollout_offsets(tokenizer, rollout)[is_sampled].tolist()
+                records[-1] |= {  # lists of character range, text and reward of each sampled token
                     "token_ranges": ranges,
                     "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                    "token_rewards": scored[index].rewards.tolist(),
-                    **{name: [round(float(value), 5) for value in of[index]] for name, of in columns.items()},
+                    "token_rewards": scored[index].rewards[is_sampled].tolist(),
+                    **{
+                        name: [round(float(value), 5) for value in of[index][is_sampled]]
+                        for name, of in columns.items()
+                    },
                 }
             rows.append((sample, None if index is None else float(scored[index].rewards.sum())))
         _append(self._folder / SAMPLES_FILE, records)
