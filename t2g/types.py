@@ -69,6 +69,7 @@ class Rollout:
     conversation: tuple[PolicyTurn, ...] = ()  # its turns; (): a response of a single turn, without an environment
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's own numbers
     failure: str = ""  # why the environment gave no reply; such a conversation is not trained on
+    is_window_full: bool = False  # the conversation ended because another turn would not fit into the engine's window
 
     @property
     def turns(self) -> tuple[PolicyTurn, ...]:

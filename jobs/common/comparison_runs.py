@@ -23,7 +23,16 @@ from actors.learner.learner import LearnerGroup
 from jobs.common import reward_models
 from jobs.common.cli import StopFlag, print_outputs
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import After, PolicyData, finished, learner_spec, read_data, run_baseline, train
+from jobs.common.policy_runs import (
+    After,
+    PolicyData,
+    finished,
+    learner_spec,
+    make_rollout_source,
+    read_data,
+    run_baseline,
+    train,
+)
 from jobs.common.stages import base_model, once, positions, reward_job
 from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -64,10 +73,12 @@ class Target:
         job = arms.reference
         prompts, samples = data.eval_prompts[: job.eval.num_prompts], job.run.folder / "samples"
         self._tokenizer, self._sampling = data.tokenizer, make_sampling(job, "reference", 0, num_samples=1)
+        self._source = partial(make_rollout_source, job, data)
 
         def make() -> dict[str, Any]:
             rollouts, feedback = fleets.for_policy(job, data.task)
-            judged = asyncio.run(targeting.sample_and_judge(prompts, rollouts, feedback, self._sampling))
+            source = self._source(rollouts)
+            judged = asyncio.run(targeting.sample_and_judge(prompts, source, feedback, self._sampling))
             shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
             job.run.folder.mkdir(parents=True, exist_ok=True)
             write_groups(samples, {0: [Group(prompt=p, samples=((r, f),)) for p, r, f in judged]})
@@ -96,7 +107,8 @@ class Target:
         return [stats.old_logprobs for stats in learner.forward([rollout for _, rollout, _ in self.responses])]
 
     def _write(self, arm: PolicyJob, logprobs: Sequence[Any], rollouts: RolloutFleet, feedback: FeedbackSource) -> None:
-        measured = targeting.measure(self.responses, logprobs, rollouts, feedback, self._sampling, self._tokenizer)
+        source = self._source(rollouts)
+        measured = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
         write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(asyncio.run(measured), indent=1).encode())
 
 

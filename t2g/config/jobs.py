@@ -124,6 +124,10 @@ class PolicyJob(SyncedJob, JobConfig):
     data: DataConfig
     eval_data: DataConfig | None = Field(None, description="held-out prompts; none: no evaluation")
     num_steps: ResumeMutable[int] = Field(100, ge=1)
+    environment: str | None = Field(
+        None, description="replies to the policy's turns: code_repair (what fails of the visible tests) or "
+        "pkg.mod:Class; none: responses of a single turn",
+    )  # fmt: skip
     feedback: FeedbackConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
@@ -166,10 +170,11 @@ class PolicyJob(SyncedJob, JobConfig):
     @field_validator("objective")
     @classmethod
     def fill_objective_defaults(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
-        """Set `rewards.poor` by task and `advantages` by the number of samples and the settings of a critic.
+        """Set `rewards.poor` by task, `advantages` by the number of samples and the settings of a critic, `turn_gamma`.
 
         In the task code, severity 1 means "works, could be improved", for which the paper's release pays nothing.
-        A single sample of a prompt has no group to compare with.
+        A single sample of a prompt has no group to compare with. Where each turn has its own critique, a wrong turn
+        would earn the praise of the turn that repairs it.
         """
         rollout, learner = info.data.get("rollout"), info.data.get("learner")  # None if the section is invalid
         changes: dict[str, Any] = {}
@@ -179,7 +184,24 @@ class PolicyJob(SyncedJob, JobConfig):
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
         if (has_one_sample or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
+        feedback = info.data.get("feedback")
+        if feedback and feedback.source == "next_message" and "turn_gamma" not in objective.model_fields_set:
+            changes["turn_gamma"] = 0.0
         return with_derived(objective, changes)
+
+    @model_validator(mode="after")
+    def check_environment(self) -> Self:
+        sources = {source.source for source in self.feedback.named_sources.values()}
+        if self.environment is None:
+            return self
+        if "program" in sources:
+            raise ValueError(
+                "feedback.source=program judges one response, and environment gives conversations: set next_message, "
+                "with feedback.align=program for the spans of each turn, or a function that reads the transcript"
+            )
+        if self.objective.teacher is not None:
+            raise ValueError("objective.teacher answers a prompt, and environment gives conversations: remove one")
+        return self
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:

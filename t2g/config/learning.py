@@ -101,8 +101,8 @@ class ObjectiveConfig(FollowingSection):
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1, description="of GAE")
     turn_gamma: float = Field(
-        1.0, ge=0, le=1, exclude_if=lambda gamma: gamma == 1, description="discount from a turn of a conversation to "
-        "the turn before it, beside gamma; 0: the rewards of a turn are those of its own tokens alone"
+        1.0, ge=0, le=1, description="discount from a turn of a conversation to the turn before it, beside gamma. 0: "
+        "a turn's rewards are those of its own tokens alone; the default with feedback.source=next_message"
     )  # fmt: skip
     advantages: Literal["gae", "group", "group_normalised"] = Field(
         "group",
