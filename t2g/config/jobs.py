@@ -205,6 +205,8 @@ class PolicyJob(SyncedJob, JobConfig):
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:
+        if self.feedback.reads_conversations:
+            raise ValueError("feedback.source=next_message needs logged conversations, which only t2g annotate reads")
         if self.objective.teacher is not None and not self.feedback.writes_critiques:
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
@@ -262,8 +264,11 @@ class AnnotateJob(JobConfig):
         if options.responses == "policy":
             number = count(self.rollout.samples_per_prompt, "response")
             responses = f"{number} to each prompt of {self.data.name}, {format_sampling(self.rollout)}"
+        elif options.reads_conversations:
+            responses = f"each of the assistant's turns with a reply in {self.data.name}"
         responses += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
-        heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
+        groups = "conversations" if options.reads_conversations else "prompts"
+        heldout = f"records of {options.heldout_share:.0%} of the {groups} are held out"
         return [responses, f"feedback: {options.describe()}; {heldout}"]
 
     @model_validator(mode="before")
