@@ -94,6 +94,10 @@ class Rollout:
         """Return the (last) response without its thinking: what is measured; "" if it ended within its thinking."""
         return "" if self.answer_start is None else self.response_text[self.answer_start :]
 
+    def answer_of(self, turn: PolicyTurn) -> str:
+        """Return the text of one of the turns without its thinking."""
+        return "" if turn.answer_start is None else self.response_text[turn.answer_start : turn.characters[1]]
+
     @property
     def is_unfinished(self) -> bool:
         """Return whether the response pays the truncation penalty: it was truncated, or ended within its thinking."""

@@ -192,21 +192,27 @@ class PolicyJob(SyncedJob, JobConfig):
     @model_validator(mode="after")
     def check_environment(self) -> Self:
         sources = {source.source for source in self.feedback.named_sources.values()}
+        problem = ""
         if self.environment is None:
-            return self
-        if "program" in sources:
-            raise ValueError(
+            if "next_message" in sources:
+                problem = "feedback.source=next_message needs the replies of an environment; set environment"
+        elif self.objective.teacher is not None:
+            problem = "objective.teacher answers a prompt, and environment gives conversations: remove one"
+        elif "program" in sources:
+            problem = (
                 "feedback.source=program judges one response, and environment gives conversations: set next_message, "
                 "with feedback.align=program for the spans of each turn, or a function that reads the transcript"
             )
-        if self.objective.teacher is not None:
-            raise ValueError("objective.teacher answers a prompt, and environment gives conversations: remove one")
+        elif self.feedback.sources and "next_message" in sources:
+            problem = (
+                "feedback.sources has next_message, which judges each turn: set feedback.source=next_message alone"
+            )
+        if problem:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:
-        if self.feedback.reads_conversations:
-            raise ValueError("feedback.source=next_message needs logged conversations, which only t2g annotate reads")
         if self.objective.teacher is not None and not self.feedback.writes_critiques:
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"

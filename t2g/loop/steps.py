@@ -284,6 +284,8 @@ def step_metrics(
         failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
         shares[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failed))
         shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
+    if conversations := [(r, f) for _, r, f in pairs if r.conversation]:
+        shares |= _conversation_metrics(conversations)
     totals = [objective.span_coef * s.token_rewards.sum() + s.truncation_penalty + s.outcome_reward for s in scored]
     if objective.outcome_rewards:
         shares[m.OUTCOME_MEAN] = float(np.mean([s.outcome_reward for s in scored]))
@@ -301,6 +303,18 @@ def step_metrics(
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
         "feedback/failed_share": 1 - len(scored) / len(pairs),
         "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
+    }
+
+
+def _conversation_metrics(pairs: Sequence[tuple[Rollout, SpanFeedback]]) -> dict[str, float]:
+    spans = [(s, r) for r, f in pairs for s in f.spans]
+    unpaid = [
+        not any(s.start < turn.characters[1] and turn.characters[0] < s.end for turn in r.turns) for s, r in spans
+    ]
+    return {
+        m.TURNS: float(np.mean([len(r.turns) for r, _ in pairs])),
+        "turns/window_share": float(np.mean([r.is_window_full for r, _ in pairs])),
+        "turns/unpaid_spans": float(np.mean(unpaid)) if unpaid else 0.0,
     }
 
 

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 
 from t2g.algo.corrections import importance_weights
 from t2g.algo.losses import kl_loss, policy_loss, value_loss, weighted_sum
-from t2g.config import ObjectiveConfig
+from t2g.config import NoiseConfig, ObjectiveConfig
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
+from t2g.feedback.conversations import NEXT_MESSAGE
+from t2g.feedback.outcome_rewards import list_messages
 from t2g.feedback.parse import make_feedback
+from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import judge_answer
 from t2g.loop.steps import make_train_samples, step_kl, step_metrics, token_staleness
-from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample
+from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample
 
 FEEDBACK = SpanFeedback(critique="", spans=(), status="ok", source="s", version="v")
 POISON = 1e4  # of inserted tokens
@@ -187,3 +190,61 @@ def test_a_conversation_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
     for name, value in vars(rollout).items():
         np.testing.assert_array_equal(vars(kept)[name], value, strict=True)
         assert type(vars(kept)[name]) is type(value)
+
+
+class Replying(FeedbackSource):
+    """Judges each turn: blames the text that the reply names."""
+
+    name, judges_turns = "replying", True
+
+    def __init__(self) -> None:
+        self.seen = list[tuple[str, str, list[str]]]()
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        critique = prompt.payload[NEXT_MESSAGE]
+        self.seen.append((response_text, critique, [message["content"] for message in prompt.messages]))
+        return make_feedback(critique, [], [critique[-1]], response_text, source=self.name, version="v")
+
+
+def test_each_turn_is_judged_by_the_reply_to_it() -> None:
+    rollout = replace(make_conversation([4, 3], [2]), response_text="ttabEEtcb", answer_start=7, metrics={"m": 1.0})
+    first, last = rollout.conversation
+    turns = replace(first, answer_start=2, reply="wrong: a"), replace(last, answer_start=7, reply="wrong: b")
+    rollout = replace(rollout, conversation=turns)
+    prompt = Prompt(
+        prompt_id="p", prompt_text="", task="t", messages=({"role": "user", "content": "Q"},), payload={"x": 1}
+    )
+    source = Replying()
+    noisy = NoisyFeedback(source, NoiseConfig(), seed=1)
+    feedback = asyncio.run(judge_answer(noisy, prompt, rollout))
+    assert source.seen == [("ab", "wrong: a", ["Q"]), ("cb", "wrong: b", ["Q", "ab", "wrong: a"])]
+    assert [(s.start, s.end, s.label, s.criterion) for s in feedback.spans] == [
+        (2, 3, -1, "turn_1"),
+        (8, 9, -1, "turn_2"),
+    ]
+    assert feedback.critique == "turn_1:\nwrong: a\n\nturn_2:\nwrong: b" and feedback.metrics == {"m": 1.0}
+    quoted = [feedback.critique[slice(*s.critique_range)] for s in feedback.spans if s.critique_range]
+    assert quoted == ["wrong: a", "wrong: b"]
+
+    silent = replace(rollout, conversation=(turns[0], replace(turns[1], reply="")))
+    feedback = asyncio.run(judge_answer(source, prompt, silent))
+    assert feedback.usable and [s.criterion for s in feedback.spans] == ["turn_1"]
+    assert list_messages(rollout) == [
+        {"role": "assistant", "content": "ab"},
+        {"role": "user", "content": "wrong: a"},
+        {"role": "assistant", "content": "cb"},
+    ]
+
+
+def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:
+    rollout = make_conversation([2, 3], [4])
+    start = rollout.conversation[0].characters[1]
+    spans = tuple(
+        Span(start=a, end=b, label=-1) for a, b in ((0, 1), (start, start + 4), (start + 3, start + 5), (1, 4))
+    )
+    scored, stats = score(rollout)
+    prompt, feedback = Prompt(prompt_id="p", prompt_text="", task="t"), replace(FEEDBACK, spans=spans)
+    pairs = [(prompt, rollout, feedback), (prompt, replace(rollout, is_window_full=True), FEEDBACK)]
+    metrics = step_metrics(pairs, [scored], [stats], ObjectiveConfig(), kl=0, kl_coef=0)
+    shares = {name: metrics[f"turns/{name}"] for name in ("mean", "window_share", "unpaid_spans")}
+    assert shares == {"mean": 2, "window_share": 0.5, "unpaid_spans": 0.25}

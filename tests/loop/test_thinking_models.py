@@ -171,7 +171,7 @@ def test_no_span_quote_or_measure_touches_the_thinking(
         assert recall.get("feedback/recall_whole", 0.0) == (-1 in labels) or not rollout.answer
         poor = frozenset(quote for quote, label, _ in quotes if label < 0)
         assert criticisms(text, feedback) == poor
-        asyncio.run(measure(task, prompt, rollout, SandboxConfig(), asyncio.Semaphore(1)))
+        asyncio.run(measure(task, prompt, rollout.answer, SandboxConfig(), asyncio.Semaphore(1)))
         assert task.texts[-1] == rollout.answer
     rule = RewardRuleConfig(unit=unit, placement=placement)
     scored = score(tokenizer, rollout, feedback, rule)

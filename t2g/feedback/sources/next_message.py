@@ -10,7 +10,7 @@ from t2g.types import Prompt, SpanFeedback
 class NextMessageFeedback(FeedbackSource):
     """The critique is the field NEXT_MESSAGE of the prompt's payload. An aligner finds its spans; none: no spans."""
 
-    name = NEXT_MESSAGE
+    name, judges_turns = NEXT_MESSAGE, True
 
     def __init__(self, aligner: Aligner | None = None) -> None:
         self._aligner = aligner

@@ -104,11 +104,12 @@ class TinyCodeTask(CodeTask):
 
         return feedback_function
 
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        """Return the question, and for an example of a repair the conversation after it."""
+        return [*super().policy_messages(record), *record.get("messages", ())]
+
     def describe_failures(self, outcome: Outcome, code: str, sandbox: SandboxConfig) -> str:
-        """Return a few tokens: the words whose tests fail, as "red fails. teal fails."."""
-        names = [test.name.split("_") for test in outcome.tests if not test.passed]
-        words = dict.fromkeys(name[1] for name in names if len(name) == 3)
-        return " ".join(f"{word} fails." for word in words) or ("All pass." if outcome.passed else "Syntax.")
+        return programs.describe_failures(outcome)
 
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return interpret(code, tests) or super().run(code, tests, sandbox)

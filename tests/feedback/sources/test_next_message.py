@@ -131,10 +131,36 @@ def test_configs_that_cannot_work_are_refused(fields: dict[str, Any], sentence: 
         AnnotateConfig.model_validate({"source": "next_message"} | fields)
 
 
-def test_training_has_no_next_message() -> None:
-    config = {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"source": "next_message"}}
-    with pytest.raises(ValidationError, match=r"feedback\.source=next_message needs logged conversations"):
-        PolicyJob.model_validate(config)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"feedback": {"source": "next_message"}},
+            r"feedback\.source=next_message needs the replies of an environment",
+        ),
+        ({"environment": "a:B", "feedback": {"source": "program"}}, r"feedback\.source=program judges one response"),
+        (
+            {"environment": "a:B", "feedback": {"sources": {"x": {"source": "next_message"}}}},
+            r"feedback\.sources has next_message, which judges each turn",
+        ),
+        (
+            {"environment": "a:B", "feedback": {"source": "c:d"}, "objective": {"teacher": {}}},
+            r"objective\.teacher answers a prompt",
+        ),
+    ],
+)
+def test_what_training_on_conversations_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PolicyJob.model_validate({"model": {"policy": "m"}, "data": {"path": "d"}} | changes)
+
+
+def test_next_messages_are_credited_to_their_own_turn() -> None:
+    job = {"model": {"policy": "m"}, "data": {"path": "d"}, "environment": "a:B"}
+    gammas = [
+        PolicyJob.model_validate(job | {"feedback": {"source": source}}).objective.turn_gamma
+        for source in ("next_message", "c:d")
+    ]
+    assert gammas == [0.0, 1.0]
 
 
 def test_a_model_that_aligns_replies_is_served() -> None:
