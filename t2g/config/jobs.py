@@ -34,6 +34,7 @@ from t2g.config.feedback import (
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
+from t2g.config.turns import check_conversations
 
 ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
 
@@ -190,29 +191,8 @@ class PolicyJob(SyncedJob, JobConfig):
         return with_derived(objective, changes)
 
     @model_validator(mode="after")
-    def check_environment(self) -> Self:
-        sources = {source.source for source in self.feedback.named_sources.values()}
-        problem = ""
-        if self.environment is None:
-            if "next_message" in sources:
-                problem = "feedback.source=next_message needs the replies of an environment; set environment"
-        elif self.objective.teacher is not None:
-            problem = "objective.teacher answers a prompt, and environment gives conversations: remove one"
-        elif "program" in sources:
-            problem = (
-                "feedback.source=program judges one response, and environment gives conversations: set next_message, "
-                "with feedback.align=program for the spans of each turn, or a function that reads the transcript"
-            )
-        elif self.feedback.sources and "next_message" in sources:
-            problem = (
-                "feedback.sources has next_message, which judges each turn: set feedback.source=next_message alone"
-            )
-        if problem:
-            raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
     def check_objective(self) -> Self:
+        check_conversations(self.environment, self.feedback, self.objective)
         if self.objective.teacher is not None and not self.feedback.writes_critiques:
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
