@@ -1,9 +1,13 @@
 """Conversations of random letters, for tests of what they are trained on."""
 
+from dataclasses import replace
+
 import numpy as np
+from fakes import FakeRollouts
 from hypothesis import strategies as st
 
-from t2g.types import PolicyTurn, Rollout
+from t2g.interfaces import Sampling
+from t2g.types import PolicyTurn, Prompt, Rollout
 
 
 def make_conversation(
@@ -39,3 +43,24 @@ def conversations(draw: st.DrawFn, *, prompt_id: str = "p", sample_index: int = 
     return make_conversation(
         turns, inserted, prompt_id=prompt_id, sample_index=sample_index, seed=draw(st.integers(0, 99))
     )
+
+
+class TwoTurns(FakeRollouts):
+    """Conversations of two letters, one inserted letter, and a last one."""
+
+    async def _sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        turns = tuple(
+            PolicyTurn(tokens=(a, b), characters=(a, b), answer_start=a, reply="c") for a, b in ((0, 2), (3, 4))
+        )
+        found = []
+        for rollout in await super()._sample(prompt, sampling):
+            text, ids, logprobs = rollout.response_text, rollout.response_ids.copy(), rollout.rollout_logprobs.copy()
+            ids[2], logprobs[2] = self.ids[2], 0
+            versions = tuple(part for part in rollout.policy_versions if part[0] != 2)
+            found.append(
+                replace(
+                    rollout, response_ids=ids, rollout_logprobs=logprobs, response_text=f"{text[:2]}c{text[3]}",
+                    policy_versions=versions, answer_start=3, conversation=turns, metrics={"m": 1.0},
+                )
+            )  # fmt: skip
+        return found
