@@ -136,7 +136,9 @@ def test_turns_of_a_conversation_are_sampled_after_all_that_came_before(
             "rollout": {"max_turns": 3, "max_new_tokens": 32, "max_model_len": 100},
         }
     )
-    source = Conversations(fleet, job, PromptsTask(), load_tokenizer(str(policy)))
+    tokenizer = load_tokenizer(str(policy))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
+    source = Conversations(fleet, job, PromptsTask(), tokenizer)
     sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=3)
 
     async def run() -> list[list[Rollout]]:
