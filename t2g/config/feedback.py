@@ -164,8 +164,8 @@ class RolloutConfig(_GeneratingConfig):
     prompts_per_step: int = Field(16, ge=1)
     samples_per_prompt: int = Field(4, ge=1)
     temperature: float = Field(1.0, gt=0)
-    max_new_tokens: int = Field(128, ge=1, description="most tokens of a response; with environment, of a turn")
-    max_turns: int = Field(2, ge=1, description="most turns of the policy in a conversation with environment")
+    max_new_tokens: int = Field(128, ge=1)
+    max_turns: int = Field(2, ge=1, description="with environment: most turns of the policy, each of max_new_tokens")
     max_staleness: int = Field(
         0, ge=0, le=2, description="most steps between the weights that sampled a response and those it trains. 0: "
         "synchronous; 1 or 2: generation, feedback and learning overlap"

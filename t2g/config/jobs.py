@@ -21,7 +21,15 @@ from t2g.config.common import (
     WorldConfig,
     with_derived,
 )
-from t2g.config.describe import count, format_process, format_resources, format_sampling, format_sft, format_steps
+from t2g.config.describe import (
+    count,
+    format_process,
+    format_resources,
+    format_sampling,
+    format_sft,
+    format_steps,
+    format_turns,
+)
 from t2g.config.feedback import (
     AnnotateConfig,
     FeedbackConfig,
@@ -154,7 +162,8 @@ class PolicyJob(SyncedJob, JobConfig):
         objective = f"objective: rewards at {self.objective.rewards.placement}, advantages {self.objective.advantages}"
         paid = [f"{entry.weight:g} x {entry.source}" for entry in self.objective.outcome_rewards]
         objective += f", outcome rewards {', '.join(paid)}" if paid else ""
-        return [*steps, f"feedback: {self.feedback.describe()}", objective, f"evaluation: {evaluation}"]
+        feedback = f"feedback: {self.feedback.describe()}"
+        return [*steps, *format_turns(self.environment, self.rollout), feedback, objective, f"evaluation: {evaluation}"]
 
     @property
     def schedule_steps(self) -> int | None:
