@@ -60,7 +60,6 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
         warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
     slow = [group.section for group, _ in fits if getattr(group.role, "dtype", "") == "float32"]
     warnings += [f"{name}.dtype is float32, for which GPUs have no fast attention: take bfloat16" for name in slow]
-    warnings += _window_warnings(config)
     sandboxes = [feedback.sandbox for feedback in config.feedback_sections.values()]
     if config.task == "code" and sandboxes and (problem := available(sandboxes[0].require)):
         warnings.append(f"on this machine {problem}")
@@ -216,16 +215,6 @@ def _room_warnings(fits: Fits) -> Iterator[str]:
             yield (
                 f"{group.section}: an engine has room for {fit.fitting} of its {_count(fit.wanted, 'sequence')} at "
                 f"once, and the others wait; raise {group.section}.gpu_memory_utilization or lower max_model_len"
-            )
-
-
-def _window_warnings(config: JobConfig) -> Iterator[str]:
-    if isinstance(config, PolicyJob) and config.environment:
-        rollout = config.rollout
-        if (need := rollout.max_turns * rollout.max_new_tokens) >= rollout.max_model_len:
-            yield (
-                f"rollout.max_model_len is {rollout.max_model_len}: {rollout.max_turns} turns of max_new_tokens="
-                f"{rollout.max_new_tokens} need {need}, besides the prompt and the replies; conversations may end early"
             )
 
 

@@ -211,13 +211,3 @@ def test_an_engine_with_too_little_room_for_its_sequences_is_a_warning() -> None
     wanted, fitting = (int(number) for number in (room.split()[5], room.split("room for ")[1].split()[0]))
     assert fitting < wanted
     assert [warning for warning in warnings(lines) if f"room for {fitting} of its {wanted}" in warning]
-
-
-def test_the_window_of_conversations_is_counted() -> None:
-    job = ("environment=code_repair", "rollout.max_new_tokens=400", "rollout.max_model_len=1024")
-    assert warnings(check(*GOOD, *job)[1]) == []
-    (warning,) = warnings(check(*GOOD, *job, "rollout.max_turns=3")[1])
-    assert warning.startswith("rollout.max_model_len is 1024: 3 turns of max_new_tokens=400 need 1200")
-    path = ROOT / "configs" / "slf5k" / "policy.yaml"
-    described = loading.load(PolicyJob, path, [*GOOD, *job], environ={}, cwd=ROOT).describe()
-    assert "environment: code_repair, at most 2 turns in a window of 1024 tokens" in described.splitlines()
