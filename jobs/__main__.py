@@ -23,14 +23,16 @@ MODULES = {name: NAMES.get(name, name) for names in SECTIONS.values() for name i
 JOBS_FOLDER = Path(__file__).parent
 DEMO = JOBS_FOLDER.parent / "configs" / "tiny" / "demo.yaml"  # beside jobs in a checkout and in a wheel
 STARTER = JOBS_FOLDER / "starter"
+TEMPLATES = ("feedback", "repair")
 
 
-def init(folder: Path) -> int:
+def init(folder: Path, template: str = "feedback") -> int:
     """Write an example folder; return exit code 2 if the folder is not empty."""
     if folder.exists() and any(folder.iterdir()):
         print(f"t2g init: {folder} is not empty; name another folder", file=sys.stderr)
         return 2
-    shutil.copytree(STARTER, folder, ignore=shutil.ignore_patterns("__*"), dirs_exist_ok=True)
+    source = STARTER if template == TEMPLATES[0] else STARTER / template
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__*", *TEMPLATES), dirs_exist_ok=True)
     print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}; README.md says how to go on")
     return 0
 
@@ -69,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.job == "init":
         init_parser = argparse.ArgumentParser(prog="t2g init", description=purpose_of("init"))
         init_parser.add_argument("folder", type=Path, metavar="FOLDER")
-        return init(init_parser.parse_args(rest).folder)
+        templates = "feedback: prompts and a function that judges; repair: logged conversations, replies as critiques"
+        init_parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=templates)
+        return init(**vars(init_parser.parse_args(rest)))
     if given.job == "demo" and "--config" not in rest:
         rest = ["--config", str(DEMO), *rest]
     sys.argv[1:] = rest

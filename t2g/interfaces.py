@@ -48,6 +48,9 @@ class FeedbackSource(Protocol):
         ""  # version of judgements that cost money or time, see `t2g.runs.judgements`; "": they do not
     )
 
+    # Whether each turn of a conversation is judged alone, with the reply to it in the payload; else the transcript is.
+    judges_turns: bool = False
+
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Return critique and spans of one response. A bad answer does not raise: it is in the status."""
 

@@ -39,23 +39,64 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyTurn:
+    """What the policy sampled between two messages of the environment; a response of a single turn is one, too."""
+
+    tokens: tuple[int, int]  # half-open range of response_ids
+    characters: tuple[int, int]  # half-open range of response_text
+    answer_start: int | None  # first character of the answer in response_text; None: the turn ended within its thinking
+    reply: str = ""  # the environment's message about the turn; between two turns it was inserted
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One sampled response. `response_text` is decoded by `t2g.text.offsets`, not by the engine."""
+    """One sampled response, or a conversation with an environment.
+
+    `response_text` is decoded by `t2g.text.offsets`, not by the engine. Of a conversation it is the transcript: each
+    turn as sampled, and between two turns the environment's message under headings.
+    """
 
     prompt_id: str
     sample_index: int  # 0, 1, ...: which of the step's responses to this prompt
     prompt_ids: np.ndarray  # [P] int32
-    response_ids: np.ndarray  # [R] int32, EOS included if it was sampled
-    rollout_logprobs: np.ndarray  # [R] float32, by the engine, of softmax(logits / temperature)
+    response_ids: np.ndarray  # [R] int32, EOS included if it was sampled; with the tokens between the turns
+    rollout_logprobs: np.ndarray  # [R] float32, by the engine, of softmax(logits / temperature); 0 if inserted
     response_text: str
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int, int], ...]  # (start, end, version) of tokens [start, end)
-    answer_start: int | None = 0  # first character of the answer; None: the response ended within its thinking
+    # First character of the (last) answer; None: the response ended within its thinking.
+    answer_start: int | None = 0
+    conversation: tuple[PolicyTurn, ...] = ()  # its turns; (): a response of a single turn, without an environment
+    metrics: dict[str, float] = field(default_factory=dict)  # the environment's own numbers
+    failure: str = ""  # why the environment gave no reply; such a conversation is not trained on
+    is_window_full: bool = False  # the conversation ended because another turn would not fit into the engine's window
+
+    @property
+    def turns(self) -> tuple[PolicyTurn, ...]:
+        """Return the turns; without an environment the response is the only one."""
+        whole = PolicyTurn(
+            tokens=(0, len(self.response_ids)),
+            characters=(0, len(self.response_text)),
+            answer_start=self.answer_start,
+        )
+        return self.conversation or (whole,)
+
+    @property
+    def policy_mask(self) -> np.ndarray:
+        """Return whether the policy sampled a token, [R] bool; False: the environment inserted it."""
+        mask = np.zeros(len(self.response_ids), bool)
+        for turn in self.turns:
+            mask[slice(*turn.tokens)] = True
+        return mask
 
     @property
     def answer(self) -> str:
-        """Return the response without its thinking: what is judged and measured; "" if it ended within its thinking."""
+        """Return the (last) response without its thinking: what is measured; "" if it ended within its thinking."""
         return "" if self.answer_start is None else self.response_text[self.answer_start :]
+
+    def answer_of(self, turn: PolicyTurn) -> str:
+        """Return the text of one of the turns without its thinking."""
+        return "" if turn.answer_start is None else self.response_text[turn.answer_start : turn.characters[1]]
 
     @property
     def is_unfinished(self) -> bool:
@@ -157,8 +198,14 @@ class ScoredRollout:
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
     by_token: np.ndarray | None = None  # [R] float32, see `deltas`; None: equal to token_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response
-    num_thinking: int = 0  # first tokens, which are thinking and not the answer
+    # [R] bool, False for tokens of thinking and for inserted ones; None: True for all
+    answer_tokens: np.ndarray | None = None
     criterion_rewards: dict[str, float] = field(default_factory=dict)  # sum of token_rewards by criterion, if several
+
+    @property
+    def is_answer(self) -> np.ndarray:
+        """Return whether a token belongs to an answer, [R] bool."""
+        return np.ones(len(self.token_rewards), bool) if self.answer_tokens is None else self.answer_tokens
 
     @property
     def deltas(self) -> np.ndarray:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from actors.fleet.meter import EngineStats
 from actors.weights.buckets import Bucket
+from t2g.environments import Reply
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, SpanFeedback
@@ -25,6 +26,14 @@ LENGTH = 6
 WORK_S = 0.05  # of one request
 BREAK_SYNC = "break-sync"
 SLOW, SLOW_S = "slow", 3.0
+
+
+class Again:
+    """An environment that asks for one turn more."""
+
+    async def reply(self, prompt: Prompt, turns: Any) -> Reply:
+        await asyncio.sleep(WORK_S)
+        return Reply("again")
 
 
 class StubRolloutWorker:
@@ -63,7 +72,7 @@ class StubRolloutWorker:
             response_ids=ids,
             rollout_logprobs=np.full(LENGTH, -np.log(VOCABULARY), np.float32),
             response_text="".join(self._letters[int(number)] for number in ids),
-            finish_reason="length",
+            finish_reason="stop",
             policy_versions=((0, LENGTH, self._version),),
         )
 

@@ -17,7 +17,7 @@ REPLACED = frozenset(
     ("agreed", "announce", "announced", "announcement", "arena", "asked", "asleep", "barred", "bell", "bury",
      "cares", "crew", "intake", "invitation", "keeps_buckets", "lends", "loss_mean", "made_of", "maps",
      "may_differ", "meeting", "mind", "old_is_current", "patience", "patience_s", "place_rewards", "policypart",
-     "proved", "said", "shown", "taught", "teach", "teachers_words", "tell", "told", "turns", "w_end", "w_span",
+     "proved", "said", "shown", "taught", "teach", "teachers_words", "tell", "told", "w_end", "w_span",
      "want", "weightowner", "whoever")
 )  # fmt: skip
 REPLACED_PARTS = ("in_words", "last_words", "summary_words", "smoke_words", "_crew", "_meeting", "patience")

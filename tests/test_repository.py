@@ -64,7 +64,9 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "compare_teacher": CompareJob,
     "compare_facts": CompareJob,
     "compare_code": CompareJob,
+    "compare_repair": CompareJob,
     "code": DemoJob,
+    "repair": DemoJob,
     "facts10": DemoJob,
     "facts20": DemoJob,
     "sync": BenchmarkJob,
@@ -249,7 +251,7 @@ def test_modules_lie_in_packages() -> None:
 def test_no_two_files_have_one_name() -> None:
     """A reader who searches a file by name finds one. `t2g init` copies the starter's files to a user's folder."""
     files = [file for package in PACKAGES for file in list_modules(package) if file.stem != "__init__"]
-    names = [file.name for file in files if file.parent.name != "starter"]
+    names = [file.name for file in files if "starter" not in file.parts]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 

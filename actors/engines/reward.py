@@ -113,7 +113,7 @@ class RewardFleet(Fleet):
     """Reward workers as a feedback source and aligner. Answers are cached for equal requests."""
 
     name, role, actor = SOURCE, "reward", RewardActor
-    journal_version = ""
+    journal_version, judges_turns = "", False
 
     def __init__(self, config: SourceConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
         """Raises UserError if the model was trained for another task or style; see `t2g.feedback.card`."""

@@ -137,7 +137,7 @@ class Member:
         Late requests are returned as cancelled futures.
 
         Args:
-            submits: The requests by number.
+            submits: The requests by number; each returns an ObjectRef, or a coroutine that makes several calls.
             leave: Called with this member for each request that ends.
             on_answer: Called with number and answer of each request that ends while no weight sync is running.
 
@@ -155,7 +155,11 @@ class Member:
         try:
             for number, submit in submits.items():
                 ref = submit(self.handle)
-                requests.append((ref, asyncio.wrap_future(ref.future())))
+                if asyncio.iscoroutine(ref):
+                    future = asyncio.run_coroutine_threadsafe(ref, asyncio.get_running_loop())
+                else:
+                    future = ref.future()
+                requests.append((ref, asyncio.wrap_future(future)))
                 requests[-1][1].add_done_callback(partial(settle, number))
             answers = [answer for _, answer in requests]
             all_done = asyncio.gather(*answers, return_exceptions=True)
@@ -175,8 +179,9 @@ class Member:
             for ref, answer in requests:
                 if not answer.done():
                     answer.cancel()
-                    with contextlib.suppress(RayActorError):
-                        ray.cancel(ref)
+                    if not asyncio.iscoroutine(ref):
+                        with contextlib.suppress(RayActorError):
+                            ray.cancel(ref)
             for _ in range(len(submits) - len(requests)):
                 leave(self)
 

@@ -18,6 +18,7 @@ from t2g.config import AnnotateConfig, AnnotateJob, SourceConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped, UserError
+from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.records import AnnotatedRecord, write_annotated
 from t2g.feedback.sources.chat_client import BYTES_PER_TOKEN
 from t2g.feedback.sources.combined import make_source
@@ -59,7 +60,8 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
     """
     task, rows = get_task(config.task), load_records(config.data)
     if config.model is None or config.annotate.responses == "data":
-        samples = annotation.make_samples(rows, task)
+        make = annotation.make_turn_samples if config.annotate.reads_conversations else annotation.make_samples
+        samples = make(rows, task)
         samples = _with_modes(samples, task, config)
         if all(sample.problem for sample in samples):
             raise UserError(f"data.path={config.data.name}: no record can be judged; {samples[0].problem}")
@@ -74,7 +76,7 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
 
 def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[Sample]:
     """Return the samples with the mode of their tests; the solution of a record without a response is judged."""
-    chosen = [sample for sample in samples if "response" in sample.prompt.payload]
+    chosen = [sample for sample in samples if {"response", NEXT_MESSAGE} & sample.prompt.payload.keys()]
     checked = _check([sample.prompt for sample in chosen], task, config, leave_out=False)
     prompts = {id(sample): prompt for sample, prompt in zip(chosen, checked, strict=True)}
     return [replace(sample, prompt=prompts.get(id(sample), sample.prompt)) for sample in samples]
@@ -82,7 +84,7 @@ def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[
 
 def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_out: bool) -> list[Prompt]:
     options = config.annotate
-    programs = [source for source in options.named_sources.values() if source.source == "program"]
+    programs = [source for source in options.named_sources.values() if "program" in (source.source, source.aligner)]
     if not programs:
         return list(prompts)
     return check_references(prompts, task, programs[0].sandbox, config.run.folder, leave_out=leave_out)
@@ -105,7 +107,7 @@ def annotate_samples(
     with sole_process(config.run.folder):
         check_folder(config, JOURNAL_FILE)
         num_smoke = SMOKE_PROMPTS * (config.rollout.samples_per_prompt if options.responses == "policy" else 1)
-        requested = samples[:num_smoke] if smoke else samples
+        requested = [sample for sample in samples if not sample.is_left_out][:num_smoke] if smoke else samples
         records = {} if smoke else known_records(config, requested)
         missing = missing_samples(requested, records)
         if not missing:
@@ -186,8 +188,9 @@ def _source_concurrency(source: SourceConfig) -> int:
         "reward_model": 2 * source.engine.workers.initial * source.engine.max_num_seqs,
         "program": source.sandbox.max_concurrent,
         "human": 1,
+        "next_message": 1,
     }
-    return max(limits.get(name, source.concurrency) for name in (source.source, *source.models))
+    return max(limits.get(name, source.concurrency) for name in (source.source, source.aligner or source.source))
 
 
 async def run_until_stopped(
@@ -229,6 +232,7 @@ async def run_until_stopped(
 def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], records: Records) -> dict[str, Any]:
     """Write annotated.jsonl, then unless too much failed the training and held-out files; return the summary."""
     (folder / DONE_FILE).unlink(missing_ok=True)
+    left_out, samples = [s.problem for s in samples if s.is_left_out], [s for s in samples if not s.is_left_out]
     made = [
         annotation.make_refused_record(s, config.annotate.describe())
         if s.problem
@@ -236,24 +240,28 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
         for s in samples
     ]
     write_annotated(folder / ANNOTATED_FILE, made)
-    summary = annotation.summarize(made)
+    summary = annotation.summarize(made, left_out)
     text, limit = annotation.format_summary(summary), config.annotate.max_failed_share
-    usable = [record for record in made if record.usable]
+    usable = [(s.group or record.prompt, record) for s, record in zip(samples, made, strict=True) if record.usable]
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
             f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
             f"{config.annotate.describe()}; annotate.max_failed_share allows {limit:.0%}. All judgements are kept in "
             f"{JOURNAL_FILE}: the same command requests the failed ones again\n{text}"
         )
-    heldout = annotation.select_heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
+    heldout = annotation.select_heldout_prompts((group for group, _ in usable), config.annotate.heldout_share)
     for name, is_heldout in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
-        part = [record for record in usable if (record.prompt in heldout) is is_heldout]
+        part = [record for group, record in usable if (group in heldout) is is_heldout]
         write_annotated(folder / name, part)
         summary["heldout_records" if is_heldout else "train_records"] = len(part)
     styles = {name: source.style.model_dump() for name, source in config.annotate.named_sources.items()}
     summary["style"] = styles.get("", styles)  # jobs.train_reward refuses another style
     write_json(folder / DONE_FILE, summary)
-    print(text if heldout else f"{text}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
+    print(
+        text
+        if heldout
+        else f"{text}\n  of one prompt or conversation: nothing is held out, and {HELDOUT_FILE} is empty"
+    )
     return summary
 
 

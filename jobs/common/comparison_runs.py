@@ -18,20 +18,27 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from jobs.common import reward_models
 from jobs.common.cli import StopFlag, print_outputs
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import After, PolicyData, finished, learner_spec, read_data, run_baseline, train
+from jobs.common.policy_runs import (
+    After,
+    PolicyData,
+    finished,
+    learner_spec,
+    make_rollout_source,
+    read_data,
+    run_baseline,
+    train,
+)
 from jobs.common.stages import base_model, once, positions, reward_job
-from t2g.config import CompareJob, DataConfig, DemoJob, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
+from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
-from t2g.errors import RunStopped, Stopped, UserError
+from t2g.errors import RunStopped, Stopped
 from t2g.feedback.parse import read_judgement
 from t2g.feedback.records import AnnotatedRecord, load_annotated, make_annotated_record, write_annotated
 from t2g.files import write_atomic
@@ -46,10 +53,10 @@ from t2g.study.baselines import POLICY
 from t2g.study.comparison import Run, base_run, read_run, summarise, summarise_noise, tables
 from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
 from t2g.study.result_lines import ResultLine, append_result, make_key, read_results
+from t2g.study.retention import measure_retention, read_texts
 from t2g.study.reward_eval import arm_metrics
-from t2g.tasks.base import describe_record, get_task, get_text
-from t2g.text.tokenizer import encode_texts, load_tokenizer
-from t2g.types import TrainSequence
+from t2g.tasks.base import get_task
+from t2g.text.tokenizer import load_tokenizer
 
 TARGETING_FILE = "targeting.json"
 SEARCH_POSTS = "others"  # than those that are reported on
@@ -68,10 +75,12 @@ class Target:
         job = arms.reference
         prompts, samples = data.eval_prompts[: job.eval.num_prompts], job.run.folder / "samples"
         self._tokenizer, self._sampling = data.tokenizer, make_sampling(job, "reference", 0, num_samples=1)
+        self._source = partial(make_rollout_source, job, data)
 
         def make() -> dict[str, Any]:
             rollouts, feedback = fleets.for_policy(job, data.task)
-            judged = asyncio.run(targeting.sample_and_judge(prompts, rollouts, feedback, self._sampling))
+            source = self._source(rollouts)
+            judged = asyncio.run(targeting.sample_and_judge(prompts, source, feedback, self._sampling))
             shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
             job.run.folder.mkdir(parents=True, exist_ok=True)
             write_groups(samples, {0: [Group(prompt=p, samples=((r, f),)) for p, r, f in judged]})
@@ -98,40 +107,19 @@ class Target:
             self._write(arm, forward, own.rollouts(exported.model, exported.rollout, exported), feedback)
 
     def _forward(self, learner: LearnerGroup) -> tuple[list[Any], dict[str, float]]:
-        """Return the log-probabilities of the reference responses, and `targeting.retention`."""
+        """Return the log-probabilities of the reference responses, and `measure_retention`."""
         stats = learner.forward([*(rollout for _, rollout, _ in self.responses), *self._retained])
         logprobs, retained = stats[: len(self.responses)], stats[len(self.responses) :]
-        return [one.old_logprobs for one in logprobs], targeting.retention(retained)
+        return [one.old_logprobs for one in logprobs], measure_retention(retained)
 
     def _write(
         self, arm: PolicyJob, forward: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
         feedback: FeedbackSource,
     ) -> None:  # fmt: skip
-        logprobs, retained = forward
-        measured = targeting.measure(self.responses, logprobs, rollouts, feedback, self._sampling, self._tokenizer)
+        (logprobs, retained), source = forward, self._source(rollouts)
+        measured = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
         content = asyncio.run(measured) | retained
         write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(content, indent=1).encode())
-
-
-def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list[TrainSequence]:
-    """Return the texts of `compare.retention` with at most `max_tokens` tokens, [] without any.
-
-    Raises:
-        UserError: A record has no text in `prompt` or `response`.
-    """
-    records = load_records(data, "compare.retention") if data else []
-    texts: list[str] = []
-    for number, record in enumerate(records, start=1):
-        try:
-            texts += get_text(record, "prompt"), get_text(record, "response")
-        except ValueError as error:
-            raise UserError(f"{describe_record(record, number, 'compare.retention')}: {error}") from None
-    ids = [np.asarray(row, np.int32) for row in (encode_texts(tokenizer, texts) if texts else ())]
-    return [
-        TrainSequence(prompt_ids=prompt, response_ids=response, weights=np.ones(len(response), np.float32))
-        for prompt, response in zip(ids[::2], ids[1::2], strict=True)
-        if len(prompt) + len(response) <= max_tokens
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- runs

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actors.cluster.telemetry import RayMetrics
+from actors.engines.multi_turn import Conversations
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.health import restarts_left
 from actors.fleet.steering import Steering
@@ -37,6 +38,8 @@ from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, Run
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
+from t2g.environments.converse import make_encoder
+from t2g.environments.environment import Environment
 from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.files import write_json
@@ -93,6 +96,9 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
     for job in (config, *arms):
         OutcomeRewards(job, task, prompts)  # checks them
+    if config.environment:
+        Environment(config, task)  # checks it
+        make_encoder(tokenizer)
     penalty = max(job.objective.truncation_penalty for job in (config, *arms))
     check_truncation_penalty(tokenizer, prompts, config.model, penalty)
     if len(prompts) < config.rollout.prompts_per_step:
@@ -208,7 +214,7 @@ def run_with_learner(
         trainer = Trainer(
             config=config,
             **vars(data),
-            rollouts=rollouts,
+            rollouts=make_rollout_source(config, data, rollouts),
             feedback=journaled,
             learner=learner,
             sync=sync,
@@ -237,6 +243,11 @@ def run_with_learner(
                 learner.export(folder / "policy")
             after(rollouts, journaled, learner)
         return state
+
+
+def make_rollout_source(config: PolicyJob, data: PolicyData, rollouts: RolloutFleet) -> RolloutSource:
+    """Return the engines, which converse with the environment if the config has one."""
+    return Conversations(rollouts, config, data.task, data.tokenizer) if config.environment else rollouts
 
 
 def learner_spec(config: PolicyJob) -> LearnerSpec:

@@ -95,7 +95,8 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
 
 def sft_job(demo: DemoJob) -> SFTJob:
     world = demo.run.folder / WORLD
-    model, data = ModelConfig(policy=str(world / "policy")), DataConfig(path=str(world / "train.jsonl"))
+    files = ["train.jsonl", *["repairs.jsonl"] * bool(demo.world.num_repairs)]
+    model, data = ModelConfig(policy=str(world / "policy")), DataConfig(path=tuple(str(world / file) for file in files))
     return SFTJob(**_stage(demo, BASE), model=model, data=data, sft=demo.policy_sft)
 
 
@@ -211,11 +212,12 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
     """Write records, tokenizers and random weights. A converged base policy scores as the references do."""
     from t2g.tasks.tiny import programs
     from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
-    from t2g.tasks.tiny.world import write_world
+    from t2g.tasks.tiny.world import write_rows, write_world
 
     world, folder, task = demo.world, demo.run.folder / WORLD, get_task(demo.task)
     if demo.task == "tiny_code":
         heldout = write_world(folder, world, programs.make_records)["heldout"]
+        write_rows(folder / "repairs.jsonl", programs.make_repairs(world))
         policy = build_code_tokenizer(folder)
     else:
         heldout = write_world(folder, world)["heldout"]

@@ -29,7 +29,7 @@ def step_rewards(
 
 
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float | torch.Tensor, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return GAE advantages and returns, two [B, R] tensors (Schulman et al., arXiv 1506.02438, eq. 16).
 
@@ -37,7 +37,7 @@ def gae(
 
     rewards, values, mask: [B, R]. values[t] is the value of the state *before* token t. V after the last token is 0,
     also for truncated responses. Tokens with mask 0 get 0, and the sum skips them. The returns belong to unwhitened
-    advantages.
+    advantages. gamma: a number, or [B, R], the discount from token t to the next one.
 
     >>> one, zero = torch.ones(1, 3), torch.zeros(1, 3)
     >>> advantages, _ = gae(torch.tensor([[0.0, 1.0, 0.0]]), zero, one, 1.0, 0.5)
@@ -48,19 +48,19 @@ def gae(
         raise ValueError(
             f"gae needs three [B, R] tensors of one shape, got {[list(x.shape) for x in (rewards, values, mask)]}"
         )
-    keep = mask.bool()
+    keep, discounts = mask.bool(), torch.as_tensor(gamma, dtype=rewards.dtype).expand_as(rewards)
     advantages = torch.zeros_like(values)
     advantage = next_value = values.new_zeros(len(values))
     for t in reversed(range(rewards.shape[1])):
-        td_error = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(keep[:, t], td_error + gamma * lam * advantage, advantage)
+        td_error = rewards[:, t] + discounts[:, t] * next_value - values[:, t]
+        advantage = torch.where(keep[:, t], td_error + discounts[:, t] * lam * advantage, advantage)
         next_value = torch.where(keep[:, t], values[:, t], next_value)
         advantages[:, t] = torch.where(keep[:, t], advantage, 0)
     return advantages, torch.where(keep, advantages + values, 0)
 
 
 def group_advantages(
-    rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float, *, normalise: bool
+    rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float | torch.Tensor, *, normalise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages without a critic, and returns: token returns less those of the prompt's other samples.
 
@@ -74,8 +74,8 @@ def group_advantages(
     group's rewards: GRPO (Shao et al., arXiv 2402.03300). The deviation of the total returns does not work for spans:
     it is 0 if totals are equal and only the positions of the spans differ.
 
-    rewards, mask: [B, R], mask 1 on the first R_i tokens; groups: [B] int64, equal for samples of one prompt. A single
-    sample gets 0. Returns two [B, R] tensors.
+    rewards, mask: [B, R], mask 1 on the first R_i tokens; groups: [B] int64, equal for samples of one prompt; gamma as
+    in `gae`. A single sample gets 0. Returns two [B, R] tensors.
 
     >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, -1.0]])
     >>> group_advantages(rewards, torch.ones(3, 2), torch.zeros(3), 1.0, normalise=False)[0].tolist()

@@ -43,6 +43,13 @@ def format_sampling(rollout: RolloutConfig) -> str:
     return f"temperature {rollout.temperature:g}, at most {rollout.max_new_tokens} new tokens each"
 
 
+def format_turns(environment: str | None, rollout: RolloutConfig) -> list[str]:
+    if environment is None:
+        return []
+    turns = f"at most {count(rollout.max_turns, 'turn')} in a window of {rollout.max_model_len} tokens"
+    return [f"environment: {environment}, {turns}"]
+
+
 def format_sft(options: SFTOptions) -> str:
     """Return the settings of supervised training; the number of steps depends on data that is not read yet."""
     return (

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -165,6 +165,7 @@ class RolloutConfig(_GeneratingConfig):
     samples_per_prompt: int = Field(4, ge=1)
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(128, ge=1)
+    max_turns: int = Field(2, ge=1, description="with environment: most turns of the policy, each of max_new_tokens")
     max_staleness: int = Field(
         0, ge=0, le=2, description="most steps between the weights that sampled a response and those it trains. 0: "
         "synchronous; 1 or 2: generation, feedback and learning overlap"
@@ -268,8 +269,9 @@ class NoiseConfig(Section):
     move: float = Field(0.0, ge=0, le=1, description="move the span elsewhere in the response")
 
 
-SOURCES = ("reward_model", "llm", "human", "program")
+SOURCES = ("reward_model", "llm", "human", "program", "next_message")
 FeedbackModel = Literal["reward_model", "llm"]
+MODELS: tuple[FeedbackModel, ...] = get_args(FeedbackModel)
 
 
 class SourceConfig(Section):
@@ -288,10 +290,11 @@ class SourceConfig(Section):
     human_columns: dict[str, str] = Field(
         {}, description="field of t2g -> field of the human file, such as {critique: comment}"
     )
-    align: FeedbackModel | None = Field(
+    align: str | None = Field(
         None,
-        description="model that finds the spans of critiques without spans: of people, of a function that returns a "
-        "text alone, or of an LLM with style.spans=false; none: such critiques are refused",
+        description="what finds the spans of critiques without spans, of people, of a function that returns a text "
+        "alone, of an LLM with style.spans=false, or of next messages: llm, reward_model, program (the task's own) or "
+        "pkg.mod:function; none: such critiques are refused, and next messages have no spans",
     )
     sandbox: SandboxConfig = SandboxConfig()
     concurrency: ResumeMutable[int] = Field(
@@ -306,6 +309,11 @@ class SourceConfig(Section):
     def check_source(self) -> Self:
         if "" not in self.named_sources:
             return self
+        for field, value, names in (("source", self.source, SOURCES), ("align", self.align, (*MODELS, "program"))):
+            if value is not None and value not in names and ":" not in value:
+                raise ValueError(
+                    f"{field}={value!r} is neither one of {', '.join(names)} nor an import path pkg.mod:function"
+                )
         required = {
             "reward_model": ("reward_model", self.reward_model),
             "llm": ("llm.model, a name at the server of llm.url or a model for own engines", self.llm.model),
@@ -314,17 +322,13 @@ class SourceConfig(Section):
         for field, model in (("source", self.source), ("align", self.aligner)):
             if model in required and required[model][1] is None:
                 raise ValueError(f"{field}={model} needs {required[model][0]}")
-        if self.source not in SOURCES and ":" not in self.source:
-            raise ValueError(
-                f"source={self.source!r} is neither one of {', '.join(SOURCES)} nor an import path pkg.mod:function"
-            )
         return self
 
     @model_validator(mode="after")
     def check_text_alone(self) -> Self:
         if not self.style.spans and self.source != "llm":
             raise ValueError(f"style.spans=false is for source=llm, and source is {self.source}; remove it")
-        if not self.style.spans and (self.align is None or not self.style.critique):
+        if not self.style.spans and (self.align not in MODELS or not self.style.critique):
             raise ValueError(
                 "style.spans=false writes a critique alone: align needs to be llm or reward_model, and "
                 "style.critique true"
@@ -341,16 +345,15 @@ class SourceConfig(Section):
         return {"": self}
 
     @property
-    def aligner(self) -> FeedbackModel | None:
-        """Return the model that finds the spans of critiques, if the source can write critiques without spans."""
+    def aligner(self) -> str | None:
+        """Return what finds the spans of critiques, if the source can write critiques without spans."""
         has_spans = self.source == "reward_model" or (self.source == "llm" and self.style.spans)
         return None if has_spans else self.align
 
     @property
     def models(self) -> tuple[FeedbackModel, ...]:
         """Return the models that write the feedback or find its spans."""
-        source: FeedbackModel | None = self.source if self.source in ("reward_model", "llm") else None
-        return tuple(dict.fromkeys(model for model in (source, self.aligner) if model))
+        return tuple(dict.fromkeys(model for name in (self.source, self.aligner) for model in MODELS if model == name))
 
     @property
     def engine_model(self) -> FeedbackModel | None:
@@ -437,6 +440,11 @@ class FeedbackConfig(SourceConfig):
         return next((source for source in self.named_sources.values() if source.engine_model), None)
 
     @property
+    def reads_conversations(self) -> bool:
+        """Return whether a critique is the message that follows a response in a conversation."""
+        return any(source.source == "next_message" for source in self.named_sources.values())
+
+    @property
     def writes_critiques(self) -> bool:
         return any(source.style.critique for source in self.named_sources.values())
 
@@ -468,11 +476,15 @@ class AnnotateConfig(_AnnotateSource, FeedbackConfig):
     )
 
     @model_validator(mode="after")
-    def check_planted(self) -> Self:
-        if self.planted and any(source.source == "human" for source in self.named_sources.values()):
+    def check_given_judgements(self) -> Self:
+        given = {source.source for source in self.named_sources.values()} & {"human", "next_message"}
+        if self.planted and given:
+            name = "human feedback" if "human" in given else "next message"
             raise ValueError(
-                f"planted={self.planted:g} adds responses that have no human feedback; with source=human set it to 0"
+                f"planted={self.planted:g} adds responses that have no {name}; with source={min(given)} set it to 0"
             )
+        if self.responses == "policy" and self.reads_conversations:
+            raise ValueError("responses=policy samples responses that have no next message; set it to data")
         return self
 
     @field_validator("noise")

@@ -21,7 +21,15 @@ from t2g.config.common import (
     WorldConfig,
     with_derived,
 )
-from t2g.config.describe import count, format_process, format_resources, format_sampling, format_sft, format_steps
+from t2g.config.describe import (
+    count,
+    format_process,
+    format_resources,
+    format_sampling,
+    format_sft,
+    format_steps,
+    format_turns,
+)
 from t2g.config.feedback import (
     AnnotateConfig,
     FeedbackConfig,
@@ -34,6 +42,7 @@ from t2g.config.feedback import (
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
+from t2g.config.turns import check_conversations
 
 ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
 
@@ -124,6 +133,10 @@ class PolicyJob(SyncedJob, JobConfig):
     data: DataConfig
     eval_data: DataConfig | None = Field(None, description="held-out prompts; none: no evaluation")
     num_steps: ResumeMutable[int] = Field(100, ge=1)
+    environment: str | None = Field(
+        None, description="replies to the policy's turns: code_repair (what fails of the visible tests) or "
+        "pkg.mod:Class; none: responses of a single turn",
+    )  # fmt: skip
     feedback: FeedbackConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
@@ -149,7 +162,8 @@ class PolicyJob(SyncedJob, JobConfig):
         objective = f"objective: rewards at {self.objective.rewards.placement}, advantages {self.objective.advantages}"
         paid = [f"{entry.weight:g} x {entry.source}" for entry in self.objective.outcome_rewards]
         objective += f", outcome rewards {', '.join(paid)}" if paid else ""
-        return [*steps, f"feedback: {self.feedback.describe()}", objective, f"evaluation: {evaluation}"]
+        feedback = f"feedback: {self.feedback.describe()}"
+        return [*steps, *format_turns(self.environment, self.rollout), feedback, objective, f"evaluation: {evaluation}"]
 
     @property
     def schedule_steps(self) -> int | None:
@@ -166,10 +180,11 @@ class PolicyJob(SyncedJob, JobConfig):
     @field_validator("objective")
     @classmethod
     def fill_objective_defaults(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
-        """Set `rewards.poor` by task and `advantages` by the number of samples and the settings of a critic.
+        """Set `rewards.poor` by task, `advantages` by the number of samples and the settings of a critic, `turn_gamma`.
 
         In the task code, severity 1 means "works, could be improved", for which the paper's release pays nothing.
-        A single sample of a prompt has no group to compare with.
+        A single sample of a prompt has no group to compare with. Where each turn has its own critique, a wrong turn
+        would earn the praise of the turn that repairs it.
         """
         rollout, learner = info.data.get("rollout"), info.data.get("learner")  # None if the section is invalid
         changes: dict[str, Any] = {}
@@ -179,10 +194,14 @@ class PolicyJob(SyncedJob, JobConfig):
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
         if (has_one_sample or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
+        feedback = info.data.get("feedback")
+        if feedback and feedback.source == "next_message" and "turn_gamma" not in objective.model_fields_set:
+            changes["turn_gamma"] = 0.0
         return with_derived(objective, changes)
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:
+        check_conversations(self.environment, self.feedback, self.objective)
         if self.objective.teacher is not None and not self.feedback.writes_critiques:
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
@@ -240,8 +259,11 @@ class AnnotateJob(JobConfig):
         if options.responses == "policy":
             number = count(self.rollout.samples_per_prompt, "response")
             responses = f"{number} to each prompt of {self.data.name}, {format_sampling(self.rollout)}"
+        elif options.reads_conversations:
+            responses = f"each of the assistant's turns with a reply in {self.data.name}"
         responses += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
-        heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
+        groups = "conversations" if options.reads_conversations else "prompts"
+        heldout = f"records of {options.heldout_share:.0%} of the {groups} are held out"
         return [responses, f"feedback: {options.describe()}; {heldout}"]
 
     @model_validator(mode="before")

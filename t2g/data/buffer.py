@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from t2g.errors import UserError
-from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
+from t2g.types import PolicyTurn, Prompt, Rollout, SpanFeedback, read_feedback
 
 GROUPS = "groups.json"
 ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # arrays of a rollout, stored as base64
+_TURNS = TypeAdapter(tuple[PolicyTurn, ...])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,8 @@ def _make_record(rollout: Rollout, feedback: SpanFeedback) -> dict[str, Any]:
     """Return the sample as JSON values, without the fields of its prompt."""
     fields = {name: value for name, value in vars(rollout).items() if name not in ("prompt_id", "prompt_ids")}
     arrays = {name: b64encode(fields[name].tobytes()).decode() for name in ARRAYS}
-    return fields | arrays | {"feedback": asdict(feedback)}
+    turns = [asdict(turn) for turn in rollout.conversation]
+    return fields | arrays | {"feedback": asdict(feedback), "conversation": turns}
 
 
 def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[Group]]:
@@ -77,5 +80,6 @@ def _read_sample(record: dict[str, Any], prompt: Prompt) -> tuple[Rollout, SpanF
     if len(arrays["response_ids"]) != len(arrays["rollout_logprobs"]):
         raise ValueError(f"not one logprob for each token of prompt {prompt.prompt_id}")
     versions = tuple((start, end, version) for start, end, version in record["policy_versions"])
-    fields = record | arrays | {"policy_versions": versions}
+    turns = _TURNS.validate_python(record.get("conversation", ()))
+    fields = record | arrays | {"policy_versions": versions, "conversation": turns}
     return Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **fields), feedback

@@ -55,7 +55,7 @@ class OutcomeRewards:
                     kind=f"reward function {source}", key=KEY, log=config.run.folder / "feedback.log",
                     timeout_s=max(f.timeout_s for f in feedback), concurrency=max(f.concurrency for f in feedback),
                 )  # fmt: skip
-            elif all(f.source in ("llm", "reward_model", "human") for f in feedback):
+            elif not config.environment and all(f.source in ("llm", "reward_model", "human") for f in feedback):
                 raise UserError(f"{KEY}: {source} is a number of a feedback function, and the feedback is by none")
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[SpanFeedback]:
@@ -88,10 +88,10 @@ class OutcomeRewards:
 
     async def _call(self, function: UserFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
         """Call a reward function as TRL's GRPOTrainer does: with the whole responses, and chats for a chat."""
-        texts, count = [rollout.response_text for rollout in rollouts], len(rollouts)
+        count = len(rollouts)
         options = {name: [prompt.payload.get(name)] * count for name in self._columns} | {
-            "prompts": [[*map(dict, prompt.messages)] if prompt.is_chat else prompt.prompt_text for _ in texts],
-            "completions": [[{"role": "assistant", "content": text}] if prompt.is_chat else text for text in texts],
+            "prompts": [[*map(dict, prompt.messages)] if prompt.is_chat else prompt.prompt_text for _ in rollouts],
+            "completions": [list_messages(r) if prompt.is_chat else r.response_text for r in rollouts],
             "completion_ids": [rollout.response_ids.tolist() for rollout in rollouts],
         }
         return await function.call(partial(read_rewards, count=count), prompt.prompt_id, **options)
@@ -103,10 +103,19 @@ class OutcomeRewards:
         if rollout.answer_start is None or not feedback.usable:
             return None  # there is no answer, or it is not trained on
         if source == "task":
-            metrics = await measure(self._task, prompt, rollout, self._sandbox, self._measure_limit)
+            metrics = await measure(self._task, prompt, rollout.answer, self._sandbox, self._measure_limit)
             return float(metrics[self._task.score_name])
         found = f"{KEY} pays {source}, and the feedback has {', '.join(feedback.metrics) or 'none'}"
         return feedback.metrics.get(source.removeprefix("metric:"), FunctionFailed(found))
+
+
+def list_messages(rollout: Rollout) -> list[dict[str, str]]:
+    """Return a response as chat messages: one, or the answers of a conversation and the replies between them."""
+    if not rollout.conversation:
+        return [{"role": "assistant", "content": rollout.response_text}]
+    pairs = [(rollout.answer_of(turn), turn.reply) for turn in rollout.conversation]
+    roles = ("assistant", "user")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)][:-1]
 
 
 def read_rewards(answer: Any, *, count: int) -> list[float | None]:
@@ -128,7 +137,7 @@ def read_rewards(answer: Any, *, count: int) -> list[float | None]:
 
 
 async def measure(
-    task: Task, prompt: Prompt, rollout: Rollout, sandbox: SandboxConfig, limit: asyncio.Semaphore
+    task: Task, prompt: Prompt, answer: str, sandbox: SandboxConfig, limit: asyncio.Semaphore
 ) -> dict[str, float]:
     """Return the task's metrics of an answer, with `score_name`. Runs in a thread: a task may execute programs.
 
@@ -136,7 +145,7 @@ async def measure(
         UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
     """
     async with limit:
-        metrics = await asyncio.to_thread(task.measure, prompt, rollout.answer, sandbox=sandbox)
+        metrics = await asyncio.to_thread(task.measure, prompt, answer, sandbox=sandbox)
     if not metrics or task.score_name not in metrics:
         raise UserError(
             f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "

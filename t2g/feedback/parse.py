@@ -195,13 +195,13 @@ def read_judgement(answer: Any, response_text: str, *, source: str, version: str
         if isinstance(side, str) or not isinstance(side, Iterable):
             raise ValueError(f"the good or poor pieces are {side!r:.80}; they need to be a list")
     good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in (good, poor))
-    execution, metrics = _copy_execution(rest.get("execution", {})), _read_metrics(rest.get("metrics", {}))
+    execution, metrics = _copy_execution(rest.get("execution", {})), read_metrics(rest.get("metrics", {}))
     feedback = make_feedback(critique, good, poor, response_text, source=source, version=version, execution=execution)
     return replace(feedback, metrics=metrics)
 
 
-def _read_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics of a judgement. ValueError if they are not finite numbers by name."""
+def read_metrics(metrics: Any) -> dict[str, float]:
+    """Return the metrics of a judgement or reply. ValueError if they are not finite numbers by name."""
     try:
         return _METRICS.validate_python(metrics)
     except ValidationError as error:

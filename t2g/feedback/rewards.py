@@ -113,7 +113,7 @@ def _count_nonblank(text: str) -> np.ndarray:
     return np.append(0, np.cumsum([not character.isspace() for character in text], dtype=np.int64))
 
 
-def compute_step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray:
+def compute_step_ids(offsets: np.ndarray, text: str, pattern: str, *, starts: Sequence[int] = ()) -> np.ndarray:
     """Return the step of each token: 0, 1, ..., rising, [R] int32.
 
     A token belongs to the step of its first character. A token without characters belongs to the step of the next
@@ -122,10 +122,11 @@ def compute_step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray
     Args:
         offsets: [R, 2], half-open character ranges of `text`.
         pattern: Each match ends a step (`Task.step_pattern`).
+        starts: First characters of the turns of a conversation, where steps start as well.
 
         text "One. Two", tokens "One" "." " Two" EOS, sentences -> [0, 0, 1, 1]
     """
-    ends = {match.end() for match in re.finditer(pattern, text)} - {0, len(text)}
+    ends = {*starts, *(match.end() for match in re.finditer(pattern, text))} - {0, len(text)}
     return np.searchsorted(sorted(ends), offsets[:, 0], side="right").astype(np.int32)
 
 

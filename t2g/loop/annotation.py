@@ -17,10 +17,12 @@ import numpy as np
 from pydantic_core import to_json
 
 from t2g.errors import UserError
+from t2g.feedback.conversations import CONVERSATION_FIELDS, NEXT_MESSAGE, read_conversation, split_conversation
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Record, Task, describe_record, stable_id
+from t2g.tasks.prompts_only import format_chat
 from t2g.text.thinking import NO_ANSWER
 from t2g.types import FeedbackStatus, Prompt
 
@@ -37,6 +39,8 @@ class Sample:
     sample_index: int  # which of the responses to this prompt, from 0
     response: str | None = None  # None: the policy writes it, or the data lack it
     problem: str = ""  # why the data lack it, in a sentence
+    is_left_out: bool = False  # the problem makes no record
+    group: str = ""  # samples of a group are on one side of the held-out split; "": those of a prompt text
 
     @cached_property
     def key(self) -> str:
@@ -86,6 +90,42 @@ def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
         )  # fmt: skip
         samples.append(Sample(prompt, num_responses[prompt_id], response, problem))
         num_responses[prompt_id] += 1
+    return samples
+
+
+def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
+    """Return a sample for each turn of the assistant in logged conversations, in order, with its reply in the payload.
+
+    Ids are "7/1", "7/2" in the conversation "7", else hashes of the prompts: they stay where a conversation grows. A
+    turn without a prompt, a text or a reply is left out. A malformed conversation gets one sample with a `problem`.
+    Conversations with the same messages before the first answer are one group.
+    """
+    samples: list[Sample] = []
+    num_responses: Counter[str] = Counter()  # by prompt id
+    for number, record in enumerate(records, start=1):
+        where, own_id, group = describe_record(record, number), task.prompt_id(record), ""
+        common: dict[str, Any] = {"task": task.name, "data_file": getattr(record, "file", "")}
+        try:
+            messages = read_conversation(record)
+        except ValueError as error:
+            prompt = Prompt(prompt_id=own_id or stable_id(where), prompt_text="", **common)
+            samples.append(Sample(prompt, 0, problem=f"{where}: {error}"))
+            continue
+        others = {name: value for name, value in task.payload(record).items() if name not in CONVERSATION_FIELDS}
+        for turn in split_conversation(messages):
+            text, payload = format_chat(turn.history), {**others, NEXT_MESSAGE: turn.critique}
+            prompt_id = f"{own_id}/{turn.number}" if own_id else stable_id(text)
+            prompt = Prompt(prompt_id=prompt_id, prompt_text=text, payload=payload, messages=turn.history, **common)
+            has_user = any(message["role"] == "user" for message in turn.history)
+            group = group or (text if has_user else "")
+            parts = {"message by a user before it": has_user, "text": turn.response.strip(), "reply": turn.critique}
+            lacks = [
+                f"{where}: the assistant's turn {turn.number} has no {name}" for name, part in parts.items() if not part
+            ]
+            samples.append(
+                Sample(prompt, num_responses[prompt_id], turn.response, "".join(lacks[:1]), bool(lacks), group)
+            )
+            num_responses[prompt_id] += not lacks
     return samples
 
 
@@ -180,7 +220,7 @@ def make_refused_record(sample: Sample, source: str) -> AnnotatedRecord:
 
 
 def select_heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
-    """Return the prompt texts whose records the reward model never trains on.
+    """Return the prompt texts, or groups of samples, whose records the reward model never trains on.
 
     Selects texts whose hash is below `share`, so that other data do not change the selection. Texts are used because
     a prompt with two ids must not be on both sides. At least one is selected and at most all but one; none of one.
@@ -191,15 +231,18 @@ def select_heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
     return {prompt for _, prompt in order[: max(count, 0)]}
 
 
-def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
+def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) -> dict[str, Any]:
     """Return counts and shares of `records` (at least one), and the reasons of unusable records.
+
+    Args:
+        left_out: The problems of samples that made no record.
 
     Returns:
         failed_share: share of records that are neither ok nor empty.
         spans_per_response: mean over usable records; None without one.
         located_share: share of the quotes that occur in their response; None without a quote.
         agreement: mean over records with several annotators; None without one.
-        reasons: [(count, first example)], most frequent first.
+        reasons, left_out: [(count, first example)], most frequent first; left_out only if there is any.
     """
     usable = [record for record in records if record.usable]
     statuses = Counter(record.status for record in records)
@@ -215,6 +258,7 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
         "agreement": sum(agreements) / len(agreements) if agreements else None,
         **{f"sandbox_{mode}_share": count / modes.total() for mode, count in sorted(modes.items())},
         "reasons": _group_reasons(r.reason or f"status {r.status}" for r in records if not r.usable),
+        **({"left_out": reasons} if (reasons := _group_reasons(left_out)) else {}),
     }
 
 
@@ -238,4 +282,6 @@ def format_summary(summary: dict[str, Any]) -> str:
     ):
         if summary[name] is not None:
             line += "; " + template.format(summary[name])
-    return "\n".join([line, *(f"  {count} x {reason}" for count, reason in summary["reasons"])])
+    lines = [f"{count} x {reason}" for count, reason in summary["reasons"]]
+    lines += [f"left out: {count} x {reason}" for count, reason in summary.get("left_out", ())]
+    return "\n  ".join([line, *lines])

@@ -14,14 +14,19 @@ import numpy as np
 from t2g.concurrency import gather_all
 from t2g.config import PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped
-from t2g.feedback.outcome_rewards import measure
+from t2g.feedback.conversations import NEXT_MESSAGE
+from t2g.feedback.outcome_rewards import list_messages, measure
+from t2g.feedback.parse import make_failed_feedback
+from t2g.feedback.sources.combined import combine_feedback
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.steps import sampling_seed
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.text.thinking import NO_ANSWER
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.text.tokenizer import Message
+from t2g.text.transcript import judged_characters
+from t2g.types import PolicyTurn, Prompt, Rollout, SpanFeedback
 
 JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
 
@@ -92,11 +97,44 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
 async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
     """Return the feedback on the answer of a response, with the spans in characters of `response_text`.
 
-    The source sees the answer alone. A response that ended within its thinking is not judged: it has no spans.
+    The source sees the answer alone, or the transcript of a conversation without its thinking. A response that ended
+    within its thinking is not judged: it has no spans.
     """
+    if rollout.failure:
+        return make_failed_feedback("failed", source=feedback.name, version="", reason=rollout.failure)
     if rollout.answer_start is None:
         return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=NO_ANSWER)
-    return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start)
+    if not rollout.conversation:
+        return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start)
+    if feedback.judges_turns:
+        judged = await _judge_turns(feedback, prompt, rollout)
+    else:
+        positions = judged_characters(rollout)
+        judged = await feedback.judge(prompt, "".join(rollout.response_text[i] for i in positions))
+        spans = (replace(s, start=int(positions[s.start]), end=int(positions[s.end - 1]) + 1) for s in judged.spans)
+        judged = replace(judged, spans=tuple(spans))
+    return replace(judged, metrics=rollout.metrics | judged.metrics)
+
+
+async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
+    """Return the feedback on the turns of a conversation, each with the reply to it as its next message.
+
+    The turns are criteria of the feedback: turn_1, turn_2.
+    """
+
+    async def judge(turn: PolicyTurn, history: Sequence[Message]) -> SpanFeedback:
+        if not turn.reply.strip():  # the environment is done, without a word
+            return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="")
+        payload = prompt.payload | {NEXT_MESSAGE: turn.reply}
+        judged = await feedback.judge(
+            replace(prompt, messages=(*prompt.messages, *history), payload=payload), rollout.answer_of(turn)
+        )
+        return shift_spans(judged, turn.answer_start or 0)
+
+    messages = list_messages(rollout)
+    judgements = await gather_all(judge(turn, messages[: 2 * i]) for i, turn in enumerate(rollout.conversation))
+    by_turn = {f"turn_{number}": judgement for number, judgement in enumerate(judgements, start=1)}
+    return combine_feedback(by_turn, required=by_turn)
 
 
 def shift_spans(feedback: SpanFeedback, offset: int) -> SpanFeedback:
@@ -131,13 +169,22 @@ async def compute_held_out_metrics(
     """
     limit = asyncio.Semaphore(config.feedback.sandbox.max_concurrent)
     measurable = pairs if all(task.can_measure(prompt) for prompt, _ in pairs) else ()
-    rows = await gather_all(measure(task, *pair, config.feedback.sandbox, limit) for pair in measurable)
+
+    async def measure_after(number: int) -> list[dict[str, float]]:
+        """Return the measures of the answers after that many turns."""
+        answers = [(prompt, rollout.answer_of(rollout.turns[:number][-1])) for prompt, rollout in measurable]
+        return await gather_all(measure(task, *answer, config.feedback.sandbox, limit) for answer in answers)
+
+    max_turns = config.rollout.max_turns if config.environment else 1
+    *earlier, rows = [await measure_after(number) for number in range(1, max_turns + 1)]
     logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
     judged = await gather_all(judge_answer(feedback, p, r) for p, r in (logged if rows else pairs))
     log.write_samples(step, "eval", [(*pair, f) for pair, f in zip(logged, judged, strict=False)])
-    metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
+    metrics = {"eval/length_mean": float(np.mean([r.policy_mask.sum() for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        for number, after in enumerate(earlier, start=1):
+            metrics[f"eval/{task.score_name}_turn_{number}"] = float(np.mean([row[task.score_name] for row in after]))
         scores: dict[str, list[float]] = {}
         for (prompt, _), row in zip(pairs, rows, strict=True):
             scores.setdefault(prompt.prompt_id, []).append(row[task.score_name])

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -71,7 +72,7 @@ def sampling_seed(seed: int, split: str, step: int) -> int:
 
 
 def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_staleness: int) -> np.ndarray:
-    """Return, for each response token, the updates between the weights that sampled it and those it trains: [N] int.
+    """Return, for each sampled token, the updates between the weights that sampled it and those it trains: [N] int.
 
     Raises:
         RunStopped: A sample is older than `max_staleness`, or newer than the learner.
@@ -92,6 +93,11 @@ def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_sta
 def pad_rows(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """Return ragged [R] float arrays as one [B, max R] float32 tensor, right-padded with zeros."""
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(np.array(r, np.float32)) for r in rows], batch_first=True)
+
+
+def pad_sampled(scored: Sequence[ScoredRollout], rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """Return `pad_rows` of the numbers of sampled tokens: those that an environment inserted are left out."""
+    return pad_rows([row[s.rollout.policy_mask] for s, row in zip(scored, rows, strict=True)])
 
 
 def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
@@ -123,7 +129,8 @@ def make_train_samples(
 ) -> list[TrainSample]:
     """Turn rewards into whitened advantages and returns.
 
-    Advantages are whitened over all response tokens of the step; returns belong to the unwhitened advantages.
+    Advantages are whitened over all sampled tokens of the step; returns belong to the unwhitened advantages. Tokens
+    that an environment inserted have weight 0, and returns and baselines pass over them.
 
     Args:
         teacher: With `objective.teacher`, the teacher's log-probabilities for each response; None if the teacher has
@@ -132,21 +139,11 @@ def make_train_samples(
     Raises:
         RunStopped: No token has a loss weight.
     """
-    mask = pad_rows([np.ones(len(s.rollout.response_ids)) for s in scored])
-    rules = objective.rewards
-    old, ref = pad_rows([t.old_logprobs for t in stats]), pad_rows([t.ref_logprobs for t in stats])
-    placed = [
-        np.append(
-            s.token_rewards[: s.num_thinking],
-            apply_placement(
-                s.token_rewards[s.num_thinking :], rules.placement, step_ids=s.step_ids[s.num_thinking :],
-                seed=seed, prompt_id=s.rollout.prompt_id, sample_index=s.rollout.sample_index,
-            ),
-        )
-        for s in scored
-    ]  # fmt: skip
+    pad = partial(pad_sampled, scored)
+    mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
+    old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
     rewards = step_rewards(
-        pad_rows(placed),
+        pad([_move_rewards(s, objective, seed) for s in scored]),
         torch.tensor([s.outcome_reward + s.truncation_penalty for s in scored]),
         old,
         ref,
@@ -154,28 +151,28 @@ def make_train_samples(
         span_coef=objective.span_coef,
         kl_coef=0.0 if objective.kl_in_loss else kl_coef,
     )
+    gamma = pad([_discounts(s.rollout, objective) for s in scored])
     if objective.uses_critic:
-        values = pad_rows([t.values for t in stats])
-        advantages, returns = gae(rewards, values, mask, objective.gamma, objective.lam)
+        values = pad([t.values for t in stats])
+        advantages, returns = gae(rewards, values, mask, gamma, objective.lam)
     else:
         group_of = {s.rollout.prompt_id: i for i, s in enumerate(scored)}  # a number for each prompt
         groups = torch.tensor([group_of[s.rollout.prompt_id] for s in scored])
         normalise = objective.advantages == "group_normalised"
-        advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
+        advantages, returns = group_advantages(rewards, mask, groups, gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
     samples: list[TrainSample] = []
     for row, (s, t) in enumerate(zip(scored, stats, strict=True)):
-        end = len(s.rollout.response_ids)
-        is_trained = np.ones(end, np.float32)
-        is_trained[: 0 if objective.train_thinking else s.num_thinking] = 0
+        is_sampled = s.rollout.policy_mask
+        is_trained = is_sampled if objective.train_thinking else s.is_answer
         share = 1 if objective.loss_aggregation == "token" else 1 / max(1, int(is_trained.sum()))
         samples.append(
             TrainSample(
                 prompt_ids=s.rollout.prompt_ids,
                 response_ids=s.rollout.response_ids,
                 weights=is_trained * np.float32(share),
-                advantages=advantages[row, :end].numpy(),
-                returns=returns[row, :end].numpy(),
+                advantages=_spread(advantages[row], is_sampled),
+                returns=_spread(returns[row], is_sampled),
                 values=t.values,
                 old_logprobs=t.old_logprobs,
                 rollout_logprobs=s.rollout.rollout_logprobs,
@@ -193,6 +190,31 @@ def make_train_samples(
             for sample, t, teacher_stats in zip(samples, stats, teacher, strict=True)
         ]
     return samples
+
+
+def _move_rewards(scored: ScoredRollout, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+    """Return the token rewards after `rewards.placement`, which moves them among the tokens of the answers, [R]."""
+    rewards, is_answer = scored.token_rewards.copy(), scored.is_answer
+    rewards[is_answer] = apply_placement(
+        rewards[is_answer], objective.rewards.placement, step_ids=scored.step_ids[is_answer],
+        seed=seed, prompt_id=scored.rollout.prompt_id, sample_index=scored.rollout.sample_index,
+    )  # fmt: skip
+    return rewards
+
+
+def _discounts(rollout: Rollout, objective: ObjectiveConfig) -> np.ndarray:
+    """Return the discount from each token to the next, [R]: gamma, times turn_gamma from one turn to the next."""
+    discounts = np.full(len(rollout.response_ids), objective.gamma)
+    for turn in rollout.conversation:
+        discounts[turn.tokens[1] - 1] *= objective.turn_gamma
+    return discounts
+
+
+def _spread(row: torch.Tensor, is_sampled: np.ndarray) -> np.ndarray:
+    """Return the numbers of sampled tokens at their positions, [R] float32, and 0 for inserted tokens."""
+    spread = np.zeros(len(is_sampled), np.float32)
+    spread[is_sampled] = row[: is_sampled.sum()]
+    return spread
 
 
 def _add_teacher(
@@ -227,10 +249,11 @@ def make_token_columns(samples: Sequence[TrainSample], stats: Sequence[TokenStat
     return {"token_advantages": [s.advantages for s in samples], "token_ratios": ratios}
 
 
-def step_kl(stats: Sequence[TokenStats]) -> float:
+def step_kl(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> float:
     """Return the KL to the reference for the KL controller, nats per sequence."""
-    mask = pad_rows([np.ones_like(t.old_logprobs) for t in stats])
-    return sequence_kl(pad_rows([t.old_logprobs for t in stats]), pad_rows([t.ref_logprobs for t in stats]), mask)
+    pad = partial(pad_sampled, scored)
+    mask = pad([np.ones_like(t.old_logprobs) for t in stats])
+    return sequence_kl(pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats]), mask)
 
 
 def step_metrics(
@@ -243,9 +266,12 @@ def step_metrics(
     kl_coef: float,
 ) -> dict[str, float]:
     """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of answer tokens or of samples."""
-    deltas = np.concatenate([s.deltas[s.num_thinking :] for s in scored])
-    rewards = np.concatenate([s.rewards for s in scored])
-    gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
+    masks = [s.rollout.policy_mask for s in scored]
+    deltas = np.concatenate([s.deltas[s.is_answer] for s in scored])
+    rewards = np.concatenate([s.rewards[mask] for s, mask in zip(scored, masks, strict=True)])
+    gaps = np.concatenate(
+        [(t.old_logprobs - s.rollout.rollout_logprobs)[m] for s, t, m in zip(scored, stats, masks, strict=True)]
+    )
     quotes = sum(f.num_quotes for _, _, f in pairs)
     sources = [f.source for _, _, f in pairs]
     shares = {f"tokens/{label}_share": share for label, share in compute_label_shares(deltas).items()}
@@ -258,6 +284,8 @@ def step_metrics(
         failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
         shares[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failed))
         shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
+    if conversations := [(r, f) for _, r, f in pairs if r.conversation]:
+        shares |= _conversation_metrics(conversations)
     totals = [objective.span_coef * s.token_rewards.sum() + s.truncation_penalty + s.outcome_reward for s in scored]
     if objective.outcome_rewards:
         shares[m.OUTCOME_MEAN] = float(np.mean([s.outcome_reward for s in scored]))
@@ -268,13 +296,25 @@ def step_metrics(
         "reward/response_mean": float(np.mean([s.rewards.sum() for s in scored])),
         "policy/kl": kl,
         "policy/kl_coef": kl_coef,
-        "policy/entropy": float(np.concatenate([t.entropy for t in stats]).mean()),
-        "response/length_mean": float(np.mean([len(r.response_ids) for _, r, _ in pairs])),
+        "policy/entropy": float(np.concatenate([t.entropy[mask] for t, mask in zip(stats, masks, strict=True)]).mean()),
+        "response/length_mean": float(np.mean([r.policy_mask.sum() for _, r, _ in pairs])),
         m.TRUNCATED_SHARE: float(np.mean([r.is_truncated for _, r, _ in pairs])),
         "gap/logprob_mean": float(np.abs(gaps).mean()),
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
         "feedback/failed_share": 1 - len(scored) / len(pairs),
         "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
+    }
+
+
+def _conversation_metrics(pairs: Sequence[tuple[Rollout, SpanFeedback]]) -> dict[str, float]:
+    spans = [(s, r) for r, f in pairs for s in f.spans]
+    unpaid = [
+        not any(s.start < turn.characters[1] and turn.characters[0] < s.end for turn in r.turns) for s, r in spans
+    ]
+    return {
+        m.TURNS: float(np.mean([len(r.turns) for r, _ in pairs])),
+        "turns/window_share": float(np.mean([r.is_window_full for r, _ in pairs])),
+        "turns/unpaid_spans": float(np.mean(unpaid)) if unpaid else 0.0,
     }
 
 

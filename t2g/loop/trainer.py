@@ -21,7 +21,7 @@ from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
-from t2g.feedback import token_offsets, token_rewards
+from t2g.feedback import token_rewards
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.rewards import compute_step_ids
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, Learner, RolloutSource, Turn, WeightSync
@@ -32,7 +32,7 @@ from t2g.runs.checkpoint import CheckpointStore, FileHashes
 from t2g.runs.identity import Identity, check_identity, save_identity
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
-from t2g.text.thinking import count_thinking_tokens
+from t2g.text.transcript import find_answer_tokens, rollout_offsets
 from t2g.types import (
     Prompt,
     Rollout,
@@ -235,7 +235,7 @@ class Trainer:
         stats = list(result.stats) or stats
         if teacher:
             result = replace(result, metrics=result.metrics | steps.teacher_metrics(scored, teacher, stats))
-        return samples, stats, steps.step_kl(stats), result
+        return samples, stats, steps.step_kl(scored, stats), result
 
     async def _score_teacher(
         self, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats], prompts: Sequence[Prompt]
@@ -286,7 +286,7 @@ class Trainer:
             self._busy_s += time.monotonic() - started
 
     def _score(self, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
-        offsets = token_offsets(self.tokenizer, rollout.response_ids)
+        offsets = rollout_offsets(self.tokenizer, rollout)
         objective, rule = self.config.objective, self.config.objective.rewards
         reward_by = partial(token_rewards, offsets, text=rollout.response_text, weights=self.config.feedback.weights)
         by_criterion = {name: [s for s in feedback.spans if s.criterion == name] for name in feedback.criteria}
@@ -295,10 +295,12 @@ class Trainer:
             feedback=feedback,
             token_rewards=reward_by(feedback.spans, rule=rule),
             by_token=reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"})),
-            step_ids=compute_step_ids(offsets, rollout.response_text, self.task.step_pattern),
+            step_ids=compute_step_ids(
+                offsets, rollout.response_text, self.task.step_pattern, starts=[t.characters[0] for t in rollout.turns]
+            ),
             outcome_reward=sum(e.weight * feedback.outcomes.get(e.source, 0.0) for e in objective.outcome_rewards),
             truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
-            num_thinking=count_thinking_tokens(offsets, rollout.answer_start),
+            answer_tokens=find_answer_tokens(offsets, rollout),
             criterion_rewards={name: float(reward_by(spans, rule=rule).sum()) for name, spans in by_criterion.items()},
         )
 

@@ -40,6 +40,7 @@ OVER_STEPS = (  # title, label of the y axis (0 to 1 for a share), metrics
     ("Entropy of the policy", "nats per token", (m.ENTROPY,)),
     ("PPO-clipped tokens", "share of tokens", ("policy/clip_share",)),
     ("Response length", "tokens", (m.LENGTH,)),
+    ("Turns", "turns per conversation", (m.TURNS,)),
     ("Truncated responses", "share of responses", (m.TRUNCATED_SHARE,)),
     ("Idle", "share of the step", ("idle/learner", "idle/rollout", "idle/reward")),
     ("Time", "seconds", ("time/step_s", "time/generate_s", "time/feedback_s", "time/learn_s", "time/sync_s")),

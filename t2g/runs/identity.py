@@ -36,7 +36,9 @@ from t2g.files import write_atomic, write_json
 from t2g.runs.contents import content_hash, source_hash
 
 IDENTITY_FILE = "identity.json"
-IMPORTED = re.compile(r"task|(feedback|annotate)(\.sources\.\w+)?\.source")  # keys that may hold an import path
+IMPORTED = re.compile(  # keys that may hold an import path
+    r"task|environment|(feedback|annotate)(\.sources\.\w+)?\.(source|align)"
+)
 SCHEDULE = "learner.schedule_steps"
 
 

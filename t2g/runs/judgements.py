@@ -51,7 +51,7 @@ class JournaledFeedback(FeedbackSource):
         Raises:
             UserError: A line of the journal is not readable.
         """
-        self.name, self.fleet = source.name, source.fleet
+        self.name, self.fleet, self.judges_turns = source.name, source.fleet, source.judges_turns
         self._source, self._folder, self._contents = source, folder / FOLDER, identity.contents
         self._recorded: dict[str, deque[SpanFeedback]] = {}
         for path in self._list_files():

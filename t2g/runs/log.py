@@ -7,19 +7,19 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from t2g.config import LogConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
-from t2g.feedback import token_offsets
 from t2g.files import raise_if_unwritable, write_atomic
 from t2g.runs.metrics import STEP
 from t2g.text.segments import printable, to_html
-from t2g.types import FinishReason, Prompt, Rollout, ScoredRollout, SpanFeedback
+from t2g.text.transcript import rollout_offsets
+from t2g.types import FinishReason, PolicyTurn, Prompt, Rollout, ScoredRollout, SpanFeedback
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -45,6 +45,8 @@ class SampleRecord:
     response: str
     finish_reason: FinishReason
     feedback: SpanFeedback | None
+    # Of a conversation, whose transcript is `response`: the turns with the replies to them.
+    turns: Annotated[tuple[PolicyTurn, ...], Field(exclude_if=lambda turns: not turns)] = ()
 
 
 class Sink(Protocol):
@@ -125,16 +127,21 @@ class RunLog:
                 response=rollout.response_text,
                 finish_reason=rollout.finish_reason,
                 feedback=feedback,
+                turns=rollout.conversation,
             )
             records.append(_SAMPLE.dump_python(sample))
             index = indices.get((prompt.prompt_id, rollout.sample_index))
             if index is not None:
-                ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
-                records[-1] |= {  # lists of length R: character range, text and reward of each response token
+                is_sampled = rollout.policy_mask
+                ranges = rollout_offsets(tokenizer, rollout)[is_sampled].tolist()
+                records[-1] |= {  # lists of character range, text and reward of each sampled token
                     "token_ranges": ranges,
                     "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                    "token_rewards": scored[index].rewards.tolist(),
-                    **{name: [round(float(value), 5) for value in of[index]] for name, of in columns.items()},
+                    "token_rewards": scored[index].rewards[is_sampled].tolist(),
+                    **{
+                        name: [round(float(value), 5) for value in of[index][is_sampled]]
+                        for name, of in columns.items()
+                    },
                 }
             rows.append((sample, None if index is None else float(scored[index].rewards.sum())))
         _append(self._folder / SAMPLES_FILE, records)

@@ -31,6 +31,9 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | critic/clip_share                          | tokens whose clipped value error is larger than the unclipped one      |
 | response/length_mean                       | sampled tokens, EOS included                                           |
 | response/truncated_share                   | responses that max_new_tokens truncated                                |
+| turns/mean                                 | of the policy in a conversation, with an environment                   |
+| turns/window_share                         | conversations that ended because rollout.max_model_len was full        |
+| turns/unpaid_spans                         | share of spans on the environment's text alone, which pay nothing      |
 | gap/{logprob_mean,p95}                     | of |learner - engine| logprob, nats                                    |
 | importance/{mean,p95}                      | weight exp(learner - engine) logprob, before the cap                   |
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
@@ -77,6 +80,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | ilf/{loss,revised_share,fixed_share}       | loss of fine-tuning; responses with a revision; imitated ones by fixes |
 | reflection/{revised_share,revise_s}        | share of held-out responses that were revised; seconds of the revision |
 | eval/<name>                                | held-out metric of the task, only in steps that evaluate               |
+| eval/<score>_turn_<n>                      | the measure after n turns, with an environment                         |
 | eval/score                                 | the metric that selects the best checkpoint                            |
 | eval/score_se                              | its standard error over prompts, where the task measures the score     |
 | eval/failed_share                          | held-out responses without usable feedback, where that gives the score |
@@ -95,6 +99,7 @@ NEUTRAL_SHARE = "tokens/neutral_share"
 KL = "policy/kl"
 ENTROPY = "policy/entropy"
 LENGTH = "response/length_mean"
+TURNS = "turns/mean"
 TRUNCATED_SHARE = "response/truncated_share"
 FAILED_SHARE = "feedback/failed_share"
 TEACHER_CONTRAST, TEACHER_SHARE = "teacher/contrast", "teacher/share"
@@ -115,6 +120,7 @@ _LINE = (  # parts of a step's terminal line: metric and template
     ("policy/clip_share", "PPO-clipped {:.1%}"),
     (LENGTH, "length {:.1f}"),
     (TRUNCATED_SHARE, "truncated {:.1%}"),
+    (TURNS, "turns {:.2f}"),
     ("gap/logprob_mean", "gap {:.1e}"),
     ("speed/tokens_per_s", "{:.0f} tokens/s"),
     ("time/generate_s", "generate {:.1f}s"),

@@ -110,6 +110,8 @@ def check(procedure: str, job: PolicyJob) -> None:
         raise UserError(f"{procedure} shows the critique to a model, and feedback.style.critique=false has none")
     if procedure == "dpo" and not job.objective.train_thinking:
         raise UserError("dpo trains whole responses; set objective.train_thinking=true, or leave the method out")
+    if job.environment is not None:
+        raise UserError(f"{procedure} has responses of a single turn: remove environment, or leave the method out")
     if job.eval_data is None:
         raise UserError(f"{procedure} is evaluated on held-out prompts; eval_data is missing")
     if compares and job.objective.outcome_rewards:

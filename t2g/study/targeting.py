@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from t2g.feedback import token_offsets
 from t2g.feedback.rewards import token_rewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import JudgedResponse, judge_answer
-from t2g.text.thinking import count_thinking_tokens
-from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats
+from t2g.text.transcript import find_answer_tokens, rollout_offsets
+from t2g.types import Prompt, Rollout, SpanFeedback
 
 NUM_MATCHES = 10  # unmentioned tokens that a criticised token is compared with
 THINKING = 2  # label of tokens that are left out
@@ -66,30 +65,17 @@ async def measure(
     return changes_by_mention(labels, [change for _, _, change in judged], base) | returned
 
 
-def retention(stats: Sequence[TokenStats]) -> dict[str, float]:
-    """Return how likely a policy makes texts that it was not trained on, {} without texts.
-
-    Returns:
-        perplexity, exp of the mean of -log p over all tokens of the responses; and retention, the mean change of log p
-        against the frozen reference, nats a token, below 0 for a policy that has forgotten.
-    """
-    if not stats:
-        return {}
-    policy, reference = (np.concatenate([getattr(s, name) for s in stats]) for name in ("old_logprobs", "ref_logprobs"))
-    return {"perplexity": float(np.exp(-policy.mean())), "retention": float((policy - reference).mean())}
-
-
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
     """Return the label of each token, [R] int8.
 
-    -1 criticised (even if praised as well), 1 praised, 0 unmentioned (always for EOS), THINKING for thinking, which no
-    feedback can mention.
+    -1 criticised (even if praised as well), 1 praised, 0 unmentioned (always for EOS), THINKING for thinking and for
+    inserted tokens, which no feedback can mention.
     """
-    offsets = token_offsets(tokenizer, rollout.response_ids)
+    offsets = rollout_offsets(tokenizer, rollout)
     # Without the job's reward rule, under which some criticised spans may have no reward.
     deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text)
     labels = np.sign(deltas).astype(np.int8)
-    labels[: count_thinking_tokens(offsets, rollout.answer_start)] = THINKING
+    labels[~find_answer_tokens(offsets, rollout)] = THINKING
     return labels
 
 

@@ -4,6 +4,7 @@
 {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "..."}], "reference": "..."}
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from t2g.tasks.base import Record, Review, Task, get_optional_text, get_text
@@ -31,11 +32,7 @@ class PromptsTask(Task):
         return self._messages(record)
 
     def prompt_text(self, record: Record) -> str:
-        """Return a single message unchanged, or a conversation with the role before each message."""
-        messages = self._messages(record)
-        if len(messages) == 1:
-            return messages[0]["content"]
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return format_chat(self._messages(record))
 
     def reference(self, record: Record) -> str | None:
         return get_optional_text(record, "reference")
@@ -48,6 +45,13 @@ class PromptsTask(Task):
         if messages[-1]["role"] != "user":
             raise ValueError(f"the last of {name} is by {messages[-1]['role']}; the policy answers a user")
         return messages
+
+
+def format_chat(messages: Sequence[Message]) -> str:
+    """Return a single message unchanged, or a conversation with the role before each message."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def read_messages(value: Any, name: str) -> list[Message]:

@@ -81,14 +81,3 @@ def _find_tag(tokenizer: Any, ids: np.ndarray, text: str, tag: str) -> tuple[int
         return None
     start, end = token_offsets(tokenizer, ids)[positions[0]].tolist()
     return start, end
-
-
-def count_thinking_tokens(offsets: np.ndarray, answer_start: int | None) -> int:
-    """Return the number of tokens before the answer: all of a response that ends within its thinking.
-
-    Args:
-        offsets: [R, 2], half-open character ranges of the response.
-    """
-    if answer_start is None:
-        return len(offsets)
-    return int(((offsets[:, 0] < answer_start) & (offsets[:, 1] <= answer_start)).sum())

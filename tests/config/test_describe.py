@@ -65,7 +65,8 @@ def test_policy() -> None:
 
 def test_a_reward_model_has_a_role_and_evaluation_is_described() -> None:
     feedback = FeedbackConfig(reward_model="rm")
-    text = PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback).describe()
+    text = PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback, environment="a:B").describe()
+    assert "environment: a:B, at most 2 turns in a window of 1024 tokens\n" in text
     assert "feedback.engine: 1 actor, each 0.5 CPU" in text
     assert "evaluation: every 5 steps, 128 prompts x 1 sample of a.jsonl" in text
     assert "together: 1.5 CPU" in text

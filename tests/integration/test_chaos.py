@@ -232,12 +232,14 @@ def recovered(metrics: list[dict[str, Any]], name: str) -> list[float]:
 def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
     order = random.Random(SEED).sample(FAULTS, len(FAULTS))
     plan = {1 + STEPS_APART * i: fault for i, fault in enumerate(order)}
-    job = make_job(stage.folder, max(plan) + STEPS_APART + 1)
+    conversing = {"environment": "stub_engines:Again", "rollout.max_turns": 2}
+    job = make_job(stage.folder, max(plan) + STEPS_APART + 1, **conversing)
     stage.names.update(rollout="StubRolloutWorker", reward="StubRewardWorker", learner="LearnerWorker")
     metrics = run_through(stage, job, plan, lambda: stub_fleets(job))
     # The node and the hung worker and the killed one; the missed sync is caught up with and costs no worker.
     assert sum(line.get("rollout/restarts", 0) for line in metrics) >= 3
     assert sum(line.get("reward/restarts", 0) for line in metrics) >= 1
+    assert {line["turns/mean"] for line in metrics if line["step"] > 0} == {2}, "each conversation is whole"
     slowest = max(line["time/generate_s"] for line in metrics)
     assert slowest < job.rollout.request_timeout_s, "the hung worker is found by its probes, not by its requests"
     for name in ("rollout/recovery_s", "reward/recovery_s", "recovery/learner_s"):
@@ -293,7 +295,9 @@ def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_
 def test_a_run_on_real_engines_outlives_a_fault(stage: Stage, fault: str) -> None:
     """With one engine, where half of a sync does not need another: nobody else serves until it is replaced."""
     engines = 2 if fault == "half a sync" else 1
-    job = make_job(stage.folder, 4, **{"learner.probe_tolerance": 1e-3, "rollout.workers.initial": engines})
+    conversing = {"environment": "stub_engines:Again", "rollout.max_turns": 2} if fault == "rollout" else {}
+    changes = {"learner.probe_tolerance": 1e-3, "rollout.workers.initial": engines, **conversing}
+    job = make_job(stage.folder, 4, **changes)
     stage.names.update(rollout="BreakableRolloutWorker", reward="RewardWorker", learner="LearnerWorker")
     with ExitStack() as stack:
 

@@ -23,14 +23,17 @@ from processes import title
 from transformers import LlamaForCausalLM
 
 from actors.engines.engine import engine_environment
+from actors.engines.multi_turn import Conversations
 from actors.engines.rollout import RolloutFleet
 from actors.learner import lora
 from actors.vllm_compat.transports import NcclSender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket, plan_buckets
 from actors.weights.sync import WeightSync
-from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, RolloutConfig
+from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
+from t2g.tasks.prompts_only import PromptsTask
+from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, Rollout, WeightSyncResult
 
 TEMPERATURE = 0.7
@@ -119,6 +122,40 @@ def policies(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ll
 def fleet(rollout_fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> RolloutFleet:
     push(TorchLearner(policies[0]), rollout_fleet, 0)
     return rollout_fleet
+
+
+def test_turns_of_a_conversation_are_sampled_after_all_that_came_before(
+    fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM], policy: Path
+) -> None:
+    job = PolicyJob.model_validate(
+        {
+            "model": {"policy": str(policy)},
+            "data": {"path": "unused"},
+            "environment": "stub_engines:Again",
+            "feedback": {"source": "pkg:judge"},
+            "rollout": {"max_turns": 3, "max_new_tokens": 32, "max_model_len": 100},
+        }
+    )
+    tokenizer = load_tokenizer(str(policy))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
+    source = Conversations(fleet, job, PromptsTask(), tokenizer)
+    sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=3)
+
+    async def run() -> list[list[Rollout]]:
+        return await asyncio.gather(*(source.sample(prompt(i), sampling) for i in range(12)))
+
+    found = [rollout for group in asyncio.run(run()) for rollout in group]
+    longer = [rollout for rollout in found if len(rollout.conversation) > 1]
+    assert len(found) == 48 and longer
+    assert all(len(r.prompt_ids) + len(r.response_ids) <= 100 for r in found)
+    for rollout in longer:
+        ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        want = logprobs_of(policies[0], ids, temperature=TEMPERATURE)[len(rollout.prompt_ids) - 1 :]
+        mask = rollout.policy_mask
+        np.testing.assert_allclose(rollout.rollout_logprobs[mask], want[mask], atol=1e-4)
+        assert not mask.all() and not rollout.rollout_logprobs[~mask].any()
+        first, second, *_ = (rollout.rollout_logprobs[slice(*turn.tokens)] for turn in rollout.conversation)
+        assert first[0] != second[0], "another seed"
 
 
 def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers(

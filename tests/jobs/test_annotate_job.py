@@ -253,7 +253,7 @@ def test_one_prompt_is_all_for_training(given: AnnotateJob, capsys: pytest.Captu
     metrics = annotate_data(given, FakeFleets(given))
     assert (metrics["train_records"], metrics["heldout_records"]) == (1, 0)
     assert (given.run.folder / HELDOUT_FILE).read_text() == ""
-    assert "of one prompt: nothing is held out" in capsys.readouterr().out
+    assert "of one prompt or conversation: nothing is held out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("after", [5, NUM_SAMPLES])

@@ -21,13 +21,12 @@ from jobs.common.comparison_runs import (
     finish,
     has_all,
     make_search_data,
-    read_texts,
     run_all,
 )
 from jobs.common.policy_runs import PolicyData
 from jobs.common.run_folder import begin_folder
 from jobs.compare import check, describe, run
-from t2g.config import CompareJob, DataConfig, PolicyJob, loading
+from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
@@ -276,21 +275,6 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     other = arms_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
     assert not has_all(other, ["span"], read_results(tmp_path / "results.jsonl"))
     capsys.readouterr()
-
-
-def test_texts_for_retention(tmp_path: Path) -> None:
-    tokenizer = letter_tokenizer(tmp_path)
-    file = tmp_path / "texts.jsonl"
-    rows = [{"prompt": "ab", "solution": "cab"}, {"prompt": "a" * 9, "solution": "b"}]
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = DataConfig(path=str(file), columns={"response": "solution"})
-    (kept,) = read_texts(data, tokenizer, 8)
-    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "cab")]
-    assert [kept.prompt_ids.tolist(), kept.response_ids.tolist()] == expected
-    assert read_texts(None, tokenizer, 8) == []
-    file.write_text('{"prompt": "ab", "response": " "}\n')
-    with pytest.raises(UserError, match=r"compare\.retention record 1 \(texts\.jsonl:1\): field response"):
-        read_texts(DataConfig(path=str(file)), tokenizer, 8)
 
 
 def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:

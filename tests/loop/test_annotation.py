@@ -12,6 +12,7 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t2g.data.load import FileRecord
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback
 from t2g.feedback.records import AnnotatedRecord, read_record
@@ -23,6 +24,7 @@ from t2g.loop.annotation import (
     format_summary,
     make_refused_record,
     make_samples,
+    make_turn_samples,
     plant_samples,
     record_keys,
     select_heldout_prompts,
@@ -180,6 +182,62 @@ def record(status: str, **fields: Any) -> AnnotatedRecord:
     return AnnotatedRecord(prompt_id="p", prompt="p", response="abcd", critique="c", status=status, **fields)
 
 
+CHAT = [
+    {"role": role, "content": content}
+    for role, content in (
+        ("user", "Write f."), ("assistant", "f = 1"), ("user", "No."), ("assistant", None), ("tool", "7"),
+        ("assistant", "f = 2"),
+    )
+]  # fmt: skip
+
+
+def test_each_turn_with_a_reply_is_a_sample_and_the_others_are_left_out() -> None:
+    rows = [FileRecord({"id": 7, "messages": CHAT, "team": "x"}, "log.jsonl:3", "log.jsonl")]
+    first, blank, last = make_turn_samples(rows, PromptsTask())
+    assert (first.prompt.prompt_id, first.prompt.prompt_text, first.response) == ("7/1", "Write f.", "f = 1")
+    assert first.prompt.payload == {"team": "x", "next_message": "No."} and first.prompt.data_file == "log.jsonl"
+    assert [first.problem, blank.problem, last.problem] == [
+        "",
+        "data record 1 (log.jsonl:3): the assistant's turn 2 has no text",
+        "data record 1 (log.jsonl:3): the assistant's turn 3 has no reply",
+    ]
+    assert [sample.is_left_out for sample in (first, blank, last)] == [False, True, True]
+    greeting = [{"role": "assistant", "content": "Hello!"}, *CHAT]
+    hello, again = make_turn_samples([{"messages": greeting}], PromptsTask())[:2]
+    assert hello.problem == "data record 1: the assistant's turn 1 has no message by a user before it"
+    assert again.prompt.prompt_text == "assistant: Hello!\n\nuser: Write f." and again.prompt.messages == tuple(
+        greeting[:2]
+    )
+
+
+def test_the_keys_of_turns_stay_where_a_conversation_grows() -> None:
+    longer = [*CHAT, {"role": "user", "content": "Good."}]
+    for fields in ({}, {"id": "7"}):
+        before = make_turn_samples([{"messages": CHAT} | fields], PromptsTask())
+        after = make_turn_samples([{"messages": longer} | fields], PromptsTask())
+        assert before[0].key == after[0].key
+        assert [not sample.problem for sample in after] == [True, False, True]
+    same = make_turn_samples([{"messages": longer}, {"messages": longer}], PromptsTask())
+    assert [sample.sample_index for sample in same] == [0, 0, 0, 1, 0, 1]
+    assert same[0].key == same[3].key and len({sample.prompt.prompt_id for sample in same}) == 3
+
+
+def test_turns_of_conversations_with_one_opening_are_one_group() -> None:
+    others = [{"role": "user", "content": "Write f."}, {"role": "assistant", "content": "f = 9"}, *CHAT[2:]]
+    new = [{"role": "system", "content": "Be short."}, *CHAT]
+    samples = make_turn_samples([{"messages": chat} for chat in (CHAT, others, new)], PromptsTask())
+    assert [sample.group for sample in samples] == 6 * ["Write f."] + 3 * ["system: Be short.\n\nuser: Write f."]
+
+
+def test_a_malformed_conversation_is_one_failed_record_that_names_its_line() -> None:
+    broken = [CHAT[0], {"role": "bot", "content": "f"}]
+    rows = [FileRecord({"messages": broken}, "log.jsonl:9", "log.jsonl"), {"messages": CHAT}]
+    sample, *others = make_turn_samples(rows, PromptsTask())
+    assert sample.problem.startswith("data record 1 (log.jsonl:9): messages[1] has the role 'bot'")
+    assert not sample.is_left_out and len(others) == 3 and not others[0].problem
+    assert make_refused_record(sample, "next_message").reason == sample.problem
+
+
 def test_a_summary_counts_and_groups() -> None:
     two = [{"start": i, "end": i + 1, "label": 1} for i in range(2)]
     summary = summarize(
@@ -201,6 +259,10 @@ def test_a_summary_counts_and_groups() -> None:
         "  2 x record 3 has no response",
         "  1 x the answer is no JSON",
     ]
+    left_out = [f"data record {number} has no reply" for number in (1, 12)]
+    summary = summarize([record("ok")], left_out)
+    assert summary["left_out"] == [(2, "data record 1 has no reply")]
+    assert format_summary(summary).splitlines()[1:] == ["  left out: 2 x data record 1 has no reply"]
     nothing = summarize([record("failed")])
     assert (nothing["spans_per_response"], nothing["located_share"], nothing["agreement"]) == (None, None, None)
     assert format_summary(nothing) == "1 records: 1 failed\n  1 x status failed"

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import letter_tokenizer
+from conversations import TwoTurns
+from fakes import FakeRollouts, letter_tokenizer
 from trainer_bench import NUM_STEPS, PER_STEP, Bench, chosen, job
 
 from t2g.errors import RunStopped
@@ -173,11 +174,13 @@ def test_a_restart_trains_on_finished_groups_and_samples_only_the_others(
     assert second.trainer.state.num_samples == NUM_STEPS * PER_STEP * 4
 
 
-def test_what_a_restart_reads_is_what_was_sampled(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [FakeRollouts, TwoTurns])
+def test_what_a_restart_reads_is_what_was_sampled(tokenizer: Any, tmp_path: Path, source: type[FakeRollouts]) -> None:
     def one_step_ahead(folder: str, last_step: int) -> Bench:
         bench = Bench(
-            tmp_path / folder, tokenizer, job(max_staleness=1), stop=lambda: bench.trainer.state.step == last_step
-        )
+            tmp_path / folder, tokenizer, job(max_staleness=1), stop=lambda: bench.trainer.state.step == last_step,
+            rollouts=source(tokenizer),
+        )  # fmt: skip
 
         def in_step(call: str) -> None:
             ahead = min(bench.trainer.state.step + 2, NUM_STEPS)
@@ -197,6 +200,7 @@ def test_what_a_restart_reads_is_what_was_sampled(tokenizer: Any, tmp_path: Path
             now.sample_index,
             now.response_text,
         )
-        assert was.policy_versions == now.policy_versions
+        assert was.policy_versions == now.policy_versions and was.conversation == now.conversation
         np.testing.assert_array_equal(was.rollout_logprobs.view(np.uint32), now.rollout_logprobs.view(np.uint32))
     assert second.metrics()[3] == whole.metrics()[3]
+    assert second.metrics()[3].get("turns/mean") == (2 if source is TwoTurns else None)

@@ -120,8 +120,9 @@ def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -
     _, scored = scored_pair([1.0, -1.0, 1.0])
     learner_stats = [stats(3, old=-1.0, ref=-1.5)]
     samples = make_train_samples([scored], learner_stats, objective, kl_coef=0.2, seed=1)
-    assert step_kl(learner_stats) == pytest.approx(1.5)
-    assert step_kl([*learner_stats, stats(1)]) == pytest.approx(0.75)
+    assert step_kl([scored], learner_stats) == pytest.approx(1.5)
+    _, short = scored_pair([0.0])
+    assert step_kl([scored, short], [*learner_stats, stats(1)]) == pytest.approx(0.75)
     # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
     np.testing.assert_allclose(samples[0].advantages, [0.7, 0.8, 0.9], rtol=1e-6)
 
@@ -140,7 +141,7 @@ def test_a_penalty_in_the_loss_is_not_paid_in_the_reward_as_well(estimator: str)
     samples = make_train_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
     assert samples[0].advantages.tolist() == [1, 1]
     assert samples[0].ref_logprobs.tolist() == [-1.5, -1.5]
-    assert step_kl([stats(2, ref=-1.5)]) == 1.0  # the controller sees it
+    assert step_kl([scored], [stats(2, ref=-1.5)]) == 1.0  # the controller sees it
 
 
 def test_a_truncated_response_pays_its_penalty_at_its_last_token_in_any_placement() -> None:

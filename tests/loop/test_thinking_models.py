@@ -34,8 +34,9 @@ from t2g.study.targeting import THINKING, criticisms, mentions
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.text.offsets import decode
 from t2g.text.policy_chat import set_template_defaults
-from t2g.text.thinking import NO_ANSWER, count_thinking_tokens, find_answer_start
+from t2g.text.thinking import NO_ANSWER, find_answer_start
 from t2g.text.tokenizer import encode_chat
+from t2g.text.transcript import find_answer_tokens
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats
 
 TAGS = (OPEN, CLOSE)
@@ -107,7 +108,7 @@ def score(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback, rule: Reward
         feedback=feedback,
         token_rewards=token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=rule),
         step_ids=compute_step_ids(offsets, rollout.response_text, r"[.\n]"),
-        num_thinking=count_thinking_tokens(offsets, rollout.answer_start),
+        answer_tokens=find_answer_tokens(offsets, rollout),
     )
 
 
@@ -170,11 +171,12 @@ def test_no_span_quote_or_measure_touches_the_thinking(
         assert recall.get("feedback/recall_whole", 0.0) == (-1 in labels) or not rollout.answer
         poor = frozenset(quote for quote, label, _ in quotes if label < 0)
         assert criticisms(text, feedback) == poor
-        asyncio.run(measure(task, prompt, rollout, SandboxConfig(), asyncio.Semaphore(1)))
+        asyncio.run(measure(task, prompt, rollout.answer, SandboxConfig(), asyncio.Semaphore(1)))
         assert task.texts[-1] == rollout.answer
     rule = RewardRuleConfig(unit=unit, placement=placement)
     scored = score(tokenizer, rollout, feedback, rule)
-    first = scored.num_thinking
+    first = int((~scored.is_answer).sum())
+    assert not scored.is_answer[:first].any()
     ends = token_offsets(tokenizer, rollout.response_ids)[:first, 1]
     assert not ends.size or ends[-1] <= (len(rollout.response_text) if is_cut else rollout.answer_start)
     assert not scored.token_rewards[:first].any()
@@ -274,7 +276,11 @@ def test_label_shares_are_of_answer_tokens() -> None:
     feedback = SpanFeedback(critique="", spans=(), status="ok", source="s", version="")
     rewards = np.array([0, 0, 1, -1], np.float32)
     scored = ScoredRollout(
-        rollout=rollout, feedback=feedback, token_rewards=rewards, step_ids=np.zeros(4, np.int32), num_thinking=2
+        rollout=rollout,
+        feedback=feedback,
+        token_rewards=rewards,
+        step_ids=np.zeros(4, np.int32),
+        answer_tokens=np.array([False, False, True, True]),
     )
     pairs = [(letter_prompts(1)[0], rollout, feedback)]
     metrics = step_metrics(pairs, [scored], [stats_of(scored)], ObjectiveConfig(), kl=0, kl_coef=0)

@@ -8,11 +8,10 @@ from t2g.study.targeting import (
     changes_by_mention,
     criticisms,
     mentions,
-    retention,
     returns,
 )
 from t2g.tasks.tiny.assets import build_tokenizer
-from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats
+from t2g.types import Prompt, Rollout, SpanFeedback
 
 TEXT = "Ann, Lima"
 PROMPT = Prompt(prompt_id="p", prompt_ids=np.array([1, 2], np.int32), prompt_text="who", task="tiny")
@@ -88,13 +87,3 @@ def test_criticism_that_comes_again() -> None:
     after = [first, frozenset({"Oslo", "new"}), failed, frozenset({"y"})]
     assert returns(before, after) == {"returns": pytest.approx(2 / 3), "criticisms": 3, "prompts": 3}
     assert returns([none], [first])["returns"] is None
-
-
-def test_retention_is_a_mean_over_all_tokens() -> None:
-    def stats(policy: list[float], reference: list[float]) -> TokenStats:
-        numbers = {"old_logprobs": policy, "ref_logprobs": reference, "values": [], "entropy": []}
-        return TokenStats(**{name: np.array(values, np.float32) for name, values in numbers.items()})
-
-    found = retention([stats([-1.0], [-0.5]), stats([-2.0, -3.0], [-2.0, -2.0])])
-    assert found == {"perplexity": pytest.approx(np.exp(2)), "retention": pytest.approx(-0.5)}
-    assert retention([]) == {}

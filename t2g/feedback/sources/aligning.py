@@ -7,7 +7,7 @@ from t2g.types import Prompt, SpanFeedback
 
 
 async def find_spans(aligner: Aligner, prompt: Prompt, response_text: str, own: SpanFeedback) -> SpanFeedback:
-    """Return the aligner's spans, status and counts with the critique, source and results of `own`.
+    """Return the aligner's spans, status and counts with the critique and source of `own`, and its results, if any.
 
     The version names both: "facts:judge, judge#5f0c2a91".
     """
@@ -16,7 +16,7 @@ async def find_spans(aligner: Aligner, prompt: Prompt, response_text: str, own: 
         aligned,
         critique=own.critique,
         source=own.source,
-        version=f"{own.version}, {aligned.version}",
-        execution=own.execution,
-        metrics=own.metrics,
+        version=", ".join(filter(None, (own.version, aligned.version))),
+        execution=own.execution or aligned.execution,
+        metrics=own.metrics or aligned.metrics,
     )

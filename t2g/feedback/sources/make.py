@@ -1,12 +1,15 @@
 """Construction of the feedback sources that need no cluster."""
 
 from pathlib import Path
+from typing import Any
 
 from t2g.config import SourceConfig
+from t2g.config.feedback import MODELS
 from t2g.errors import UserError
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.feedback.sources.llm import LLMFeedback
+from t2g.feedback.sources.next_message import NextMessageFeedback
 from t2g.feedback.sources.program import ProgramFeedback
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Task
@@ -25,9 +28,12 @@ def make_local_source(
     Raises:
         UserError: The source cannot be used.
     """
+    section = section or config.section
+    log = folder / "feedback.log" if folder else None
     if config.aligner == "llm" and config.source != "llm" and config.llm.url:
         aligner = LLMFeedback(EndpointChat(config.llm), config, task)
-    options = {"timeout_s": config.timeout_s, "aligner": aligner, "section": section or config.section}
+    elif config.aligner is not None and config.aligner not in MODELS:
+        aligner = _make_program(config, config.aligner, task, log=log, section=section, field="align")
     match config.source:
         case "llm":
             return LLMFeedback(EndpointChat(config.llm), config, task, aligner)
@@ -36,11 +42,17 @@ def make_local_source(
             human = HumanFeedback(Path(config.human_file), task, aligner, columns=config.human_columns)
             human.check_alignment()
             return human
-        case "program":
-            function = task.make_feedback_function(style=config.style, sandbox=config.sandbox)
-            if function is None:
-                raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")
-            return ProgramFeedback(function, concurrency=config.sandbox.max_concurrent, **options)
+        case "next_message":
+            return NextMessageFeedback(aligner)
     assert config.source != "reward_model", "the reward model is served by actors.engines.reward"
-    log = folder / "feedback.log" if folder else None
-    return ProgramFeedback(config.source, concurrency=config.concurrency, log=log, **options)
+    return _make_program(config, config.source, task, aligner=aligner, log=log, section=section)
+
+
+def _make_program(config: SourceConfig, name: str, task: Task, **options: Any) -> ProgramFeedback:
+    """Return the feedback of the task's own program, or of the function at an import path."""
+    if name != "program":
+        return ProgramFeedback(name, timeout_s=config.timeout_s, concurrency=config.concurrency, **options)
+    function = task.make_feedback_function(style=config.style, sandbox=config.sandbox)
+    if function is None:
+        raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")
+    return ProgramFeedback(function, timeout_s=config.timeout_s, concurrency=config.sandbox.max_concurrent, **options)

@@ -14,7 +14,7 @@ class NoisyFeedback(FeedbackSource):
     """Another source's feedback with `add_noise`, drawn from (seed, prompt_id, response): the same in every run."""
 
     def __init__(self, source: FeedbackSource, noise: NoiseConfig, *, seed: int) -> None:
-        self.name = source.name
+        self.name, self.judges_turns = source.name, source.judges_turns
         self._source, self._noise, self._seed = source, noise, seed
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:

@@ -1,7 +1,8 @@
 """Feedback from a task's own function or from a user's function, which is untrusted."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from t2g.feedback.parse import check_critique, make_failed_feedback, make_feedback, read_judgement
 from t2g.feedback.sources.aligning import find_spans
@@ -11,7 +12,6 @@ from t2g.tasks.base import FeedbackFunction
 from t2g.types import Prompt, SpanFeedback
 
 OPTIONS = ("payload", "messages", "data_file")  # keyword arguments that a function may have
-FORM = f"(prompt_text, response_text) and perhaps {'= or '.join(OPTIONS)}="
 
 
 class ProgramFeedback(FeedbackSource):
@@ -32,6 +32,7 @@ class ProgramFeedback(FeedbackSource):
         log: Path | None = None,
         aligner: Aligner | None = None,
         section: str = "feedback",
+        field: Literal["source", "align"] = "source",
     ) -> None:
         """Load the function.
 
@@ -39,16 +40,19 @@ class ProgramFeedback(FeedbackSource):
             function: The function or its import path. It is called as `function(prompt_text, response_text)`, with
                 those of OPTIONS that it has as parameters.
             aligner: Finds the spans of a text alone; without it such an answer is failed feedback.
-            section: Section of the config that names the function.
+            section, field: Section and key of the config that name the function; with align it may have a parameter
+                `critique`, too.
             timeout_s, concurrency, log: See `UserFunction`.
 
         Raises:
             UserError: As `load_function`.
         """
         paid = function if isinstance(function, str) else ""  # the task's own program is free
-        key = f"{section}.source={paid or 'program'}"
+        key = f"{section}.{field}={paid or 'program'}"
         if isinstance(function, str):
-            function = load_function(function, key, FORM, num_arguments=2, options=OPTIONS)
+            options = (*OPTIONS, "critique") if field == "align" else OPTIONS
+            form = f"(prompt_text, response_text) and perhaps {'= or '.join(options)}="
+            function = load_function(function, key, form, num_arguments=2, options=options)
         self._path = paid or _path_of(function)
         self.journal_version = paid or (aligner.journal_version if aligner else "")
         self._section, self._aligner, self.fleet = section, aligner, aligner.fleet if aligner else None
@@ -57,14 +61,30 @@ class ProgramFeedback(FeedbackSource):
             concurrency=concurrency, log=log, section=section,
         )  # fmt: skip
 
-    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        """Return the pieces that the function names, as spans of this critique, which replaces the function's own.
+
+        Raises:
+            RunStopped: As `UserFunction.call`.
+        """
+        own = await self.judge(prompt, response_text, critique=critique)
+        if not own.usable or own.critique == critique:
+            return own
+        good, poor = ([replace(s, critique_range=None) for s in own.spans if s.label == label] for label in (1, -1))
+        spans = make_feedback(critique, good, poor, response_text, source=self.name, version=self._path).spans
+        return replace(own, critique=critique, spans=spans)
+
+    async def judge(self, prompt: Prompt, response_text: str, **options: Any) -> SpanFeedback:
         """Return the feedback on one response.
+
+        Args:
+            options: Further keyword arguments, which the function gets if it takes them.
 
         Raises:
             RunStopped: As `UserFunction.call`.
         """
         messages = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
-        options = {"payload": prompt.payload, "messages": [*map(dict, messages)], "data_file": prompt.data_file}
+        options |= {"payload": prompt.payload, "messages": [*map(dict, messages)], "data_file": prompt.data_file}
         try:
             feedback = await self._function.call(
                 lambda answer: self._read(answer, response_text),

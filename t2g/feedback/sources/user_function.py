@@ -74,7 +74,7 @@ class UserFunction:
         async with self._calls.get():
             self._check_timeouts()
             started = time.monotonic()
-            call = partial(self._function, *arguments, **_select_options(self._function, options))
+            call = partial(self._function, *arguments, **select_options(self._function, options))
             try:
                 answer = await asyncio.wait_for(self._start_call(call, read), self._timeout_s)
                 self._num_timeouts = 0
@@ -166,13 +166,13 @@ def load_function(
     text = import_path.partition(":")[2]
     try:
         text += str(signature := inspect.signature(function))
-        signature.bind(*range(num_arguments), **_select_options(function, dict.fromkeys(options)))
+        signature.bind(*range(num_arguments), **select_options(function, dict.fromkeys(options)))
     except (TypeError, ValueError) as error:  # a built-in class has no signature
         raise UserError(f"{key} cannot be called with {form}, but is {text}: {error}") from None
     return function
 
 
-def _select_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def select_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the keyword arguments that the function takes."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

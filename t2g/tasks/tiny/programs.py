@@ -17,12 +17,14 @@ compares n, as a share SPECIAL of the branches of references do, or has a branch
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t2g.config import WorldConfig
+from t2g.sandbox import Outcome
+from t2g.tasks.tiny.interpreter import interpret
 from t2g.tasks.tiny.world import is_heldout
 from t2g.types import Span
 
@@ -64,8 +66,12 @@ def write_question(rules: Iterable[Rule], wording: int) -> str:
     return " ".join(f"If {word}, {operator} {number}." for word, operator, number in parts)
 
 
-def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator) -> str:
+def write_program(
+    rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator, right: Collection[str] = ()
+) -> str:
     """Return a program with planted faults and at least one branch, in the order of the rules.
+
+    The rules of the words in `right` have none.
 
     Probabilities per rule: `wrong`, another operator or another number, equally often; `missing`, no branch.
     Probabilities per program: `invented`, a branch of a word without a rule; `repeated`, a later copy of a branch.
@@ -73,7 +79,9 @@ def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Gene
     rules, branches = list(rules), list[str]()
     while not branches:
         for rule in rules:
-            if rng.random() >= rates.missing:
+            if rule.word in right:
+                branches.append(_write_branch(rule, rng))
+            elif rng.random() >= rates.missing:
                 branches.append(_write_branch(_change_rule(rule, rng) if rng.random() < rates.wrong else rule, rng))
     if rng.random() < rates.repeated:
         source = int(rng.integers(len(branches)))
@@ -129,16 +137,58 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     for index in range(count):
         rules = sample_rules(rng, heldout=heldout)
         others = [str(word) for word in rng.permutation(_list_other_words(rules))]
-        visible = [(rule.word, n, rule.value(n)) for rule in rules for n in VISIBLE]
-        visible += [(word, n, n) for word, n in zip(others, VISIBLE, strict=False)]
         hidden = [(rule.word, n, rule.value(n)) for rule in rules for n in HIDDEN]
         hidden += [(word, HIDDEN[0], HIDDEN[0]) for word in others[len(VISIBLE) :]]
         yield {
             "question_id": f"tiny-code-{split}-{seed}-{index}",
             "question": write_question(rules, int(rng.integers(2))),
             "solution": write_program(rules, rates, rng),
-            "test": write_tests(visible),
+            "test": write_tests(_list_visible(rules, others)),
         } | ({"hidden_test": write_tests(hidden)} if heldout else {})
+
+
+def make_repairs(rates: WorldConfig) -> Iterator[dict[str, Any]]:
+    """Yield `rates.num_repairs` rows that continue a conversation: a faulty program, what fails of it, and another one.
+
+    The rules that failed are written again, with the same probabilities of faults, and the others are right.
+    """
+    rng, number = np.random.default_rng([rates.seed, 2]), 0
+    while number < rates.num_repairs:
+        rules = sample_rules(rng, heldout=False)
+        question, program = write_question(rules, int(rng.integers(2))), write_program(rules, rates, rng)
+        others = [str(word) for word in rng.permutation(_list_other_words(rules))]
+        outcome = interpret(program, write_tests(_list_visible(rules, others)))
+        if outcome is None or outcome.passed:
+            continue
+        failed, number = find_failed_words(outcome), number + 1
+        yield {
+            "question_id": f"tiny-code-repair-{rates.seed}-{number}",
+            "question": question,
+            "messages": [
+                {"role": "assistant", "content": program},
+                {"role": "user", "content": describe_failures(outcome)},
+            ],
+            "solution": write_program(rules, rates, rng, {rule.word for rule in rules} - set(failed)),
+        }
+
+
+def find_failed_words(outcome: Outcome) -> list[str]:
+    """Return the words whose tests fail, in order; none where the program does not compile."""
+    names = [test.name.split("_") for test in outcome.tests if not test.passed]
+    return list(dict.fromkeys(name[1] for name in names if len(name) == 3))
+
+
+def describe_failures(outcome: Outcome) -> str:
+    """Return a message of a few tokens: "red fails. teal fails."."""
+    return " ".join(f"{word} fails." for word in find_failed_words(outcome)) or (
+        "All pass." if outcome.passed else "Syntax."
+    )
+
+
+def _list_visible(rules: Iterable[Rule], others: Iterable[str]) -> list[tuple[str, int, int]]:
+    """Return the cases of the visible tests: word, n, value."""
+    cases = [(rule.word, n, rule.value(n)) for rule in rules for n in VISIBLE]
+    return cases + [(word, n, n) for word, n in zip(others, VISIBLE, strict=False)]
 
 
 def tokenizer_pieces(instruction: str) -> list[str]:

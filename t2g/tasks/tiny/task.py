@@ -104,6 +104,13 @@ class TinyCodeTask(CodeTask):
 
         return feedback_function
 
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        """Return the question, and for an example of a repair the conversation after it."""
+        return [*super().policy_messages(record), *record.get("messages", ())]
+
+    def describe_failures(self, outcome: Outcome, code: str, sandbox: SandboxConfig) -> str:
+        return programs.describe_failures(outcome)
+
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return interpret(code, tests) or super().run(code, tests, sandbox)
 

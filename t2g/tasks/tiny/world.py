@@ -297,8 +297,13 @@ def write_world(
     for split, count in (("train", world.num_train), ("heldout", world.num_heldout)):
         paths[split] = folder / f"{split}.jsonl"
         rows = make(count=count, heldout=split == "heldout", rates=world, seed=world.seed)
-        paths[split].write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        write_rows(paths[split], rows)
     return paths
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def tokenizer_pieces(*, reward: bool, num_facts: int = 5) -> list[str]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from t2g.config import AnnotateConfig, NoiseConfig, ScoreJob
 from t2g.feedback.sources.noise import NoisyFeedback, add_noise
+from t2g.interfaces import FeedbackSource
 from t2g.types import Prompt, Span, SpanFeedback
 
 TEXT = "abcdefghij"
@@ -84,7 +85,7 @@ def test_more_noise_changes_what_less_noise_changed(seed: int, low: float, high:
         assert 0 <= span.start < span.end <= len(TEXT)
 
 
-class Source:
+class Source(FeedbackSource):
     name = "program"
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:

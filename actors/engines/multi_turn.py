@@ -1,0 +1,64 @@
+"""Conversations on rollout engines: the environment runs on the driver, and each conversation stays on one engine.
+
+A conversation is one request of the fleet. If its engine is lost, it starts again on another one, from its first turn
+and with the same seeds; the next turn finds the turns before it in the engine's prefix cache.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError
+
+from actors.engines.rollout import RolloutFleet, check_window
+from t2g.config import PolicyJob
+from t2g.environments.converse import converse, make_encoder
+from t2g.environments.environment import Environment
+from t2g.interfaces import RolloutSource, Sampling
+from t2g.tasks.base import Task
+from t2g.types import Prompt, Rollout
+
+
+class Conversations(RolloutSource):
+    """A rollout fleet and an environment as a source of conversations."""
+
+    def __init__(self, fleet: RolloutFleet, config: PolicyJob, task: Task, tokenizer: Any) -> None:
+        """Construct the environment.
+
+        Raises:
+            UserError: As `Environment` and `make_encoder`.
+        """
+        self._fleet, self._window, self._max_turns = fleet, config.rollout.max_model_len, config.rollout.max_turns
+        self._environment, self._encode = Environment(config, task), make_encoder(tokenizer)
+
+    async def sample(
+        self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """Return `num_samples` conversations; errors as `RolloutFleet.sample` and `Environment.reply`."""
+        check_window(prompt, sampling.max_new_tokens, self._window)
+        turn_s = self._fleet.config.deadline_s + self._environment.timeout_s
+        return await self._fleet.calls(
+            [partial(self._converse, prompt, sampling, index) for index in range(sampling.num_samples)],
+            timeout_s=self._max_turns * turn_s,
+            what=f"prompt {prompt.prompt_id}",
+            on_answer=on_rollout,
+        )
+
+    def _converse(self, prompt: Prompt, sampling: Sampling, index: int, worker: Any) -> Coroutine[Any, Any, Rollout]:
+        async def sample_turn(context: np.ndarray, number: int) -> Rollout:
+            turn_sampling = replace(sampling, seed=sampling.seed + number)  # equal seeds would repeat random numbers
+            answer = worker.sample.remote(prompt.prompt_id, context, turn_sampling, index)
+            try:
+                return await asyncio.wrap_future(answer.future())
+            except asyncio.CancelledError:
+                with contextlib.suppress(RayActorError):
+                    ray.cancel(answer)
+                raise
+
+        room = self._window - sampling.max_new_tokens
+        return converse(prompt, sample_turn, self._environment, self._encode, max_turns=self._max_turns, room=room)

@@ -1,0 +1,23 @@
+"""Which feedback and objectives conversations with an environment can have."""
+
+from t2g.config.feedback import FeedbackConfig
+from t2g.config.learning import ObjectiveConfig
+
+
+def check_conversations(environment: str | None, feedback: FeedbackConfig, objective: ObjectiveConfig) -> None:
+    """Raise ValueError if the feedback needs an environment that is not set, or a part does not fit conversations."""
+    if environment is None:
+        if feedback.reads_conversations:
+            raise ValueError("feedback.source=next_message needs the replies of an environment; set environment")
+        return
+    if objective.teacher is not None:
+        raise ValueError("objective.teacher answers a prompt, and environment gives conversations: remove one")
+    if any(source.source == "program" for source in feedback.named_sources.values()):
+        raise ValueError(
+            "feedback.source=program judges one response, and environment gives conversations: set next_message, with "
+            "feedback.align=program for the spans of each turn, or a function that reads the transcript"
+        )
+    if feedback.sources and feedback.reads_conversations:
+        raise ValueError(
+            "feedback.sources has next_message, which judges each turn: set feedback.source=next_message alone"
+        )

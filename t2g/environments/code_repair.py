@@ -1,0 +1,30 @@
+"""The environment of programs: it runs the visible tests, and replies with what failed."""
+
+from collections.abc import Sequence
+
+from t2g.environments.environment import Reply
+from t2g.sandbox import SandboxConfig
+from t2g.tasks.code import CodeTask, extract_code
+from t2g.tasks.references import with_mode
+from t2g.text.tokenizer import Message
+from t2g.types import Prompt
+
+
+class CodeRepair:
+    """Done when all tests of the record's field `test` pass. Its metric is `passed`, 1 or 0."""
+
+    def __init__(self, task: CodeTask, sandbox: SandboxConfig) -> None:
+        if not isinstance(task, CodeTask):
+            raise ValueError(f"task {task.name} has no programs; it needs to be code or a class that derives from it")
+        self._task, self._sandbox = task, sandbox
+
+    def reply(self, prompt: Prompt, turns: Sequence[Message]) -> Reply:
+        """Run the tests on the last turn. A plain function: each call has a thread of its own."""
+        if not self._task.can_measure(prompt):
+            raise ValueError("the record has no tests; field test needs a text")
+        code, _ = extract_code(turns[-1]["content"])
+        outcome = self._task.run(code, prompt.payload["test"], with_mode(self._sandbox, prompt.payload))
+        if outcome.reason == "bad_tests":
+            raise ValueError("the record's tests do not compile, or hold no test")
+        text = self._task.describe_failures(outcome, code, self._sandbox)
+        return Reply(text, outcome.passed, {"passed": float(outcome.passed)})

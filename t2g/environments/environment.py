@@ -1,0 +1,76 @@
+"""The environment that a config names, and calls of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from t2g.config import PolicyJob
+from t2g.errors import UserError
+from t2g.feedback.parse import MAX_ANSWER_CHARS, read_metrics, replace_surrogates
+from t2g.feedback.sources.user_function import FunctionFailed, UserFunction, load_function, select_options, shorten
+from t2g.tasks.base import Task
+from t2g.text.tokenizer import Message
+from t2g.types import Prompt
+
+SHIPPED = {"code_repair": "t2g.environments.code_repair:CodeRepair"}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The environment's message about the policy's last turn."""
+
+    text: str
+    done: bool = False  # whether the conversation ends; the text is then feedback alone
+    metrics: dict[str, float] = field(default_factory=dict)  # finite numbers; of a conversation the last ones count
+
+
+class Environment:
+    """An object with the method `reply(prompt, turns)`, async or not, which returns a `Reply`.
+
+    It may be constructed with the keyword arguments `task` and `sandbox`. `turns` are messages: the policy's first
+    answer, the reply to it, and so on to the policy's last answer, without thinking.
+    """
+
+    def __init__(self, config: PolicyJob, task: Task) -> None:
+        """Construct the environment.
+
+        Raises:
+            UserError: It cannot be imported or constructed, or has no method `reply`.
+        """
+        key = f"environment={config.environment}"
+        path = SHIPPED.get(str(config.environment), str(config.environment))
+        options = {"task": task, "sandbox": config.feedback.sandbox}
+        make = load_function(path, key, "no arguments, or task= or sandbox=", options=options)
+        try:
+            reply = make(**select_options(make, options)).reply
+        except Exception as error:  # a user's class may raise anything
+            raise UserError(f"{key} cannot be constructed, or has no reply: {type(error).__name__}: {error}") from error
+        sources = config.feedback.named_sources.values()
+        self.timeout_s = max(source.timeout_s for source in sources)
+        self._function = UserFunction(
+            reply, kind="environment", key=key, log=config.run.folder / "feedback.log",
+            timeout_s=self.timeout_s, concurrency=max(source.concurrency for source in sources),
+        )  # fmt: skip
+
+    async def reply(self, prompt: Prompt, turns: Sequence[Message]) -> Reply:
+        """Return the reply to the last turn.
+
+        Raises:
+            FunctionFailed, RunStopped: As `UserFunction.call`.
+        """
+        return await self._function.call(read_reply, prompt.prompt_id, prompt, [*map(dict, turns)])
+
+
+def read_reply(answer: Any) -> Reply:
+    """Return a checked copy of an environment's answer. FunctionFailed for anything but a usable `Reply`."""
+    if not isinstance(answer, Reply) or not isinstance(answer.text, str):
+        raise FunctionFailed(f"returned {answer!r:.80}; it needs to return Reply(text, done, metrics)")
+    if len(answer.text) > MAX_ANSWER_CHARS or not (answer.text.strip() or answer.done):
+        raise FunctionFailed(
+            f"returned a text of {len(answer.text)} characters; it needs 1 to {MAX_ANSWER_CHARS}, or done=True"
+        )
+    try:
+        metrics = read_metrics(answer.metrics)
+    except ValueError as error:
+        raise FunctionFailed(f"returned an invalid Reply: {shorten(str(error))}") from None
+    return Reply(replace_surrogates(answer.text), bool(answer.done), metrics)

@@ -1,0 +1,97 @@
+"""Logged conversations: the next message is the critique of the assistant's turn before it.
+
+    [{"role": "user", "content": "Write a mean."}, {"role": "assistant", "content": "sum(values) / length(values)"},
+     {"role": "tool", "content": "NameError: `length` is not defined"}, {"role": "assistant", "content": "..."}]
+
+The first turn has a prompt (the user's message), a response and a critique (the tool's message). The second one has no
+reply. A turn's text is its content, then one line of JSON for each tool call:
+{"name": "search", "arguments": {"town": "Oslo"}}.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from t2g.text.tokenizer import Message
+
+NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
+CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # of a record, that may hold the messages
+ROLES = {  # names of OpenAI and of ShareGPT -> ours
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "function_call": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantTurn:
+    """One message of the assistant, with the conversation around it."""
+
+    number: int  # 1, 2, ... among the assistant's messages
+    history: tuple[Message, ...]  # all messages before it
+    response: str
+    critique: str  # the messages by users and tools before the assistant's next one; "" without a reply
+
+
+def split_conversation(messages: Sequence[Message]) -> Iterator[AssistantTurn]:
+    """Yield the turns of the assistant, in order. Several replies to a turn are joined by empty lines."""
+    starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, (start, end) in enumerate(pairwise([*starts, len(messages)]), start=1):
+        replies = (message["content"] for message in messages[start + 1 : end] if message["role"] in ("user", "tool"))
+        critique = "\n\n".join(reply for reply in replies if reply.strip())
+        response = messages[start]["content"]
+        yield AssistantTurn(number=number, history=tuple(messages[:start]), response=response, critique=critique)
+
+
+def read_conversation(record: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a record, as role (system, user, assistant, tool) and text.
+
+    Raises:
+        ValueError: The record has no messages, or one of them is malformed.
+    """
+    name = next((name for name in CONVERSATION_FIELDS if record.get(name) is not None), None)
+    if name is None:
+        raise ValueError(
+            f"has no field {' or '.join(CONVERSATION_FIELDS)}; it has {', '.join(map(str, record)) or 'none'}"
+        )
+    if not isinstance(record[name], list) or not record[name]:
+        raise ValueError(f"field {name} is {record[name]!r:.80}; it needs to be a list of messages")
+    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(record[name])]
+
+
+def _read_message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise ValueError(f"{where} is {message!r:.80}; it needs to be an object with role and content")
+    given = message.get("role", message.get("from"))
+    if not isinstance(given, str) or given not in ROLES:
+        raise ValueError(f"{where} has the role {given!r:.40}; it needs to be one of {', '.join(ROLES)}")
+    content, role = message.get("content", message.get("value")), ROLES[given]
+    calls = message.get("tool_calls") or message.get("function_call") or []
+    lines = [_format_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+    if content is None and role == "assistant":
+        content = ""  # beside tool calls
+    if isinstance(content, list):  # of parts
+        content = "".join(_read_part(part, where) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"{where} has the content {content!r:.80}; it needs to be text, or a list of text parts")
+    return {"role": role, "content": "\n".join([*[content] * bool(content), *lines])}
+
+
+def _read_part(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has the part {part!r:.80}; only text is read")
+    return text
+
+
+def _format_call(call: Any, where: str) -> str:
+    """Return a tool call as JSON, with its arguments as an object where they are JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where} has the tool call {call!r:.80}; it needs to be an object with a name and arguments")
+    arguments = function.get("arguments")
+    with suppress(ValueError, TypeError, RecursionError):
+        arguments = json.loads(arguments)
+    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)

@@ -1,0 +1,26 @@
+"""Feedback by the message that follows a response in a conversation, see `t2g.feedback.conversations`."""
+
+from t2g.feedback.conversations import NEXT_MESSAGE
+from t2g.feedback.parse import make_failed_feedback, make_feedback
+from t2g.feedback.sources.aligning import find_spans
+from t2g.interfaces import Aligner, FeedbackSource
+from t2g.types import Prompt, SpanFeedback
+
+
+class NextMessageFeedback(FeedbackSource):
+    """The critique is the field NEXT_MESSAGE of the prompt's payload. An aligner finds its spans; none: no spans."""
+
+    name, judges_turns = NEXT_MESSAGE, True
+
+    def __init__(self, aligner: Aligner | None = None) -> None:
+        self._aligner = aligner
+        if aligner is not None:
+            self.fleet, self.journal_version = aligner.fleet, aligner.journal_version
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        critique = prompt.payload.get(NEXT_MESSAGE)
+        if not isinstance(critique, str) or not critique.strip():
+            reason = f"no message follows the response to prompt {prompt.prompt_id}"
+            return make_failed_feedback("failed", source=self.name, version="", reason=reason)
+        own = make_feedback(critique, (), (), response_text, source=self.name, version="")
+        return await find_spans(self._aligner, prompt, response_text, own) if self._aligner else own

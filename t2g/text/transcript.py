@@ -1,0 +1,58 @@
+"""The transcript of a conversation, and its tokens: what was sampled, what is thinking, what the environment inserted.
+
+A response of a single turn is its own transcript, see `t2g.types.Rollout`.
+
+    def f(n):
+        return n
+
+    [user]
+    f(2) needs to be 4.
+
+    [assistant]
+    def f(n):
+        return n + 2
+"""
+
+from typing import Any
+
+import numpy as np
+
+from t2g.text.offsets import token_offsets
+from t2g.types import Rollout
+
+BEFORE_REPLY, AFTER_REPLY = "\n\n[user]\n", "\n\n[assistant]\n"
+
+
+def rollout_offsets(tokenizer: Any, rollout: Rollout) -> np.ndarray:
+    """Return the half-open range of characters of each token in `response_text`, [R, 2] int32.
+
+    Inserted tokens have an empty range at the end of the turn before them: no span covers them.
+    """
+    offsets = np.zeros((len(rollout.response_ids), 2), np.int32)
+    for turn in rollout.turns:
+        start, end = turn.tokens
+        offsets[start:end] = token_offsets(tokenizer, rollout.response_ids[start:end]) + turn.characters[0]
+        offsets[end:] = turn.characters[1]
+    return offsets
+
+
+def find_answer_tokens(offsets: np.ndarray, rollout: Rollout) -> np.ndarray:
+    """Return whether a token belongs to an answer, [R] bool; tokens of thinking and inserted ones do not.
+
+    Args:
+        offsets: See `rollout_offsets`.
+    """
+    mask = np.zeros(len(offsets), bool)
+    for turn in rollout.turns:
+        if turn.answer_start is not None:
+            starts, ends = offsets[slice(*turn.tokens)].T
+            mask[slice(*turn.tokens)] = (starts >= turn.answer_start) | (ends > turn.answer_start)
+    return mask
+
+
+def judged_characters(rollout: Rollout) -> np.ndarray:
+    """Return the positions in `response_text` of the characters that are judged: all but the thinking, [C] int64."""
+    is_judged = np.ones(len(rollout.response_text), bool)
+    for turn in rollout.turns:
+        is_judged[turn.characters[0] : turn.answer_start] = False
+    return np.flatnonzero(is_judged)

@@ -1,0 +1,74 @@
+"""What an environment returns is checked; the environments of programs say what fails."""
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from t2g.config import PolicyJob
+from t2g.environments import Reply
+from t2g.environments.environment import Environment, read_reply
+from t2g.feedback.sources.user_function import FunctionFailed
+from t2g.tasks.code import CodeTask
+from t2g.tasks.tiny.programs import write_tests
+from t2g.tasks.tiny.task import TinyCodeTask
+from t2g.types import Prompt
+
+TESTS = write_tests([("red", 2, 4), ("red", 5, 7), ("blue", 2, 6)])
+RIGHT = (
+    'def f(k, n):\n    if k == "red":\n        return n + 2\n    if k == "blue":\n        return n * 3\n    return n\n'
+)
+WRONG = RIGHT.replace("n + 2", "n + 3")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "returned None; it needs to return Reply"),
+        (("text", True), "it needs to return Reply"),
+        (Reply(7), "needs to return Reply"),  # type: ignore[arg-type]
+        (Reply(" "), "a text of 1 characters; it needs 1 to"),
+        (Reply("x", metrics={"a": math.nan}), "finite numbers by name"),
+    ],
+)
+def test_other_answers_are_failed_replies(answer: Any, message: str) -> None:
+    with pytest.raises(FunctionFailed, match=message):
+        read_reply(answer)
+
+
+def test_a_reply_is_copied() -> None:
+    assert read_reply(Reply("a\ud800", 1, {"x": 1})) == Reply("a\ufffd", True, {"x": 1.0})  # type: ignore[arg-type]
+    assert read_reply(Reply("", done=True)).done
+
+
+def ask(name: str, task: CodeTask, program: str, payload: dict[str, Any]) -> Reply:
+    job = PolicyJob.model_validate(
+        {
+            "model": {"policy": "unused"},
+            "data": {"path": "unused"},
+            "environment": name,
+            "feedback": {"source": "pkg:judge"},
+        }
+    )
+    prompt = Prompt(prompt_id="p", prompt_text="red: add 2; blue: times 3.", task=task.name, payload=payload)
+    return asyncio.run(Environment(job, task).reply(prompt, [{"role": "assistant", "content": program}]))
+
+
+def test_code_repair_says_what_fails() -> None:
+    task = TinyCodeTask()
+    tiny = [ask("code_repair", task, program, {"test": TESTS}) for program in (RIGHT, WRONG, "def f(")]
+    assert tiny == [
+        Reply("All pass.", True, {"passed": 1.0}),
+        Reply("red fails.", False, {"passed": 0.0}),
+        Reply("Syntax.", False, {"passed": 0.0}),
+    ]
+    task.describe_failures = super(TinyCodeTask, task).describe_failures  # type: ignore[method-assign]
+    reply = ask("code_repair", task, f"Here:\n```python\n{WRONG}```", {"test": TESTS})
+    assert not reply.done and reply.text.splitlines() == [
+        "The program fails 2 of 3 tests.",
+        'test_red_2 fails: assert f("red", 2) == 4 expects 4 and gets 5.',
+        'test_red_5 fails: assert f("red", 5) == 7 expects 7 and gets 8.',
+    ]
+    with pytest.raises(FunctionFailed, match="the record has no tests"):
+        ask("code_repair", CodeTask(), RIGHT, {})

@@ -1,0 +1,106 @@
+"""Logged conversations: the messages of a record, and the replies that are critiques of the assistant's turns."""
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+
+from t2g.feedback.conversations import AssistantTurn, read_conversation, split_conversation
+from t2g.text.tokenizer import Message
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ås"}'}}
+
+
+def chat(*texts: str) -> list[Message]:
+    """Return messages of "user: text" and the like."""
+    return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
+
+
+def test_the_messages_after_a_response_are_its_critique() -> None:
+    messages = chat("system: Be short.", "user: Add.", "assistant: 1+1=3", "user: wrong", "assistant: 2", "user: ok")
+    first, second = split_conversation(messages)
+    assert first == AssistantTurn(number=1, history=tuple(messages[:2]), response="1+1=3", critique="wrong")
+    assert second == AssistantTurn(number=2, history=tuple(messages[:4]), response="2", critique="ok")
+
+
+def test_results_of_several_tools_are_one_critique_and_other_messages_are_none() -> None:
+    texts = (
+        "user: q",
+        "assistant: a",
+        "assistant: b",
+        "tool: 7",
+        "system: Hurry.",
+        "tool:  ",
+        "user: no",
+        "assistant: c",
+    )
+    assert [(turn.number, turn.response, turn.critique) for turn in split_conversation(chat(*texts))] == [
+        (1, "a", ""), (2, "b", "7\n\nno"), (3, "c", ""),
+    ]  # fmt: skip
+
+
+def test_every_assistant_message_is_a_turn_whose_history_is_all_before_it() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        roles = rng.choices(("system", "user", "assistant", "tool"), k=rng.randrange(8))
+        messages = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
+        found = list(split_conversation(messages))
+        assert [messages[len(turn.history)]["content"] for turn in found] == [turn.response for turn in found]
+        assert sum(role == "assistant" for role in roles) == len(found)
+        replies = (
+            [m["content"] for m in messages[roles.index("assistant") :] if m["role"] in ("user", "tool")]
+            if found
+            else []
+        )
+        assert "\n\n".join(turn.critique for turn in found if turn.critique) == "\n\n".join(replies)
+        assert all(turn.history == tuple(messages[: len(turn.history)]) for turn in found)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "content": "Hi", "name": "ann"}, "user: Hi"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}, "user: ab"),
+        ({"role": "developer", "content": "Be kind."}, "system: Be kind."),
+        ({"role": "assistant", "content": None}, "assistant: "),
+        ({"role": "tool", "tool_call_id": "c1", "content": "rain"}, "tool: rain"),
+        ({"from": "human", "value": "Hi"}, "user: Hi"),
+        ({"from": "gpt", "value": "Ho"}, "assistant: Ho"),
+        ({"from": "observation", "value": "rain"}, "tool: rain"),
+    ],
+)
+def test_forms_of_openai_and_sharegpt_are_read(message: dict[str, Any], expected: str) -> None:
+    assert read_conversation({"messages": [message]}) == chat(expected)
+
+
+def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
+    asked = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL, CALL]}
+    text = read_conversation({"messages": [asked]})[0]["content"].splitlines()
+    assert text[0] == "Let me look." and text[1] == text[2]
+    assert json.loads(text[1]) == {"name": "weather", "arguments": {"town": "Ås"}} and "Ås" in text[1]
+    (alone,) = read_conversation({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]})
+    assert alone["content"] == text[1]
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{broken"}}
+    assert read_conversation({"messages": [old]})[0]["content"] == '{"name": "f", "arguments": "{broken"}'
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"text": "a"}, "has no field messages or conversations or conversation; it has text"),
+        ({"messages": "Hi"}, "field messages is 'Hi'"),
+        ({"messages": []}, "field messages is []"),
+        ({"conversations": ["Hi"]}, r"conversations[0] is 'Hi'; it needs to be an object with role and content"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0] has the role ['user']"),
+        ({"messages": chat("user: a", "bot: b")}, "messages[1] has the role 'bot'; it needs to be one of system,"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0] has the content None"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
+        ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0] has the tool call 7"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0] has the tool call"),
+    ],
+)
+def test_a_malformed_message_is_named(record: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        read_conversation(record)
