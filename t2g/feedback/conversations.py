@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from t2g.feedback.parse import replace_surrogates
 from t2g.text.tokenizer import Message
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
@@ -94,4 +95,4 @@ def _format_call(call: Any, where: str) -> str:
     arguments = function.get("arguments")
     with suppress(ValueError, TypeError, RecursionError):
         arguments = json.loads(arguments)
-    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return replace_surrogates(json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False))
