@@ -95,14 +95,20 @@ def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"text": "a"}, "has no field messages or conversations or conversation; it has text"),
+        ({"text": "a"}, "field messages is None; it needs to be a list of messages"),
         ({"messages": "Hi"}, "field messages is 'Hi'"),
         ({"messages": []}, "field messages is []"),
-        ({"conversations": ["Hi"]}, r"conversations[0] is 'Hi'; it needs to be an object with role and content"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0] has the role ['user']"),
-        ({"messages": chat("user: a", "bot: b")}, "messages[1] has the role 'bot'; it needs to be one of system,"),
+        ({"conversations": ["Hi"]}, "conversations[0] is 'Hi'; it needs a content, and a role, one of system"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0] is {'role': ['user']"),
+        (
+            {"messages": chat("user: a", "bot: b")},
+            "messages[1] is {'role': 'bot', 'content': 'b'}; it needs a content, and a role, one of system,",
+        ),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0] has the content None"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "it needs to be text, or a list of text parts",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0] has the tool call 7"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0] has the tool call"),
     ],
