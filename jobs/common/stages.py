@@ -95,8 +95,8 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
 
 def sft_job(demo: DemoJob) -> SFTJob:
     world = demo.run.folder / WORLD
-    files = ["train.jsonl", *["repairs.jsonl"] * bool(demo.world.num_repairs)]
-    model, data = ModelConfig(policy=str(world / "policy")), DataConfig(path=tuple(str(world / file) for file in files))
+    model, examples = ModelConfig(policy=str(world / "policy")), str(world / "train.jsonl")
+    data = DataConfig(path=(examples, str(world / "repairs.jsonl")) if demo.world.num_repairs else examples)
     return SFTJob(**_stage(demo, BASE), model=model, data=data, sft=demo.policy_sft)
 
 

@@ -74,7 +74,7 @@ async def measure_teacher(
         if not is_measured:
             return gaps, []
         others = [one for (one,) in await gather_all(rollouts.sample(p, sampling) for p in teachers)]
-        scores = await gather_all(measure(task, prompt, r, sandbox, limit) for r in (response, *others))
+        scores = await gather_all(measure(task, prompt, r.answer, sandbox, limit) for r in (response, *others))
         return gaps, [score[task.score_name] for score in scores]
 
     judged = await sample_and_judge(prompts, rollouts, source, sampling)
