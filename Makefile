@@ -16,11 +16,13 @@ export DO_NOT_TRACK := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup gpu demo real test test-all lint docs
+.PHONY: help setup gpu demo real real-lines real-reward test test-all lint docs
 
 help:
 	@echo "make demo      the whole pipeline on the tiny world, three arms, a table and a report (ARGS=\"key=value ...\")"
 	@echo "make real      a real instruct model of 135 M on real texts: critiques, SFT, PPO from a feedback function, a table"
+	@echo "make real-lines   span against scalar on that model, on long and short answers: five seeds, hours; goes on"
+	@echo "make real-reward  a span reward model of 135 M from a program's critiques, and PPO from it"
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
 	@echo "make lint      ruff and the import contracts"
@@ -45,6 +47,24 @@ real: setup
 	@$(RUN) python -m jobs.train_sft --config configs/smol/sft.yaml
 	@$(RUN) python -m jobs.train_policy --config configs/smol/policy.yaml
 	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol/evaluate_policy.yaml
+	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol/evaluate_temperatures.yaml
+
+real-lines: setup
+	@$(RUN) python docker/real.py
+	@$(RUN) python -m jobs.train_sft --config configs/smol_lines/sft.yaml
+	@$(RUN) python -m jobs.compare --config configs/smol_lines/compare.yaml $(ARGS)
+	@$(RUN) python -m jobs.compare --config configs/smol/compare.yaml $(ARGS)
+
+# Records of the policies of `make real`: first those to learn from, at last those of the policies that PPO has trained.
+JUDGE = $(RUN) python -m jobs.annotate --config configs/smol_reward/annotate.yaml
+real-reward: real
+	@$(JUDGE)
+	@$(JUDGE) run.name=judged_sft model.policy=runs/smol/sft/model
+	@$(RUN) python -m jobs.train_reward --config configs/smol_reward/reward.yaml
+	@$(RUN) python -m jobs.train_policy --config configs/smol_reward/policy.yaml
+	@$(JUDGE) run.name=judged_ppo model.policy=runs/smol/ppo_reward/policy
+	@$(RUN) python -m jobs.evaluate --what reward --config configs/smol_reward/evaluate.yaml
+	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol_reward/evaluate_policy.yaml
 
 lint: setup
 	@$(LIGHT)

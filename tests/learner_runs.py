@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import ray
 import torch
 
@@ -186,9 +185,7 @@ def mask_as(loss_aggregation: str, mask: np.ndarray) -> np.ndarray:
 def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_coef: float = 0.0) -> TrainBatch:
     """An update on random advantages and returns, with the group's own old logprobs and values."""
     rng = np.random.default_rng(seed)
-    with pytest.MonkeyPatch.context() as patch:  # where its update says them, a group in this process says them here
-        patch.setattr(LearnerSpec, "defers_old_logprobs", False)
-        stats = group.forward(rollouts)
+    stats = group.forward(rollouts)
     samples = [
         TrainSample(
             prompt_ids=r.prompt_ids,

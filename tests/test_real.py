@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 from docker_programs import load_program
 
+from t2g.tasks.findings_feedback import feedback_function
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -63,3 +65,27 @@ def test_a_question_is_trained_on_or_held_out(real: ModuleType, monkeypatch: pyt
     assert len({record["title"].lower() for record in train + heldout}) == 5
     assert {record["post"] for record in train} == {"It is 1.\nIt is 2."}
     assert all(record["ideal_human_summary"].startswith("It is ") for record in heldout)
+
+
+def test_three_of_ten_details_are_wrong_and_no_study_is_on_both_sides(real: ModuleType) -> None:
+    def line(study: int) -> str:
+        sentences = [
+            f"In trial {study} the drug helped {study}{i} of {900 + study} patients in Ward {i}." for i in (1, 2)
+        ]
+        content = " ".join(
+            [*sentences, "It has no numbers.", "In 2019 and in 2019 it was repeated with the same result."]
+        )
+        return json.dumps({"input": [{"content": "do"}, {"content": content}], "ideal": "A title"})
+
+    files = real.finding_lines("\n".join(line(study) for study in range(100, 160)))
+    lines = {
+        name: {row for record in records for row in record["post"].splitlines()} for name, records in files.items()
+    }
+    assert not lines["lines_heldout"] & (lines["lines_train"] | lines["lines_sft"])
+    assert all("helped" in row for row in lines["lines_train"])
+    for record in files["lines_train"]:
+        _, good, poor = feedback_function(record["post"], record["ideal_human_summary"])
+        assert record["ideal_human_summary"].count("\n- ") == 3 and len(good) >= 4 and not poor
+    judged = [feedback_function(record["post"], record["ideal_human_summary"]) for record in files["lines_sft"]]
+    num_poor, num_details = sum(len(poor) for *_, poor in judged), 5 * 4 * len(judged)
+    assert 0.2 < num_poor / num_details < 0.3  # some replacements stand elsewhere in the text

@@ -56,6 +56,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "reward_study": CompareJob,
     "evaluate": EvaluateJob,
     "evaluate_policy": PolicyEvaluationJob,
+    "evaluate_temperatures": PolicyEvaluationJob,
     "score": ScoreJob,
     "serve": ServeJob,
     "compare": CompareJob,

@@ -78,8 +78,10 @@ class LearnerWorker:
             self.parts["critic"] = CriticTrainer(self.spec, critic, num_ranks)
         torch.manual_seed(self.spec.seed * 1_000_003 + self.rank)
 
-    def forward(self, part: PartName, sequences: Sequence[TokenSequence]) -> dict[int, dict[str, np.ndarray]]:
-        return self.parts[part].forward(sequences)
+    def forward(
+        self, part: PartName, sequences: Sequence[TokenSequence], defer: bool
+    ) -> dict[int, dict[str, np.ndarray]]:
+        return self.parts[part].forward(sequences, defer=defer)
 
     def score_teacher(self, queries: Sequence[TeacherQuery]) -> dict[int, dict[str, np.ndarray]]:
         return self.parts["policy"].score_teacher(queries)
@@ -243,15 +245,17 @@ class LearnerGroup:
     def _on_policy(self, call: str, submit: Callable[[Any], Any]) -> list[Any]:
         return self._on_parts(["policy"], call, lambda worker, part: submit(worker))["policy"]
 
-    def forward(self, sequences: Sequence[TokenSequence]) -> list[TokenStats]:
+    def forward(self, sequences: Sequence[TokenSequence], *, defer: bool = False) -> list[TokenStats]:
         """Return old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`.
 
-        Values are 0 without a critic. Old logprobs and entropy are 0 with `LearnerSpec.defers_old_logprobs`: the update
-        returns them.
+        Values are 0 without a critic.
+
+        Args:
+            defer: Leave old logprobs and entropy 0 if the update returns them, see `LearnerSpec.defers_old_logprobs`.
         """
-        refs = ray.put(list(sequences))
-        results = self._on_parts(self.parts, "forward", lambda worker, part: worker.forward.remote(part, refs))
-        zero_fields = ["values", *(["old_logprobs", "entropy"] if self.spec.defers_old_logprobs else [])]
+        refs, defer = ray.put(list(sequences)), defer and self.spec.defers_old_logprobs
+        results = self._on_parts(self.parts, "forward", lambda worker, part: worker.forward.remote(part, refs, defer))
+        zero_fields = ["values", *(["old_logprobs", "entropy"] if defer else [])]
         stats = [{name: np.zeros(len(s.response_ids), np.float32) for name in zero_fields} for s in sequences]
         for i, fields in chain.from_iterable(share.items() for by_rank in results.values() for share in by_rank):
             stats[i] |= fields

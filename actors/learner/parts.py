@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,10 +132,14 @@ class ModelTrainer:
         self.spec, self.engine = spec, engine
 
     @torch.no_grad()
-    def forward(self, sequences: Sequence[TokenSequence]) -> dict[int, dict[str, np.ndarray]]:
-        """Return this model's fields of `TokenStats`, [R] each, of this rank's share, by sequence index."""
+    def forward(self, sequences: Sequence[TokenSequence], *, defer: bool) -> dict[int, dict[str, np.ndarray]]:
+        """Return this model's fields of `TokenStats`, [R] each, of this rank's share, by sequence index.
+
+        Args:
+            defer: Leave out what the update of these sequences computes.
+        """
         self.engine.eval()
-        return self._on_microbatches(sequences, self._stats)
+        return self._on_microbatches(sequences, partial(self._stats, defer=defer))
 
     def _on_microbatches(
         self, sequences: Sequence[TokenSequence], compute: Callable[[Rows], dict[str, torch.Tensor]]
@@ -180,8 +184,8 @@ class ModelTrainer:
     def _rows(self, sequences: Sequence[TokenSequence]) -> Rows:
         return Rows(sequences, self.engine.device)
 
-    def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """Return the fields of `TokenStats`, [N] each."""
+    def _stats(self, rows: Rows, *, defer: bool) -> dict[str, torch.Tensor]:
+        """Return the fields of `TokenStats`, [N] each; see `forward`."""
         raise NotImplementedError
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
@@ -197,7 +201,7 @@ class CriticTrainer(ModelTrainer):
         memory = _memory(spec, num_ranks)
         super().__init__(spec, zero3.build_engine(critic, spec.learner.critic, num_steps=num_steps, **memory))
 
-    def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _stats(self, rows: Rows, *, defer: bool) -> dict[str, torch.Tensor]:
         return {"values": rows.values(self.engine)}
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
@@ -238,9 +242,9 @@ class PolicyTrainer(ModelTrainer):
                 yield self.engine
             self.engine.train(was_training)
 
-    def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _stats(self, rows: Rows, *, defer: bool) -> dict[str, torch.Tensor]:
         stats = {}
-        if not self.spec.defers_old_logprobs:
+        if not defer:
             teacher = self.spec.objective.teacher
             top_k = teacher.top_k if teacher else 0
             outputs = rows.token_outputs(self.engine, self.spec.temperature, entropy=True, top_k=top_k)

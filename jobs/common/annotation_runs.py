@@ -188,7 +188,6 @@ def _source_concurrency(source: SourceConfig) -> int:
         "reward_model": 2 * source.engine.workers.initial * source.engine.max_num_seqs,
         "program": source.sandbox.max_concurrent,
         "human": 1,
-        "next_message": 1,
     }
     return max(limits.get(name, source.concurrency) for name in (source.source, source.aligner or source.source))
 

@@ -10,10 +10,10 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ from t2g.study import targeting
 from t2g.study.baselines import POLICY
 from t2g.study.comparison import Run, base_run, read_run, summarise, summarise_noise, tables
 from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
+from t2g.study.result_lines import ResultLine, append_result, make_key, read_results
+from t2g.study.retention import measure_retention, read_texts
 from t2g.study.reward_eval import arm_metrics
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
@@ -87,10 +89,11 @@ class Target:
         once(job.run.folder, job, make)
         groups = read_groups(samples, {prompt.prompt_id: prompt for prompt in prompts})[0]
         self.responses: list[JudgedResponse] = [(group.prompt, *group.samples[0]) for group in groups]
+        self._retained = read_texts(arms.job.compare.retention, data.tokenizer, job.rollout.max_model_len)
 
     def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:
         """Measure what a run changed, into its folder. Engines and learner have the trained weights."""
-        self._write(arm, self._logprobs(learner), rollouts, feedback)
+        self._write(arm, self._forward(learner), rollouts, feedback)
 
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
         """Measure a run without a learner of ours, from its exported policy."""
@@ -99,17 +102,24 @@ class Target:
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
         placement_timeout_s = arm.cluster.placement_timeout_s
         with closing(LearnerGroup(learner_spec(exported), placement_timeout_s=placement_timeout_s)) as learner:
-            logprobs = self._logprobs(learner)
+            forward = self._forward(learner)
         with Fleets() as own:
-            self._write(arm, logprobs, own.rollouts(exported.model, exported.rollout, exported), feedback)
+            self._write(arm, forward, own.rollouts(exported.model, exported.rollout, exported), feedback)
 
-    def _logprobs(self, learner: LearnerGroup) -> list[Any]:
-        return [stats.old_logprobs for stats in learner.forward([rollout for _, rollout, _ in self.responses])]
+    def _forward(self, learner: LearnerGroup) -> tuple[list[Any], dict[str, float]]:
+        """Return the log-probabilities of the reference responses, and `measure_retention`."""
+        stats = learner.forward([*(rollout for _, rollout, _ in self.responses), *self._retained])
+        logprobs, retained = stats[: len(self.responses)], stats[len(self.responses) :]
+        return [one.old_logprobs for one in logprobs], measure_retention(retained)
 
-    def _write(self, arm: PolicyJob, logprobs: Sequence[Any], rollouts: RolloutFleet, feedback: FeedbackSource) -> None:
-        source = self._source(rollouts)
+    def _write(
+        self, arm: PolicyJob, forward: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
+        feedback: FeedbackSource,
+    ) -> None:  # fmt: skip
+        (logprobs, retained), source = forward, self._source(rollouts)
         measured = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
-        write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(asyncio.run(measured), indent=1).encode())
+        content = asyncio.run(measured) | retained
+        write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(content, indent=1).encode())
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -123,21 +133,46 @@ class Session:
     stop: StopFlag
     fleets: Fleets
 
-    def run(self, name: str, arm: PolicyJob, after: After = lambda *_: None, data: PolicyData | None = None) -> None:
+    @cached_property
+    def _results(self) -> Mapping[str, ResultLine]:
+        return read_results(self.arms.job.compare.results)
+
+    def run(self, name: str, arm: PolicyJob, target: Target | None = None, data: PolicyData | None = None) -> None:
+        """Make a run unless it is finished, and measure it with `target`."""
         method, identity_fields, data = self.arms.methods[name], self.arms.identity_extras(name), data or self.data
         identity_fields |= {} if data is self.data else {"held_out": SEARCH_POSTS}
-        if finished(arm, **identity_fields) is not None:
+        if self._results and make_key(arm, **identity_fields) in self._results:
             return
-        if self.stop:
-            raise Stopped
+        summary = finished(arm, **identity_fields)
+        if summary is None:
+            if self.stop:
+                raise Stopped
+            summary = self._make(arm, method.is_baseline, target, data, identity_fields)
+        if target and method.is_trained and not (arm.run.folder / TARGETING_FILE).exists():
+            target.measure_exported(arm, self.fleets.feedback(arm.feedback, self.data.task, arm))
+        if target and (path := self.arms.job.compare.results):
+            seconds = summary["timing"]["wall_s"]
+            append_result(path, name, arm, load_run(arm), seconds=seconds, **identity_fields)
+
+    def _make(
+        self,
+        arm: PolicyJob,
+        is_baseline: bool,
+        target: Target | None,
+        data: PolicyData,
+        fields: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Make a run and return its summary."""
         self.fleets.forget_answers()
-        if method.is_baseline:
+        if is_baseline:
             feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
-            run_baseline(arm, data, feedback, self.stop, **identity_fields)
+            summary = run_baseline(arm, data, feedback, self.stop, **fields)
         else:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
-            train(arm, data, rollouts, feedback, self.stop, after, **identity_fields)
+            after: After = partial(target.measure, arm) if target else lambda *_: None
+            summary = train(arm, data, rollouts, feedback, self.stop, after, **fields)
         shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
+        return summary
 
     def score(self, name: str, arm: PolicyJob) -> float | None:
         """Make a run and return its score; None if it stopped itself, as with a too high learning rate."""
@@ -166,10 +201,7 @@ class Session:
         """Run all methods seed by seed, so that a temporarily slower machine affects all methods."""
         config = self.arms.job.compare
         for seed, name in product(config.seeds, names):
-            arm = self.arms.arm(name, seed, chosen.get(name))
-            self.run(name, arm, partial(target.measure, arm))
-            if self.arms.methods[name].is_trained and not (arm.run.folder / TARGETING_FILE).exists():
-                target.measure_exported(arm, self.fleets.feedback(arm.feedback, self.data.task, arm))
+            self.run(name, self.arms.arm(name, seed, chosen.get(name)), target)
         if set(NOISY) <= set(names):
             for noise, seed, name in product(config.noise, config.seeds, NOISY):
                 self.run(name, self.arms.arm(name, seed, chosen[name], noise))
@@ -208,6 +240,9 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     search["posts"] = "reported" if search_data is data else SEARCH_POSTS
     target: Target | None = None
     for names in engine_groups(arms) if config.seeds else []:
+        if len(config.lr_grid) == 1 and has_all(arms, names, read_results(config.results)):
+            search["chosen"] |= {name: config.lr_grid[0] for name in names if arms.methods[name].is_trained}
+            continue
         with Fleets() as fleets:
             session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets)
             target = target or Target(arms, data, fleets)
@@ -216,6 +251,16 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
                 search["scores"] |= {name: scores} if scores else {}
             session.run_arms(names, search["chosen"], target)
     return search
+
+
+def has_all(arms: Arms, names: Sequence[str], results: Mapping[str, ResultLine]) -> bool:
+    """Return whether the file of results has every compared run of these methods, at the only learning rate."""
+    config = arms.job.compare
+    if config.noise or not results:
+        return False
+    runs = product(names, config.seeds)
+    keys = [make_key(arms.arm(name, seed, config.lr_grid[0]), **arms.identity_extras(name)) for name, seed in runs]
+    return all(key in results for key in keys)
 
 
 # ------------------------------------------------------------------------------------------------------ reward models
@@ -295,12 +340,16 @@ def load_run(arm: PolicyJob) -> Run:
 
 def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, Run]], dict[str, Any]]:
     """Return method -> seed -> run in the order of compare.methods, and the same by noise."""
-    config = arms.job.compare
+    config, results = arms.job.compare, read_results(arms.job.compare.results)
+
+    def load_one(name: str, arm: PolicyJob) -> Run:
+        line = results.get(make_key(arm, **arms.identity_extras(name))) if results else None
+        return line.run if line else load_run(arm)
 
     def load(name: str, noise: str = "") -> dict[int, Run]:
         if arms.methods[name].procedure == "base":
             return {seed: base_run(run) for seed, run in load(arms.trained_methods[0]).items()}
-        return {seed: load_run(arms.arm(name, seed, chosen.get(name), noise)) for seed in config.seeds}
+        return {seed: load_one(name, arms.arm(name, seed, chosen.get(name), noise)) for seed in config.seeds}
 
     runs = {name: load(name) for name in arms.methods} if config.seeds else {}
     return runs, {noise: {name: load(name, noise) for name in NOISY} for noise in config.noise if runs}

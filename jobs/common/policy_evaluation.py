@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -22,12 +23,13 @@ from jobs.common.annotation_runs import DRAIN_S, run_until_stopped
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
 from t2g.concurrency import gather_all
-from t2g.config import ModelConfig, PolicyEvaluationJob
+from t2g.config import ModelConfig, PolicyEvaluationJob, StyleConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.feedback.sources.chat_client import ChatClient, ChatError, ChatRequest
 from t2g.feedback.sources.endpoint import EndpointChat
+from t2g.feedback.sources.program import ProgramFeedback
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.annotation import ConcurrencyLimit
 from t2g.loop.sampling import make_sampling
@@ -44,7 +46,7 @@ from t2g.tasks.human_eval import convert_to_kodcode
 from t2g.tasks.references import check_references
 from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.text.thinking import find_thinking_tags
-from t2g.types import Prompt
+from t2g.types import Prompt, SpanFeedback
 
 RESPONSES, SCORES, JUDGEMENTS, MERGED = "responses", "scores", "judgements.jsonl", "merged"
 ADAPTER_FILE = "adapter_config.json"
@@ -140,14 +142,15 @@ class Evaluation:
 
         Prompts for engines have the token ids of the model's own tokenizer and chat template.
         """
+        temperature = [self.config.temperatures[name]] if name in self.config.temperatures else []
         if far := self.config.endpoints.get(name):
             reads = [self.task.policy_messages(record) for record in self._records.values()]
             pairs = zip(self.prompts, reads, strict=True)
-            return {content_key(far.url, far.model, prompt.prompt_id, messages): prompt for prompt, messages in pairs}
+            return {content_key(far.url, far.model, p.prompt_id, messages, *temperature): p for p, messages in pairs}
         model, room = self._models[name], self.config.rollout.max_prompt_tokens
         tokenizer = load_policy_tokenizer(model)
         prompts = make_prompts([*self._records.values()], self.task, tokenizer, room)
-        version = served_version(self.config.served[name]), name in self.config.reflections
+        version = served_version(self.config.served[name]), name in self.config.reflections, *temperature
         if (tags := find_thinking_tags(tokenizer, model.thinking_tags)) is not None:
             version = *version, tags
         return {content_key(version, p.prompt_id, p.prompt_ids.tolist()): p for p in prompts}
@@ -187,6 +190,7 @@ class Evaluation:
             tokenizer = load_policy_tokenizer(model)
             source = Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
         sampling = make_sampling(config, "eval", 0, num_samples=rollout.samples_per_prompt)
+        sampling = replace(sampling, temperature=config.temperatures.get(name, rollout.temperature))
 
         async def ask(key: str, prompt: Prompt) -> Answers:
             if source:
@@ -262,7 +266,13 @@ class Evaluation:
         sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
         about = {"task": config.task, "data": config.data.name, "prompts": len(prompts), "seed": seed} | sampled
         judged, summary = win_rates(judgements, answers, seed=seed), summarise(measured, seed=seed)
-        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged)
+        function = self.task.make_feedback_function(style=StyleConfig(), sandbox=config.sandbox)
+        program = None if function is None else ProgramFeedback(function, timeout_s=config.timeout_s)
+
+        def judge(prompt: Prompt, text: str) -> SpanFeedback | None:
+            return None if program is None else asyncio.run(program.judge(prompt, text))
+
+        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged, judge)
 
 
 def collect(

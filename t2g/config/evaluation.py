@@ -49,6 +49,9 @@ class PolicyEvaluationJob(JobConfig):
     endpoints: ResumeMutable[dict[RunPart, LLMConfig]] = Field(
         {}, description="name -> a policy behind a server, sampled with the settings of rollout"
     )
+    temperatures: ResumeMutable[dict[RunPart, Annotated[float, Field(ge=0)]]] = Field(
+        {}, description="name of a policy -> its temperature, where it is not rollout.temperature"
+    )
     data: ResumeMutable[DataConfig]
     rollout: SampledConfig = SampledConfig()
     sandbox: ResumeMutable[SandboxConfig] = SandboxConfig()
@@ -116,6 +119,8 @@ class PolicyEvaluationJob(JobConfig):
     def check_evaluation(self) -> "PolicyEvaluationJob":
         if not self.names or len(self.names) < len(self.policies) + len(self.reflections) + len(self.endpoints):
             raise ValueError("policies, reflections and endpoints need at least one name, and each name once")
+        if unknown := self.temperatures.keys() - set(self.names):
+            raise ValueError(f"temperatures names {min(unknown)}; the policies are {', '.join(self.names)}")
         if max(self.pass_at) > self.rollout.samples_per_prompt:
             raise ValueError(
                 f"pass_at={list(self.pass_at)} needs as many samples per prompt; rollout.samples_per_prompt is "

@@ -479,10 +479,7 @@ class AnnotateConfig(_AnnotateSource, FeedbackConfig):
     def check_given_judgements(self) -> Self:
         given = {source.source for source in self.named_sources.values()} & {"human", "next_message"}
         if self.planted and given:
-            name = "human feedback" if "human" in given else "next message"
-            raise ValueError(
-                f"planted={self.planted:g} adds responses that have no {name}; with source={min(given)} set it to 0"
-            )
+            raise ValueError(f"planted={self.planted:g} adds responses that source={min(given)} lacks; set it to 0")
         if self.responses == "policy" and self.reads_conversations:
             raise ValueError("responses=policy samples responses that have no next message; set it to data")
         return self

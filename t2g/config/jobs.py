@@ -430,6 +430,16 @@ class CompareConfig(Section):
     noise: dict[RunPart, NoiseConfig] = Field(
         {}, description="name -> noise in the training feedback; span and scalar run with each"
     )
+    retention: DataConfig | None = Field(
+        None,
+        description="texts that no method trains on, with the fields prompt and response: how much less likely each "
+        "run makes them is measured",
+    )
+    results: Path | None = Field(
+        None,
+        description="file to which each finished run appends a line; runs whose line is there are not run again. "
+        "Relative to the working directory",
+    )
     reviser: PathOrName[str | None] = Field(
         None, description="model that revises responses for reflection and ilf; none: the policy itself"
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from t2g.feedback.parse import replace_surrogates
 from t2g.text.tokenizer import Message
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
@@ -41,8 +42,8 @@ def split_conversation(messages: Sequence[Message]) -> Iterator[AssistantTurn]:
     for number, (start, end) in enumerate(pairwise([*starts, len(messages)]), start=1):
         replies = (message["content"] for message in messages[start + 1 : end] if message["role"] in ("user", "tool"))
         critique = "\n\n".join(reply for reply in replies if reply.strip())
-        response = messages[start]["content"]
-        yield AssistantTurn(number=number, history=tuple(messages[:start]), response=response, critique=critique)
+        history, response = tuple(messages[:start]), messages[start]["content"]
+        yield AssistantTurn(number=number, history=history, response=response, critique=critique)
 
 
 def read_conversation(record: Mapping[str, Any]) -> list[Message]:
@@ -51,39 +52,27 @@ def read_conversation(record: Mapping[str, Any]) -> list[Message]:
     Raises:
         ValueError: The record has no messages, or one of them is malformed.
     """
-    name = next((name for name in CONVERSATION_FIELDS if record.get(name) is not None), None)
-    if name is None:
-        raise ValueError(
-            f"has no field {' or '.join(CONVERSATION_FIELDS)}; it has {', '.join(map(str, record)) or 'none'}"
-        )
-    if not isinstance(record[name], list) or not record[name]:
-        raise ValueError(f"field {name} is {record[name]!r:.80}; it needs to be a list of messages")
-    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(record[name])]
+    name = next((name for name in CONVERSATION_FIELDS if record.get(name) is not None), CONVERSATION_FIELDS[0])
+    messages = record.get(name)
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"field {name} is {messages!r:.80}; it needs to be a list of messages")
+    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
 
 
 def _read_message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f"{where} is {message!r:.80}; it needs to be an object with role and content")
-    given = message.get("role", message.get("from"))
-    if not isinstance(given, str) or given not in ROLES:
-        raise ValueError(f"{where} has the role {given!r:.40}; it needs to be one of {', '.join(ROLES)}")
-    content, role = message.get("content", message.get("value")), ROLES[given]
+    role = ROLES.get(str(message.get("role", message.get("from")))) if isinstance(message, dict) else None
+    if role is None:
+        raise ValueError(f"{where} is {message!r:.80}; it needs a content, and a role, one of {', '.join(ROLES)}")
+    content = message.get("content", message.get("value"))
     calls = message.get("tool_calls") or message.get("function_call") or []
     lines = [_format_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if content is None and role == "assistant":
-        content = ""  # beside tool calls
-    if isinstance(content, list):  # of parts
-        content = "".join(_read_part(part, where) for part in content)
-    if not isinstance(content, str):
+        texts = []  # beside tool calls
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where} has the content {content!r:.80}; it needs to be text, or a list of text parts")
-    return {"role": role, "content": "\n".join([*[content] * bool(content), *lines])}
-
-
-def _read_part(part: Any, where: str) -> str:
-    text = part.get("text") if isinstance(part, dict) else part
-    if not isinstance(text, str):
-        raise ValueError(f"{where} has the part {part!r:.80}; only text is read")
-    return text
+    return {"role": role, "content": "\n".join(filter(None, ["".join(texts), *lines]))}
 
 
 def _format_call(call: Any, where: str) -> str:
@@ -94,4 +83,4 @@ def _format_call(call: Any, where: str) -> str:
     arguments = function.get("arguments")
     with suppress(ValueError, TypeError, RecursionError):
         arguments = json.loads(arguments)
-    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return replace_surrogates(json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False))

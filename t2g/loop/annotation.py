@@ -119,9 +119,8 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             has_user = any(message["role"] == "user" for message in turn.history)
             group = group or (text if has_user else "")
             parts = {"message by a user before it": has_user, "text": turn.response.strip(), "reply": turn.critique}
-            lacks = [
-                f"{where}: the assistant's turn {turn.number} has no {name}" for name, part in parts.items() if not part
-            ]
+            subject = f"{where}: the assistant's turn {turn.number}"
+            lacks = [f"{subject} has no {name}" for name, part in parts.items() if not part]
             samples.append(
                 Sample(prompt, num_responses[prompt_id], turn.response, "".join(lacks[:1]), bool(lacks), group)
             )

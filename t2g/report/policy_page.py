@@ -1,6 +1,6 @@
 """Write the results of a policy evaluation: evaluation.json, .md and .html, and exports. Computes no figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from t2g.report.templates import number, render_page
 from t2g.runs.versions import collect_versions
 from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general_measures, has_only_ties
 from t2g.study.tables import figure, markdown
-from t2g.types import Prompt
+from t2g.types import Prompt, SpanFeedback
 
 MD_FILE, EXPORTS = "evaluation.md", "exports"
 NUM_EXAMPLES = 6
@@ -28,6 +28,7 @@ def write_policy_evaluation(
     measured: Mapping[str, Columns],
     summary: Mapping[str, Any],
     judged: Mapping[str, Any],
+    judge: Callable[[Prompt, str], SpanFeedback | None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Write all files into `folder`.
 
@@ -37,6 +38,7 @@ def write_policy_evaluation(
         measured: policy -> measures by prompt.
         summary: Result of `policy_eval.summarise`.
         judged: Result of `pairwise.win_rates`.
+        judge: Returns the feedback that the examples show with their spans, or None.
 
     Returns:
         The content of evaluation.json.
@@ -66,6 +68,7 @@ def write_policy_evaluation(
         prompts=prompts,
         answers=answers,
         measured=measured,
+        judge=judge,
         versions=result["versions"],
     )
     _export(folder / EXPORTS, prompts, answers)

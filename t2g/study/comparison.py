@@ -17,8 +17,9 @@ from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spre
 
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
-TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns")
-STEP, SAMPLES, SCORE, STEP_S, KL = "step", "samples", "eval/score", "time/step_s", "policy/kl"  # of t2g.runs.metrics
+TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns", "retention")
+STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  # of t2g.runs.metrics
+KL, LENGTH = "policy/kl", "response/length_mean"
 KL_LEVELS = (0.5, 1.0, 2.0)  # nats a response at which scores are compared
 
 
@@ -32,6 +33,7 @@ class Run:
     step_seconds: float | None  # median duration of a step; None for a run without steps
     targeting: Mapping[str, Any] | None = None  # see t2g.study.targeting; None if not measured
     kls: tuple[float, ...] = ()  # of the policy at the first evaluations, to the reference, nats a response
+    lengths: tuple[float, ...] = ()  # of the responses of the same steps, tokens
 
     @property
     def score(self) -> float:
@@ -47,19 +49,17 @@ class Run:
         """Return the index of the first evaluation at which the smoothed curve reaches `level`, or None."""
         return next((i for i, score in enumerate(self.smoothed) if score >= level), None)
 
-    def score_at_kl(self, level: float) -> float | None:
-        """Return the score where the KL first reaches `level`, or None if it never does.
+    def score_at(self, level: float, values: Sequence[float]) -> float | None:
+        """Return the score where `values`, kls or lengths, first reach `level`, or None if they never do.
 
         Evaluations are connected by lines:
 
             scores .6, .8, .9 at KL 0, 1, 3 -> .85 at 2
         """
-        points = pairwise(zip(self.kls, self.scores, strict=False))
-        crossed = next((pair for pair in points if pair[0][0] < level <= pair[1][0]), None)
-        if crossed is None:
-            return None
-        (kl, score), (next_kl, next_score) = crossed
-        return score + (next_score - score) * (level - kl) / (next_kl - kl)
+        for (value, score), (next_value, next_score) in pairwise(zip(values, self.scores, strict=False)):
+            if value < level <= next_value or next_value <= level < value:
+                return score + (next_score - score) * (level - value) / (next_value - value)
+        return None
 
 
 def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None) -> Run:
@@ -71,10 +71,11 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
     Raises:
         UserError: The run has no held-out score.
     """
-    points, steps, kls, seconds, last = [], list[float](), list[float](), 0.0, 0
+    points, steps, kls, lengths, seconds, last = [], list[float](), list[float](), list[float](), 0.0, 0
     for record in records:
         if len(kls) < len(points) and record.get(KL) is not None:
             kls.append(float(record[KL]))
+            lengths.append(float(record.get(LENGTH, 0.0)))
         if record.get(STEP_S) is not None:
             seconds += record[STEP_S]
             steps.append(record[STEP_S] / (record[STEP] - last))
@@ -86,7 +87,13 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
     samples, scores, times = zip(*points, strict=True)
     step_seconds = median(steps) if steps else None
     return Run(
-        samples=samples, scores=scores, seconds=times, step_seconds=step_seconds, targeting=targeting, kls=tuple(kls)
+        samples=samples,
+        scores=scores,
+        seconds=times,
+        step_seconds=step_seconds,
+        targeting=targeting,
+        kls=tuple(kls),
+        lengths=tuple(lengths),
     )
 
 
@@ -120,7 +127,7 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
             seed: {
                 "score": run.score,
                 "step_seconds": run.step_seconds,
-                "curve": {"samples": run.samples, "scores": run.scores, "kls": run.kls},
+                "curve": {"samples": run.samples, "scores": run.scores, "kls": run.kls, "lengths": run.lengths},
                 "targeting": run.targeting,
             }
             for seed, run in by_seed.items()
@@ -134,6 +141,7 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     own_s, scalar_s = summary["step_seconds"], mean_known(run.step_seconds for run in scalar.values())
     return summary | {
         "minus_scalar": interval([run.score - scalar[seed].score for seed, run in by_seed.items()]),
+        "minus_scalar_at_equal": {name: summarise_matched(by_seed, scalar, name) for name in ("kls", "lengths")},
         "samples_to_scalar_best": mean_known(r["samples"] for r in reached.values()),
         "seconds_to_scalar_best": mean_known(r["seconds"] for r in reached.values()),
         "share_of_scalar_samples": mean_known(r["share"] for r in reached.values()),
@@ -145,8 +153,34 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
 
 def summarise_at_kl(runs: Iterable[Run], level: float) -> Interval | None:
     """Return the mean score at a KL, or None if a run never has this KL."""
-    scores = [run.score_at_kl(level) for run in runs]
+    scores = [run.score_at(level, run.kls) for run in runs]
     return None if None in scores else interval([score for score in scores if score is not None])
+
+
+def summarise_matched(by_seed: Mapping[int, Run], scalar: Mapping[int, Run], name: str) -> Interval | None:
+    """Return the mean of `subtract_matched` over seeds, or None if a seed has none."""
+    differences = [subtract_matched(run, scalar[seed], name) for seed, run in by_seed.items()]
+    return None if None in differences else interval([value for value in differences if value is not None])
+
+
+def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
+    """Return the score less scalar's where both have moved equally far from the start.
+
+    The place is the last evaluation of the run that moved less. None if a run did not move, or the two moved in
+    different directions.
+
+        scores .6, .9 at KL 0, 2; scalar's .6, .8 at KL 0, 1 -> .75 - .8
+
+    Args:
+        name: What is equal: kls or lengths.
+    """
+    own, other = getattr(run, name), getattr(scalar, name)
+    moves = [values[-1] - values[0] if values else 0.0 for values in (own, other)]
+    if moves[0] * moves[1] <= 0:
+        return None
+    move = min(moves, key=abs)
+    own_score, other_score = run.score_at(own[0] + move, own), scalar.score_at(other[0] + move, other)
+    return None if own_score is None or other_score is None else own_score - other_score
 
 
 def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:

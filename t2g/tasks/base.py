@@ -197,6 +197,7 @@ _TASKS = {
     "tiny": "t2g.tasks.tiny.task:TinyTask",
     "tiny_code": "t2g.tasks.tiny.task:TinyCodeTask",
     "findings": "t2g.tasks.findings:FindingsTask",
+    "finding_lines": "t2g.tasks.findings:FindingLinesTask",
 }
 
 

@@ -1,14 +1,17 @@
-"""The task of `make real`: summaries of research findings, and a measure that the feedback function does not use.
+"""The tasks of `make real`: summaries of research findings, and measures that the feedback function does not use.
 
 The feedback function (`findings_feedback`) quotes the names, numbers and dates that a summary invents. Here the same
-fault is measured by another definition. Two further metrics show evasion: shorter summaries, and copied text.
+fault is measured by another definition. Further metrics show evasion: shorter summaries, copied text, and, where every
+finding is to be reported in a line of its own, details that are left out.
 """
 
 import re
 from collections.abc import Sequence
 
+from t2g.config import StyleConfig
 from t2g.sandbox import SandboxConfig
-from t2g.tasks.base import Review
+from t2g.tasks.base import FeedbackFunction, Review
+from t2g.tasks.findings_feedback import feedback_function
 from t2g.tasks.summarization import SummarizationTask
 from t2g.types import Prompt
 
@@ -21,6 +24,7 @@ _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[.!?:\n]")
 
 class FindingsTask(SummarizationTask):
     name = "findings"
+    score_name = "faithful"
     instruction = "Summarize the following findings in one or two sentences.\n\n"
     review = Review(
         opening="You review a short summary of scientific findings.",
@@ -30,10 +34,37 @@ class FindingsTask(SummarizationTask):
         labels="Good is what the findings say; poor is what they do not say, or what is said twice.",
     )
 
+    def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction | None:
+        return feedback_function
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """Return `measure_faithfulness`, and ROUGE where there is a reference."""
+        """Return `measure_faithfulness`, ROUGE where there is a reference, and `faithful`, 1 less `invents`."""
         rouge = super().measure(prompt, response_text, sandbox=sandbox) or {}
-        return rouge | measure_faithfulness(prompt.prompt_text, response_text)
+        measured = measure_faithfulness(prompt.prompt_text, response_text)
+        return rouge | measured | {"faithful": 1 - measured["invents"]}
+
+
+class FindingLinesTask(FindingsTask):
+    """Report each finding in a line of its own. The reference has the line of each."""
+
+    name = "finding_lines"
+    score_name = "detail_f1"
+    instruction = "Report each of the following findings in one line. Keep every name and number.\n\n"
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        """Return the measures of `FindingsTask`, and `detail_recall` and `detail_f1` where there is a reference.
+
+        Recall is the share of the reference's details that the response has. Precision is 1 less `invented`.
+        """
+        measured = super().measure(prompt, response_text, sandbox=sandbox) or {}
+        reference = self.reference(prompt.payload)
+        if reference is None:
+            return measured
+        wanted, found = set(find_measured_details(reference)), set(find_measured_details(response_text))
+        recall = len(wanted & found) / len(wanted) if wanted else 1.0
+        precision = 1 - measured["invented"] if found else 0.0
+        f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+        return measured | {"detail_recall": recall, "detail_f1": f1}
 
 
 def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
@@ -53,11 +84,7 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
     """
     source, tokens = _TOKEN.findall(text), _TOKEN.findall(_LISTED.sub("", summary))
     source_values = {_normalize(token) for token in source}
-    details = [
-        _normalize(token)
-        for before, token in zip([".", *tokens], tokens, strict=False)
-        if _is_number(token) or (token[0].isupper() and len(token) > 1 and before not in ".!?:\n")
-    ]
+    details = find_measured_details(summary)
     num_invented = sum(detail not in source_values for detail in details)
     long_tokens = [_normalize(token) for token in tokens if token.isalpha() and len(token) >= COPIED_RUN]
     return {
@@ -67,6 +94,16 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
         "novel": sum(word not in source_values for word in long_tokens) / len(long_tokens) if long_tokens else 0.0,
         "copied": compute_copied_share(*([t.lower() for t in side if t.isalnum()] for side in (source, tokens))),
     }
+
+
+def find_measured_details(summary: str) -> list[str]:
+    """Return the compared values of a summary's details, see `measure_faithfulness`."""
+    tokens = _TOKEN.findall(_LISTED.sub("", summary))
+    return [
+        _normalize(token)
+        for before, token in zip([".", *tokens], tokens, strict=False)
+        if _is_number(token) or (token[0].isupper() and len(token) > 1 and before not in ".!?:\n")
+    ]
 
 
 def compute_copied_share(source: Sequence[str], summary: Sequence[str]) -> float:

@@ -3,13 +3,17 @@
 import json
 import random
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from t2g.feedback.conversations import AssistantTurn, read_conversation, split_conversation
+from t2g.feedback.conversations import ROLES, AssistantTurn, read_conversation, split_conversation
 from t2g.text.tokenizer import Message
 
+KEYS = ("role", "from", "content", "value", "tool_calls", "function_call", "function", "name", "arguments", "text")
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ås"}'}}
 
 
@@ -84,19 +88,27 @@ def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
     assert alone["content"] == text[1]
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{broken"}}
     assert read_conversation({"messages": [old]})[0]["content"] == '{"name": "f", "arguments": "{broken"}'
+    half = {"role": "assistant", "function_call": {"name": "f", "arguments": '{"town": "\\ud800"}'}}  # of a character
+    read_conversation({"messages": [half]})[0]["content"].encode()
 
 
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"text": "a"}, "has no field messages or conversations or conversation; it has text"),
+        ({"text": "a"}, "field messages is None; it needs to be a list of messages"),
         ({"messages": "Hi"}, "field messages is 'Hi'"),
         ({"messages": []}, "field messages is []"),
-        ({"conversations": ["Hi"]}, r"conversations[0] is 'Hi'; it needs to be an object with role and content"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0] has the role ['user']"),
-        ({"messages": chat("user: a", "bot: b")}, "messages[1] has the role 'bot'; it needs to be one of system,"),
+        ({"conversations": ["Hi"]}, "conversations[0] is 'Hi'; it needs a content, and a role, one of system"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0] is {'role': ['user']"),
+        (
+            {"messages": chat("user: a", "bot: b")},
+            "messages[1] is {'role': 'bot', 'content': 'b'}; it needs a content, and a role, one of system,",
+        ),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0] has the content None"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "it needs to be text, or a list of text parts",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0] has the tool call 7"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0] has the tool call"),
     ],
@@ -104,3 +116,18 @@ def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
 def test_a_malformed_message_is_named(record: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)):
         read_conversation(record)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3) | st.sampled_from([*ROLES]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES), max_size=3))
+def test_whatever_a_log_holds_is_read_or_refused(messages: list[dict[str, Any]]) -> None:
+    with suppress(ValueError):
+        assert all(
+            isinstance(turn.response, str) for turn in split_conversation(read_conversation({"messages": messages}))
+        )

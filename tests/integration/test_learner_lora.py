@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import LearnerSpec, load_policy
+from actors.learner.parts import load_policy
 from t2g.algo.logprobs import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.data.batching import microbatches
@@ -114,9 +114,7 @@ def test_the_reference_is_the_base_to_the_bit(
 ) -> None:
     """A second copy that never trained, given the same rows: the reference of a full fine-tuning."""
     _, frozen, _ = load_policy(learner_spec(base), on_gpu=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LearnerSpec, "defers_old_logprobs", False)
-        stats = group.forward(rollouts)
+    stats = group.forward(rollouts)
     for members in microbatches(rollouts, rank=0, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch):
         rows = Rows([rollouts[i] for i in members], torch.device("cpu"))
         with torch.no_grad():

@@ -148,7 +148,7 @@ def test_planted_responses_are_judged_beside_the_sampled_ones(sampled: AnnotateJ
 
 
 def test_planted_responses_have_no_human_judgement(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match=r"planted=0.5 adds responses that have no human feedback"):
+    with pytest.raises(ValidationError, match=r"planted=0.5 adds responses that source=human lacks"):
         job(tmp_path, source="human", human_file="judged.jsonl", planted=0.5)
 
 

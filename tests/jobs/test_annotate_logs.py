@@ -97,7 +97,7 @@ def test_a_folder_of_logs_without_an_aligner(starter: Path, capsys: pytest.Captu
     assert (first["prompt"], first["response"], first["critique"]) == ("Hi", "Ho", '"Ho" is odd.')
     assert (first["spans"], first["status"], first["poor"]) == ([], "empty", [])  # a label would be a guess
     assert (second["prompt_id"], second["critique"], second["data_file"]) == ("b/1", "rain", "b.jsonl")
-    assert broken["reason"].startswith("data record 3 (b.jsonl:2): messages[0] has the role 'bot'")
+    assert broken["reason"].startswith("data record 3 (b.jsonl:2): messages[0] is {'role': 'bot'")
     (logs / "b.jsonl").unlink()
     (logs / "a.jsonl").write_text(json.dumps({"conversations": chat[:2]}) + "\n")
     assert run("data.path=logs", "run.name=none", "--dry-run") == 2

@@ -14,7 +14,15 @@ from fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts
 
 from jobs.common import fleets, stages
 from jobs.common.cli import StopFlag
-from jobs.common.comparison_runs import Session, Target, engine_groups, finish, make_search_data
+from jobs.common.comparison_runs import (
+    Session,
+    Target,
+    engine_groups,
+    finish,
+    has_all,
+    make_search_data,
+    run_all,
+)
 from jobs.common.policy_runs import PolicyData
 from jobs.common.run_folder import begin_folder
 from jobs.compare import check, describe, run
@@ -22,6 +30,7 @@ from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
+from t2g.study.result_lines import read_results
 from t2g.tasks.base import get_task
 from t2g.types import Rollout, TokenStats
 
@@ -149,7 +158,7 @@ def pretend(arms: Arms, arm: PolicyJob, *scores: float) -> None:
         for i, score in enumerate(scores)
     ]
     (arm.run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (arm.run.folder / "summary.json").write_text(json.dumps({"steps": arm.num_steps}))
+    (arm.run.folder / "summary.json").write_text(json.dumps({"steps": arm.num_steps, "timing": {"wall_s": 120.0}}))
     measured = {"criticised": -1.0, "praised": 0.5, "unmentioned": -0.1, "difference": -0.9, "returns": 0.2}
     (arm.run.folder / "targeting.json").write_text(json.dumps(measured))
 
@@ -237,6 +246,35 @@ def test_runs_that_were_evaluated_elsewhere_are_not_compared(tmp_path: Path, cha
     arms = arms_of(tmp_path, "compare.methods=[sft, scalar, span]", "num_steps=3", change)
     with pytest.raises(UserError, match=rf"span-1 was made with other inputs: .*{sentence}"):
         session(arms).run("span", arms.arm("span", 1, 0.2))
+
+
+def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another clone, whose run folders are gone, reads the same figures."""
+    options = (
+        "compare.methods=[sft, scalar, span]", "compare.seeds=[1, 2]", "compare.lr_grid=[0.1]", "num_steps=3",
+        f"compare.results={tmp_path / 'results.jsonl'}",
+    )  # fmt: skip
+    first = arms_of(tmp_path / "first", *options)
+    scores = {("scalar", 1): 0.2, ("scalar", 2): 0.3, ("span", 1): 0.5, ("span", 2): 0.7}
+    for (method, seed), score in scores.items():
+        pretend(first, first.arm(method, seed, 0.1), 0.1, *[score] * 3)
+    target = SimpleNamespace(measure=lambda *_: None)
+    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, target)
+    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, target)  # adds no line
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(row["method"], row["seed"], row["minutes"]) for row in rows] == [
+        (*key, 2.0) for key in sorted(scores, key=lambda key: key[1])
+    ]
+    second = arms_of(tmp_path / "second", *options)
+    begin_folder(second.job)
+    search = run_all(second, NoEngines(), StopFlag())
+    finish(second, search, {})
+    found = json.loads((second.job.run.folder / "compare.json").read_text())["methods"]
+    assert found["span"]["minus_scalar"]["mean"] == pytest.approx(0.35)
+    assert found["span"]["targeting"]["criticised"]["mean"] == -1
+    other = arms_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
+    assert not has_all(other, ["span"], read_results(tmp_path / "results.jsonl"))
+    capsys.readouterr()
 
 
 def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:

@@ -233,6 +233,17 @@ def test_pass_at_k_of_problems_of_both_formats(tmp_path: Path, models: Path) -> 
     assert result["warning"] is None
 
 
+def test_a_policy_may_have_a_temperature_of_its_own(tmp_path: Path, models: Path) -> None:
+    engines = {"whole": Engine(100), "cut": Engine(8)}
+    run(job(tmp_path, models, PLAIN, task="prompts", temperatures={"cut": 0.3}), engines)
+    assert [{s.temperature for s in engine.samplings} for engine in engines.values()] == [{1.0}, {0.3}]
+    again = {"whole": Engine(100), "cut": Engine(8)}
+    run(job(tmp_path, models, PLAIN, task="prompts", temperatures={"cut": 0.5}), again)
+    assert [{s.temperature for s in engine.samplings} for engine in again.values()] == [set(), {0.5}]
+    with pytest.raises(ValueError, match="temperatures names warm; the policies are whole, cut"):
+        job(tmp_path, models, temperatures={"warm": 1})
+
+
 def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path) -> None:
     config = job(tmp_path, models, rollout={"max_num_seqs": 1})
     first = {"whole": Engine(100), "cut": Engine(8, left=7)}

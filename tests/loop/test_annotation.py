@@ -233,7 +233,7 @@ def test_a_malformed_conversation_is_one_failed_record_that_names_its_line() -> 
     broken = [CHAT[0], {"role": "bot", "content": "f"}]
     rows = [FileRecord({"messages": broken}, "log.jsonl:9", "log.jsonl"), {"messages": CHAT}]
     sample, *others = make_turn_samples(rows, PromptsTask())
-    assert sample.problem.startswith("data record 1 (log.jsonl:9): messages[1] has the role 'bot'")
+    assert sample.problem.startswith("data record 1 (log.jsonl:9): messages[1] is {'role': 'bot'")
     assert not sample.is_left_out and len(others) == 3 and not others[0].problem
     assert make_refused_record(sample, "next_message").reason == sample.problem
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,15 @@ from test_html import ALLOWED, Page
 from t2g.report.policy_page import write_policy_evaluation
 from t2g.study.pairwise import Judgement, win_rates
 from t2g.study.policy_eval import Answers, Response, summarise
-from t2g.types import Prompt
+from t2g.types import Prompt, Span, SpanFeedback
+
+Judge = Callable[[Prompt, str], SpanFeedback | None]
 
 EVIL = "</div><script>alert(1)</script>\x1b[31m<img src=x onerror=alert(1)>"
 NUM = 12
 
 
-def written(folder: Path) -> tuple[dict, str]:
+def written(folder: Path, judge: Judge = lambda *_: None) -> tuple[dict, str]:
     """`new` passes all but the last problem and `base` half of them; its last response is evil, its first is empty."""
     texts = {"base": ["", *["words"] * (NUM - 2), EVIL], "new": ["better words"] * NUM}
     passed = {"base": np.arange(NUM) % 2, "new": np.arange(NUM) < NUM - 1}
@@ -35,7 +38,7 @@ def written(folder: Path) -> tuple[dict, str]:
     ]
     result = write_policy_evaluation(
         folder, {"task": EVIL}, prompts, answers, measured, summarise(measured, seed=1),
-        win_rates(judgements, answers, seed=1),
+        win_rates(judgements, answers, seed=1), judge,
     )  # fmt: skip
     assert json.loads((folder / "evaluation.json").read_text()) == json.loads(json.dumps(result))
     return result, (folder / "evaluation.html").read_text()
@@ -54,6 +57,23 @@ def test_the_page_has_differences_judges_examples_and_problems(tmp_path: Path) -
     }  # fmt: skip
     assert result["examples"] == [0, 2, 4, 6, 8, 10]
     assert "| new | base | pass@1 | 0.417 (" in (tmp_path / "evaluation.md").read_text()
+
+
+def test_examples_show_the_spans_and_critique_of_the_tasks_program(tmp_path: Path) -> None:
+    def judge(prompt: Prompt, text: str) -> SpanFeedback | None:
+        if "words" not in text:
+            return None
+        start = text.index("words")
+        span = Span(start=start, end=start + 5, label=-1, critique_range=(0, 11))
+        return SpanFeedback(critique=f"Too many in {text}.", spans=(span,), status="ok", source="program", version="1")
+
+    _, html = written(tmp_path, judge)
+    assert (
+        "better </mark>" not in html
+        and '<sup class="poor">1✗</sup><mark class="poor" title="poor">words</mark>' in html
+    )
+    assert '<mark class="poor" title="poor">Too many in</mark> better words.' in html
+    assert set(Page(html).tags) <= ALLOWED
 
 
 def test_nothing_on_the_page_runs_or_is_fetched(tmp_path: Path) -> None:

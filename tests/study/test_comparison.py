@@ -14,6 +14,7 @@ from t2g.study.comparison import (
     base_run,
     reach,
     read_run,
+    subtract_matched,
     summarise,
     summarise_method,
     summarise_noise,
@@ -121,11 +122,32 @@ def test_scores_are_compared_at_the_same_kl() -> None:
     steps = [{"step": step, "policy/kl": kl, "eval/score": scores.get(step)} for step, kl in kls.items()]
     run = read_run([{"step": 0, "eval/score": 0.2}, *steps])
     assert run.kls == (0.0, 0.5, 1.5)  # after steps 0, 2 and 4; none is known after step 5
-    assert [run.score_at_kl(level) for level in (0.25, 0.5, 1.0)] == pytest.approx([0.4, 0.6, 0.7])
-    assert run.score_at_kl(2.0) is None
+    assert [run.score_at(level, run.kls) for level in (0.25, 0.5, 1.0)] == pytest.approx([0.4, 0.6, 0.7])
+    assert run.score_at(2.0, run.kls) is None
     half = replace(run, scores=(0.2, 0.4, 0.5, 0.9))
     found = summarise({"span": {1: run, 2: half}})["span"]["score_at_kl"]
     assert (found["0.5"]["mean"], found["1"]["mean"], found["2"]) == (pytest.approx(0.5), pytest.approx(0.575), None)
+
+
+def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
+    def moved(scores: tuple[float, ...], lengths: tuple[float, ...], kls: tuple[float, ...]) -> Run:
+        return replace(a_run(*scores), lengths=lengths, kls=kls)
+
+    span, scalar = moved((0.6, 0.9), (50, 30), (0, 2)), moved((0.6, 0.8), (50, 40), (0, 1))
+    assert subtract_matched(span, scalar, "kls") == pytest.approx(0.75 - 0.8)
+    assert subtract_matched(span, scalar, "lengths") == pytest.approx(0.75 - 0.8)
+    assert subtract_matched(scalar, span, "lengths") == pytest.approx(0.8 - 0.75)
+    assert subtract_matched(span, moved((0.6, 0.8), (50, 60), (0, 1)), "lengths") is None  # the other way
+    assert subtract_matched(span, a_run(0.6, 0.8), "kls") is None
+    found = summarise({"scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
+    at_equal = found["span"]["minus_scalar_at_equal"]
+    assert at_equal["kls"]["mean"] == pytest.approx(-0.05) and at_equal["lengths"]["high"] == pytest.approx(-0.05)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 9)), min_size=2, max_size=8))
+def test_a_run_is_no_better_than_itself_at_an_equal_kl(points: list[tuple[float, float]]) -> None:
+    scores, kls = zip(*points, strict=True)
+    assert subtract_matched(*[replace(a_run(*scores), kls=kls)] * 2, "kls") in (0.0, None)
 
 
 def test_without_scalar_no_figure_is_relative_to_it() -> None:

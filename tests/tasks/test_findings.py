@@ -79,6 +79,22 @@ def test_faithfulness_by_hand() -> None:
     assert measure_faithfulness(TEXT, TEXT)["copied"] == 1
 
 
+def test_lines_are_measured_by_their_details() -> None:
+    task = get_task("finding_lines")
+    record = {"post": "Zinc helped 40 in Rome.", "ideal_human_summary": "- Zinc helped 40 in Rome."}
+    prompt = Prompt(prompt_id="1", prompt_text=task.prompt_text(record), task="finding_lines", payload=record)
+
+    def measure(text: str) -> dict[str, float]:
+        return task.measure(prompt, text, sandbox=SandboxConfig()) or {}
+
+    assert measure("- Zinc helped 40 in Rome.")["detail_f1"] == 1
+    wrong = measure("- Zinc helped 41 in Rome.")  # one of two is invented, one of two is left out
+    assert (wrong["invented"], wrong["detail_recall"], wrong["detail_f1"]) == (0.5, 0.5, 0.5)
+    short = measure("- Zinc helped 40.")
+    assert (short["invented"], short["detail_recall"], short["detail_f1"]) == (0, 0.5, pytest.approx(2 / 3))
+    assert measure("- Zinc helped.")["detail_f1"] == 0
+
+
 def test_a_record_becomes_a_prompt_and_a_measure() -> None:
     task = get_task("findings")
     record = {"title": "does zinc help?", "post": "Zinc helps.", "ideal_human_summary": "Zinc helps."}

@@ -210,7 +210,7 @@ def test_the_rules_of_annotation_hold_inside_the_mapping(tmp_path: Path) -> None
     assert {"annotate.sources.people.source", "annotate.sources.words.llm.model"} <= kept
     assert not {f"annotate.sources.{name}.{key}" for name in ("people", "words") for key in FREE} & kept
     assert all(can_change_on_resume(AnnotateJob, f"annotate.sources.any.{key}") for key in FREE)
-    with pytest.raises(UserError, match="planted=1 adds responses that have no human feedback"):
+    with pytest.raises(UserError, match="planted=1 adds responses that source=human lacks"):
         read("null", "annotate.planted=1")
 
 

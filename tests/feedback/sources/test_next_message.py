@@ -118,7 +118,7 @@ def test_only_an_aligner_may_need_the_critique() -> None:
         ({"align": "people"}, "align='people' is neither one of reward_model, llm, program nor an import path"),
         ({"align": "human"}, "align='human' is neither one of"),
         ({"align": "reward_model"}, "align=reward_model needs reward_model"),
-        ({"planted": 0.5}, r"planted=0\.5 adds responses that have no next message; with source=next_message"),
+        ({"planted": 0.5}, r"planted=0\.5 adds responses that source=next_message lacks"),
         ({"responses": "policy"}, "responses=policy samples responses that have no next message"),
         (
             {"source": "llm", "llm": {"model": "m"}, "style": {"spans": False}, "align": "a:b"},
