@@ -5,7 +5,7 @@ from math import ceil
 
 from t2g.config.common import GpuSharing, ProcessConfig
 from t2g.config.feedback import RolloutConfig
-from t2g.config.learning import LearnerConfig, SFTOptions
+from t2g.config.learning import LearnerConfig, ObjectiveConfig, SFTOptions
 
 
 def samples_per_step(rollout: RolloutConfig) -> int:
@@ -41,6 +41,12 @@ def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int,
 
 def format_sampling(rollout: RolloutConfig) -> str:
     return f"temperature {rollout.temperature:g}, at most {rollout.max_new_tokens} new tokens each"
+
+
+def format_objective(objective: ObjectiveConfig) -> str:
+    paid = [f"{entry.weight:g} x {entry.source}" for entry in objective.outcome_rewards]
+    outcome_rewards = f", outcome rewards {', '.join(paid)}" if paid else ""
+    return f"objective: rewards at {objective.rewards.placement}, advantages {objective.advantages}{outcome_rewards}"
 
 
 def format_turns(environment: str | None, rollout: RolloutConfig) -> list[str]:

@@ -24,6 +24,7 @@ from t2g.config.common import (
 from t2g.config.comparing import CompareConfig
 from t2g.config.describe import (
     count,
+    format_objective,
     format_process,
     format_resources,
     format_sampling,
@@ -42,7 +43,7 @@ from t2g.config.feedback import (
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
-from t2g.config.turns import check_conversations
+from t2g.config.turns import check_conversations, derive_turn_gamma
 
 ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
 
@@ -159,11 +160,8 @@ class PolicyJob(SyncedJob, JobConfig):
             samples = f"{count(self.eval.num_prompts, 'prompt')} x {count(self.eval.samples_per_prompt, 'sample')}"
             evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.name}"
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
-        objective = f"objective: rewards at {self.objective.rewards.placement}, advantages {self.objective.advantages}"
-        paid = [f"{entry.weight:g} x {entry.source}" for entry in self.objective.outcome_rewards]
-        objective += f", outcome rewards {', '.join(paid)}" if paid else ""
-        feedback = f"feedback: {self.feedback.describe()}"
-        return [*steps, *format_turns(self.environment, self.rollout), feedback, objective, f"evaluation: {evaluation}"]
+        steps += [*format_turns(self.environment, self.rollout), f"feedback: {self.feedback.describe()}"]
+        return [*steps, format_objective(self.objective), f"evaluation: {evaluation}"]
 
     @property
     def schedule_steps(self) -> int | None:
@@ -180,11 +178,10 @@ class PolicyJob(SyncedJob, JobConfig):
     @field_validator("objective")
     @classmethod
     def fill_objective_defaults(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
-        """Set `rewards.poor` by task, `advantages` by the number of samples and the settings of a critic, `turn_gamma`.
+        """Set `rewards.poor` by task, `advantages` by the number of samples and the critic, `turn_gamma` by feedback.
 
         In the task code, severity 1 means "works, could be improved", for which the paper's release pays nothing.
-        A single sample of a prompt has no group to compare with. Where each turn has its own critique, a wrong turn
-        would earn the praise of the turn that repairs it.
+        A single sample of a prompt has no group to compare with.
         """
         rollout, learner = info.data.get("rollout"), info.data.get("learner")  # None if the section is invalid
         changes: dict[str, Any] = {}
@@ -194,10 +191,7 @@ class PolicyJob(SyncedJob, JobConfig):
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
         if (has_one_sample or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
-        feedback = info.data.get("feedback")
-        if feedback and feedback.source == "next_message" and "turn_gamma" not in objective.model_fields_set:
-            changes["turn_gamma"] = 0.0
-        return with_derived(objective, changes)
+        return with_derived(objective, changes | derive_turn_gamma(info.data.get("feedback"), objective))
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:

@@ -1,5 +1,7 @@
 """Which feedback and objectives conversations with an environment can have."""
 
+from typing import Any
+
 from t2g.config.feedback import FeedbackConfig
 from t2g.config.learning import ObjectiveConfig
 
@@ -21,3 +23,9 @@ def check_conversations(environment: str | None, feedback: FeedbackConfig, objec
         raise ValueError(
             "feedback.sources has next_message, which judges each turn: set feedback.source=next_message alone"
         )
+
+
+def derive_turn_gamma(feedback: FeedbackConfig | None, objective: ObjectiveConfig) -> dict[str, Any]:
+    """Return turn_gamma=0 where each turn has its own critique: a wrong turn would earn the praise of its repair."""
+    is_set = feedback is None or feedback.source != "next_message" or "turn_gamma" in objective.model_fields_set
+    return {} if is_set else {"turn_gamma": 0.0}
