@@ -36,6 +36,8 @@ async def no_wait(prompt_id: str, seed: int) -> None:
 class FakeRollouts:
     """Samples from its own copy of the table: it learns of an update only through a sync."""
 
+    is_ready = True  # as a fleet whose engines have started
+
     def __init__(self, tokenizer: Any) -> None:
         self.ids = [tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
         self.logits = torch.zeros(LENGTH, len(LETTERS))

@@ -150,6 +150,7 @@ class SharedGroup(LearnerGroup):
     def __init__(self, spec: LearnerSpec, hosts: Sequence[Any] = (), *, placement_timeout_s: float = 30) -> None:
         self.actor = Processes(hosts)
         super().__init__(spec, placement_timeout_s=placement_timeout_s)
+        self.wait_ready()
 
     def stream_weights(self, dtype: Any, *, full: bool = False, rendezvous: Any = None) -> Iterator[Any]:
         first = self.parts["policy"].workers[0]

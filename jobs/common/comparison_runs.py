@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -22,7 +21,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from jobs.common import reward_models
 from jobs.common.cli import StopFlag, print_outputs
-from jobs.common.fleets import Fleets
+from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
 from jobs.common.policy_runs import After, PolicyData, finished, learner_spec, read_data, run_baseline, train
 from jobs.common.stages import base_model, once, positions, reward_job
 from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
@@ -67,6 +66,7 @@ class Target:
 
         def make() -> dict[str, Any]:
             rollouts, feedback = fleets.for_policy(job, data.task)
+            wait_for_engines(feedback.fleet, rollouts)
             judged = asyncio.run(targeting.sample_and_judge(prompts, rollouts, feedback, self._sampling))
             shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
             job.run.folder.mkdir(parents=True, exist_ok=True)
@@ -87,13 +87,14 @@ class Target:
         changes = {"model.policy": str(arm.run.folder / POLICY), "model.revision": None, "learner.lora": None}
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
         placement_timeout_s = arm.cluster.placement_timeout_s
-        with closing(LearnerGroup(learner_spec(exported), placement_timeout_s=placement_timeout_s)) as learner:
+        with loaded_learner(learner_spec(exported), placement_timeout_s=placement_timeout_s) as learner:
             logprobs = self._logprobs(learner)
         with Fleets() as own:
             self._write(arm, logprobs, own.rollouts(exported.model, exported.rollout, exported), feedback)
 
     def _logprobs(self, learner: LearnerGroup) -> list[Any]:
-        return [stats.old_logprobs for stats in learner.forward([rollout for _, rollout, _ in self.responses])]
+        rollouts = [rollout for _, rollout, _ in self.responses]
+        return [stats.old_logprobs for stats in learner.forward(rollouts, ["old_logprobs"])]
 
     def _write(self, arm: PolicyJob, logprobs: Sequence[Any], rollouts: RolloutFleet, feedback: FeedbackSource) -> None:
         measured = targeting.measure(self.responses, logprobs, rollouts, feedback, self._sampling, self._tokenizer)

@@ -117,7 +117,7 @@ def test_the_reference_is_the_base_to_the_bit(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LearnerSpec, "defers_old_logprobs", False)
         stats = group.forward(rollouts)
-    for members in microbatches(rollouts, rank=0, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch):
+    for members in microbatches(rollouts, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch)[0]:
         rows = Rows([rollouts[i] for i in members], torch.device("cpu"))
         with torch.no_grad():
             expected = rows.token_outputs(frozen, TEMPERATURE).logprobs.numpy()
