@@ -377,8 +377,7 @@ def test_what_an_updates_only_pass_saw_is_what_a_pass_before_it_sees(tokenizer: 
     forward, update = blind.learner.forward, blind.learner.update
     stats_before: list[TokenStats] = []
 
-    def silent_forward(rollouts: list[Rollout], *, defer: bool) -> list[TokenStats]:
-        assert defer
+    def silent_forward(rollouts: list[Rollout]) -> list[TokenStats]:
         stats_before[:] = forward(rollouts)
         return [replace(t, old_logprobs=0 * t.old_logprobs, entropy=0 * t.entropy) for t in stats_before]
 
