@@ -10,8 +10,10 @@ from thinking import CLOSE, OPEN, QWEN3_LIKE, R1_LIKE, build_thinking_tokenizer
 from t2g.config import ModelConfig
 from t2g.text.offsets import decode, token_offsets
 from t2g.text.policy_chat import set_template_defaults
-from t2g.text.thinking import count_thinking_tokens, find_answer_start, find_last_tag, find_thinking_tags
+from t2g.text.thinking import find_answer_start, find_last_tag, find_thinking_tags
 from t2g.text.tokenizer import encode_chat
+from t2g.text.transcript import find_answer_tokens
+from t2g.types import Rollout
 
 TAGS = (OPEN, CLOSE)
 CHAT = [{"role": "user", "content": "why <think>"}]  # the user's tag opens nothing
@@ -99,12 +101,20 @@ def test_tags_are_found_among_the_added_tokens(tokenizer: Any, tmp_path: Path) -
 
 def test_thinking_tokens_are_those_before_the_answer(tmp_path: Path) -> None:
     tokenizer = build_thinking_tokenizer(tmp_path)
+
+    def count_thinking(ids: np.ndarray, start: int | None, offsets: np.ndarray | None = None) -> int:
+        rollout = Rollout(
+            prompt_id="p", sample_index=0, prompt_ids=ids, response_ids=ids, rollout_logprobs=np.zeros(len(ids)),
+            response_text=decode(tokenizer, ids), finish_reason="stop", policy_versions=(), answer_start=start,
+        )  # fmt: skip
+        mask = find_answer_tokens(token_offsets(tokenizer, ids) if offsets is None else offsets, rollout)
+        assert mask[(count := int((~mask).sum())) :].all(), "the thinking comes first"
+        return count
+
     ids = np.append(encode(tokenizer, "<think>q</think>\n\nz"), tokenizer.eos_token_id)
-    offsets = token_offsets(tokenizer, ids)
-    start = len("<think>q</think>\n\n")
-    assert decode(tokenizer, ids[: count_thinking_tokens(offsets, start)]) == "<think>q</think>\n\n"
-    assert count_thinking_tokens(offsets, None) == len(ids) and count_thinking_tokens(offsets, 0) == 0
+    assert decode(tokenizer, ids[: count_thinking(ids, len("<think>q</think>\n\n"))]) == "<think>q</think>\n\n"
+    assert count_thinking(ids, None) == len(ids) and count_thinking(ids, 0) == 0
     empty = np.append(encode(tokenizer, "<think></think>"), tokenizer.eos_token_id)
-    assert count_thinking_tokens(token_offsets(tokenizer, empty), len("<think></think>")) == 2  # EOS is the answer
+    assert count_thinking(empty, len("<think></think>")) == 2  # EOS is the answer
     straddling = np.array([[0, 4], [4, 9], [9, 9]])
-    assert count_thinking_tokens(straddling, 6) == 1  # a token with a character of the answer belongs to it
+    assert count_thinking(ids[:3], 6, straddling) == 1  # a token with a character of the answer belongs to it
