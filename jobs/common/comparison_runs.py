@@ -87,7 +87,8 @@ class Target:
         changes = {"model.policy": str(arm.run.folder / POLICY), "model.revision": None, "learner.lora": None}
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
         placement_timeout_s = arm.cluster.placement_timeout_s
-        with loaded_learner(learner_spec(exported), placement_timeout_s=placement_timeout_s) as learner:
+        spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
+        with loaded_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
             logprobs = self._logprobs(learner)
         with Fleets() as own:
             self._write(arm, logprobs, own.rollouts(exported.model, exported.rollout, exported), feedback)
