@@ -78,6 +78,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
                 "objective.outcome_rewards",
                 "objective.rewards.unit",
                 "objective.rewards.placement",
+                "objective.turn_gamma",
             },
         ),
         ("step", {"objective.rewards.placement"}),
