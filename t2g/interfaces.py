@@ -64,12 +64,10 @@ class Aligner(Protocol):
 
 
 class Learner(Protocol):
-    def forward(self, rollouts: Sequence[Rollout], *, defer: bool = False) -> list[TokenStats]:
+    def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
         """Return old and reference logprobs, values (0 without a critic) and entropy, in the order of `rollouts`.
 
-        Args:
-            defer: Leave old logprobs and entropy 0 where nothing needs them before the update of these rollouts;
-                `UpdateResult.stats` has them then.
+        Old logprobs and entropy are 0 where nothing needs them before the update; `UpdateResult.stats` has them then.
         """
 
     def score_teacher(self, queries: Sequence[TeacherQuery]) -> list[TeacherStats]:

@@ -233,6 +233,14 @@ class TokenStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenIds:
+    """A prompt and a response without their texts."""
+
+    prompt_ids: np.ndarray  # [P] int32
+    response_ids: np.ndarray  # [R] int32
+
+
+@dataclass(frozen=True, kw_only=True)
 class TeacherQuery:
     """A response after the teacher's prompt, and the tokens whose log-probabilities the teacher is to return."""
 
@@ -323,4 +331,4 @@ class WeightSyncResult:
     missed: tuple[str, ...] = ()  # workers that did not get the weights: stale or lost
 
 
-TokenSequence = Rollout | TeacherQuery | TrainSequence  # has prompt_ids and response_ids
+TokenSequence = Rollout | TokenIds | TeacherQuery | TrainSequence  # has prompt_ids and response_ids

@@ -36,6 +36,8 @@ async def no_wait(prompt_id: str, seed: int) -> None:
 class FakeRollouts:
     """Samples from its own copy of the table: it learns of an update only through a sync."""
 
+    is_ready = True  # as a fleet whose engines have started
+
     def __init__(self, tokenizer: Any) -> None:
         self.ids = [tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
         self.logits = torch.zeros(LENGTH, len(LETTERS))
@@ -130,7 +132,7 @@ class FakeLearner:
     def _places(self, response_ids: np.ndarray) -> list[int]:
         return [self.ids.index(int(i)) for i in response_ids]
 
-    def forward(self, rollouts: Sequence[Rollout], *, defer: bool = False) -> list[TokenStats]:
+    def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
         with self.call("forward"):
             return self._forward(rollouts)
 

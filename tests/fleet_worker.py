@@ -68,6 +68,22 @@ class Unwilling(Worker):
         raise UserError("model.policy is no model")
 
 
+class Rank(Worker):
+    """A learner rank, which refuses the model "refused"."""
+
+    def __init__(self, spec: Any, *role: Any) -> None:
+        super().__init__()
+        self._model = spec.model.policy
+
+    async def address(self) -> tuple[str, int]:
+        return "here", 1
+
+    async def start(self, master: tuple[str, int]) -> int:  # type: ignore[override]
+        if self._model == "refused":
+            raise UserError("model.policy='refused' cannot be loaded")
+        return await super().start()
+
+
 def make_fleet(actor: Any, arguments: dict[str, Any], config: EngineConfig, *, placement_timeout_s: float) -> Fleet:
     """A fleet of these actors."""
     kind = type("TestFleet", (Fleet,), {"role": "test", "actor": actor})

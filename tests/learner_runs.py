@@ -149,6 +149,7 @@ class SharedGroup(LearnerGroup):
     def __init__(self, spec: LearnerSpec, hosts: Sequence[Any] = (), *, placement_timeout_s: float = 30) -> None:
         self.actor = Processes(hosts)
         super().__init__(spec, placement_timeout_s=placement_timeout_s)
+        self.wait_ready()
 
     def stream_weights(self, dtype: Any, *, full: bool = False, rendezvous: Any = None) -> Iterator[Any]:
         first = self.parts["policy"].workers[0]
@@ -185,7 +186,7 @@ def mask_as(loss_aggregation: str, mask: np.ndarray) -> np.ndarray:
 def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_coef: float = 0.0) -> TrainBatch:
     """An update on random advantages and returns, with the group's own old logprobs and values."""
     rng = np.random.default_rng(seed)
-    stats = group.forward(rollouts)
+    stats = group.forward(rollouts, ["old_logprobs", "ref_logprobs", "values"])  # its update would return the first
     samples = [
         TrainSample(
             prompt_ids=r.prompt_ids,

@@ -50,6 +50,7 @@ class Fleet:
         self._replacement_timeout_s = placement_timeout_s + config.start_timeout_s
         self.catch_up: CatchUp | None = None  # if None, a worker serves the weights that it loaded
         self.wanted = config.workers.initial
+        self.is_ready = False  # whether `wait_ready` has returned
         self.started_with: Any = None  # the result of the workers' `start`, the same for all
         self._members: list[Member] = []
         self._unreplaced: list[Member] = []  # lost workers that wait for their restart budget
@@ -86,6 +87,7 @@ class Fleet:
             time.sleep(TICK_S / 10)
         if len(self.started()) < self.config.workers.min:
             raise self._too_few()
+        self.is_ready = True
 
     async def supervise(self) -> None:
         """Call `tick` until cancelled. Raises RunStopped as `tick`, LearnerLost as `catch_up`."""
@@ -118,8 +120,10 @@ class Fleet:
         return any(m.health.state in (State.STARTING, State.STALE) for m in self._members)
 
     def report(self) -> dict[str, Any]:
-        """Return the fleet as JSON, for status.json."""
-        return {"role": self.role, "wanted": self.wanted, "workers": [m.report() for m in self._members]}
+        """Return the fleet as JSON, for status.json, with lost workers that wait for their restart budget."""
+        workers = [m.report() for m in (*self._members, *self._unreplaced)]
+        window_s = self.config.health.restart_window_s
+        return {"role": self.role, "wanted": self.wanted, "restart_window_s": window_s, "workers": workers}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call: idle share of engine time, losses, the longest recovery."""

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
-from actors.fleet.health import Health, State
+from actors.fleet.health import Health, State, restarts_left
 from t2g.config import EngineConfig
 
 # No answer will come: the worker died, Ray's memory monitor killed it, or a lost node had its answer.
@@ -202,7 +202,8 @@ class Member:
 
     def report(self) -> dict[str, Any]:
         state = {"state": str(self.health.state), "version": self.version, "reason": self.health.reason}
-        return {"name": self.name, **state, "restarts": self.restarts, "load": self.load}
+        left = restarts_left(self.restart_times, now=time.monotonic(), config=self._config.health)
+        return {"name": self.name, **state, "restarts": self.restarts, "restarts_left": left, "load": self.load}
 
     def remove(self) -> None:
         """Kill the process and remove the placement group."""

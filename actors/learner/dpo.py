@@ -47,6 +47,7 @@ def train_dpo(
     steps = draw_steps(len(pairs), num_epochs=learner.num_epochs, batch_size=batch_size, seed=seed)
     spec = LearnerSpec(model=model, learner=learner, loss="dpo", num_updates=len(steps), seed=seed)
     with closing(LearnerGroup(spec, placement_timeout_s=cluster.placement_timeout_s)) as group:
+        group.wait_ready()
         sequences = paired_sequences(pairs, group)
         for step, chosen in enumerate(steps, start=1):
             if stop():

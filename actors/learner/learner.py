@@ -12,7 +12,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -27,17 +27,27 @@ import torch
 from actors.cluster.fanout import any_failed
 from actors.cluster.placement import listening_environment
 from actors.learner import zero3
-from actors.learner.parts import CriticTrainer, LearnerSpec, PartName, PolicyTrainer, load_critic, load_policy
+from actors.learner.parts import (
+    CriticTrainer,
+    LearnerSpec,
+    PartName,
+    PolicyTrainer,
+    Share,
+    Stats,
+    load_critic,
+    load_policy,
+)
 from actors.learner.ranks import Ranks, rank_environment
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, ObjectiveConfig, RoleConfig
+from t2g.data.batching import microbatches
 from t2g.errors import LearnerLost
 from t2g.files import describe_file
 from t2g.resources.flops import peak_flops, train_flops
 from t2g.resources.memory import shape_of
-from t2g.types import TeacherQuery, TeacherStats, TokenSequence, TokenStats, TrainBatch, UpdateResult
+from t2g.types import TeacherQuery, TeacherStats, TokenIds, TokenSequence, TokenStats, TrainBatch, UpdateResult
 
 STATE_FILE = "learner.json"
 FAILURE_POLL_S = 5.0  # to detect a dead rank whose connections did not break
@@ -60,8 +70,12 @@ class LearnerWorker:
         self._port.bind((ray.util.get_node_ip_address(), 0))
         return self._port.getsockname()
 
-    def start(self, master_addr: str, master_port: int) -> None:
-        """Load the models, join the group, partition the models. UserError if model.policy cannot be loaded."""
+    def start(self, master: tuple[str, int]) -> None:
+        """Load the models, join the group, partition the models. UserError if model.policy cannot be loaded.
+
+        Args:
+            master: `address` of rank 0.
+        """
         on_gpu, num_ranks = self.role.gpus > 0, self.role.workers
         policy = load_policy(self.spec, on_gpu=on_gpu) if "policy" in self.names else None
         critic = load_critic(self.spec, on_gpu=on_gpu) if "critic" in self.names else None
@@ -69,7 +83,7 @@ class LearnerWorker:
             self._port.close()  # not before the models are loaded: engines that start now look for free ports
         os.environ.update(listening_environment(os.environ))
         zero3.init_distributed(
-            self.rank, num_ranks, master_addr, master_port, "nccl" if on_gpu else "gloo",
+            self.rank, num_ranks, *master, "nccl" if on_gpu else "gloo",
             timeout_s=self.spec.learner.step_timeout_s,
         )  # fmt: skip
         if policy is not None:
@@ -78,36 +92,34 @@ class LearnerWorker:
             self.parts["critic"] = CriticTrainer(self.spec, critic, num_ranks)
         torch.manual_seed(self.spec.seed * 1_000_003 + self.rank)
 
-    def forward(
-        self, part: PartName, sequences: Sequence[TokenSequence], defer: bool
-    ) -> dict[int, dict[str, np.ndarray]]:
-        return self.parts[part].forward(sequences, defer=defer)
+    def forward(self, part: PartName, shares: Sequence[Share], fields: Collection[str]) -> Stats:
+        return self.parts[part].forward(*shares, fields)
 
-    def score_teacher(self, queries: Sequence[TeacherQuery]) -> dict[int, dict[str, np.ndarray]]:
-        return self.parts["policy"].score_teacher(queries)
+    def score_teacher(self, shares: Sequence[Share]) -> Stats:
+        return self.parts["policy"].score_teacher(*shares)
 
-    def update(self, part: PartName, batch: TrainBatch, label: str) -> Metrics:
+    def update(self, part: PartName, shares: Sequence[Share], kl_coef: float, label: str) -> Metrics:
         if self.role.gpus:
             torch.cuda.reset_peak_memory_stats()
         started = time.monotonic()
-        metrics = self.parts[part].update(batch, label=label)
+        metrics = self.parts[part].update(shares, kl_coef=kl_coef, label=label)
         seconds = time.monotonic() - started
-        return metrics | {PEAK_MEMORY: _peak_gib(self.role)} | self._utilisation(part, batch, seconds)
+        return metrics | {PEAK_MEMORY: _peak_gib(self.role)} | self._utilisation(part, shares, seconds)
 
-    def _utilisation(self, part: PartName, batch: TrainBatch, seconds: float) -> Metrics:
-        """Return model FLOPs utilisation; {} on a CPU, in float32, and for a model of unknown shape."""
+    def _utilisation(self, part: PartName, shares: Sequence[Share], seconds: float) -> Metrics:
+        """Return this rank's model FLOPs utilisation; {} on a CPU, in float32, and for a model of unknown shape."""
         peak = peak_flops(torch.cuda.get_device_name()) if self.role.gpus else None
         model: Any = self.parts[part].engine.module
         shape = shape_of(getattr(model, "backbone", model).config.get_text_config().to_dict()) if peak else None
         if peak is None or shape is None or self.spec.learner.dtype != "bfloat16":
             return {}
-        lengths = [len(sequence) for minibatch in batch.minibatches for sequence in minibatch]
+        lengths = [len(sequence) for share in shares for microbatch in share for sequence in microbatch]
         frozen = part == "policy" and self.spec.learner.lora is not None
         flops = train_flops(shape, lengths, has_head=part == "policy", frozen=frozen)
-        return {f"{part}/mfu": flops / seconds / (peak * self.role.workers)}
+        return {f"{part}/mfu": flops / seconds / peak}
 
-    def last_update_stats(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
-        return self.parts["policy"].last_update_stats(batch)
+    def last_update_stats(self) -> Stats:
+        return self.parts["policy"].last_update_stats()
 
     def get_manifest(self) -> Shapes:
         return self.parts["policy"].get_manifest()
@@ -171,7 +183,7 @@ LearnerActor = ray.remote(LearnerWorker)
 
 
 class LearnerGroup:
-    """The driver's side. Every call has the timeout `learner.step_timeout_s`; see `fanout.collect`.
+    """The driver's side. Call `wait_ready` first. Every call has the timeout `learner.step_timeout_s`; see `collect`.
 
     After an exception the ranks may be in different states: call `close` and start again from a checkpoint.
     """
@@ -179,7 +191,7 @@ class LearnerGroup:
     actor: Any = LearnerActor  # class of a rank
 
     def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float) -> None:
-        """Start all ranks and wait for them. Raises UserError if they do not fit or the model cannot be loaded."""
+        """Start all ranks; their models load while the caller does other work. Raises UserError if they do not fit."""
         self.spec = spec
         self.policy_version = 0  # increased when an update begins
         self._lock = threading.Lock()  # concurrent calls would reach the ranks in different orders
@@ -202,17 +214,19 @@ class LearnerGroup:
                     )
                 )  # fmt: skip
                 self.parts |= dict.fromkeys(names, self.groups[-1])
-            self._start()
+            self._starts = [(ranks, self._start(ranks)) for ranks in self.groups]
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
+    def _start(self, ranks: Ranks) -> list[Any]:
+        address = ranks.workers[0].address.remote()  # a reference: the ranks take it when it is there
+        return [worker.start.remote(address) for worker in ranks.workers]
+
+    def wait_ready(self) -> None:
+        """Wait until every rank has loaded its models. Raises UserError if a model cannot be loaded, or LearnerLost."""
         deadline = self._deadline()
-        requests = [(ranks, [ranks.workers[0].address.remote()]) for ranks in self.groups]
-        addresses = [(ranks, ranks.collect(refs, "address", deadline)[0]) for ranks, refs in requests]
-        starts = [(ranks, [worker.start.remote(*address) for worker in ranks.workers]) for ranks, address in addresses]
-        for ranks, refs in starts:
+        for ranks, refs in self._starts:
             ranks.collect(refs, "start", deadline)
 
     def _deadline(self) -> float:
@@ -245,28 +259,54 @@ class LearnerGroup:
     def _on_policy(self, call: str, submit: Callable[[Any], Any]) -> list[Any]:
         return self._on_parts(["policy"], call, lambda worker, part: submit(worker))["policy"]
 
-    def forward(self, sequences: Sequence[TokenSequence], *, defer: bool = False) -> list[TokenStats]:
+    def _split(
+        self, parts: Iterable[PartName], minibatches: Sequence[Sequence[TokenSequence]]
+    ) -> tuple[dict[Any, Any], dict[Any, list[int]]]:
+        """Return for each rank a reference to its shares of the minibatches, and its indices in the first of them."""
+        shares, indices = dict[Any, Any](), dict[Any, list[int]]()
+        options = {"token_budget": self.spec.learner.tokens_per_microbatch, "group_size": 1 + (self.spec.loss == "dpo")}
+        for ranks in {id(self.parts[part]): self.parts[part] for part in parts}.values():
+            plans = [microbatches(sequences, num_ranks=len(ranks), **options) for sequences in minibatches]
+            for rank, worker in enumerate(ranks.workers):
+                pairs = zip(minibatches, plans, strict=True)
+                share = [[[sequences[i] for i in members] for members in plan[rank]] for sequences, plan in pairs]
+                shares[worker] = ray.put(share)
+                indices[worker] = [*chain.from_iterable(plans[0][rank])]
+        return shares, indices
+
+    def _in_order(self, part: PartName, by_rank: Sequence[Stats], indices: Mapping[Any, Sequence[int]]) -> Stats:
+        """Return the results of the ranks of a part in the order of the sequences."""
+        order = chain.from_iterable(indices[worker] for worker in self.parts[part].workers)
+        by_index = dict(zip(order, chain.from_iterable(by_rank), strict=True))
+        return [by_index[i] for i in range(len(by_index))]
+
+    def forward(self, sequences: Sequence[TokenSequence], fields: Collection[str] | None = None) -> list[TokenStats]:
         """Return old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`.
 
-        Values are 0 without a critic.
-
         Args:
-            defer: Leave old logprobs and entropy 0 if the update returns them, see `LearnerSpec.defers_old_logprobs`.
+            fields: Names of the fields that are computed, by default `LearnerSpec.stats_fields`; others are 0.
         """
-        refs, defer = ray.put(list(sequences)), defer and self.spec.defers_old_logprobs
-        results = self._on_parts(self.parts, "forward", lambda worker, part: worker.forward.remote(part, refs, defer))
-        zero_fields = ["values", *(["old_logprobs", "entropy"] if defer else [])]
-        stats = [{name: np.zeros(len(s.response_ids), np.float32) for name in zero_fields} for s in sequences]
-        for i, fields in chain.from_iterable(share.items() for by_rank in results.values() for share in by_rank):
-            stats[i] |= fields
-        return [TokenStats(**fields) for fields in stats]
+        fields = self.spec.stats_fields if fields is None else frozenset(fields)
+        parts: list[PartName] = ["policy"] if fields - {"values"} else []
+        parts += ["critic"] if "values" in fields else []
+        # Of a rollout, which has a text.
+        ids = [TokenIds(prompt_ids=s.prompt_ids, response_ids=s.response_ids) for s in sequences]
+        shares, indices = self._split(parts, [ids])
+        results = self._on_parts(
+            parts, "forward", lambda worker, part: worker.forward.remote(part, shares[worker], fields)
+        )
+        names = ("old_logprobs", "ref_logprobs", "values", "entropy")
+        stats = [{name: np.zeros(len(s.response_ids), np.float32) for name in names} for s in sequences]
+        for part, by_rank in results.items():
+            for row, found in zip(stats, self._in_order(part, by_rank, indices), strict=True):
+                row |= found
+        return [TokenStats(**row) for row in stats]
 
     def score_teacher(self, queries: Sequence[TeacherQuery]) -> list[TeacherStats]:
         """Return the log-probabilities of the frozen reference, in the order of `queries`."""
-        refs = ray.put(list(queries))
-        shares = self._on_policy("score_teacher", lambda worker: worker.score_teacher.remote(refs))
-        fields = {i: found for share in shares for i, found in share.items()}
-        return [TeacherStats(**fields[i]) for i in range(len(queries))]
+        shares, indices = self._split(["policy"], [queries])
+        results = self._on_policy("score_teacher", lambda worker: worker.score_teacher.remote(shares[worker]))
+        return [TeacherStats(**found) for found in self._in_order("policy", results, indices)]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Make every optimizer step of the batch; the policy skips the first `critic_warmup_steps` updates.
@@ -277,21 +317,21 @@ class LearnerGroup:
         Raises:
             RunStopped: A loss or gradient is not finite; the message names part and minibatch. The step is not applied.
         """
-        started, batch_ref = time.monotonic(), ray.put(batch)
-        skips_policy = self.policy_version < self.spec.warmup_updates
+        started, skips_policy = time.monotonic(), self.policy_version < self.spec.warmup_updates
+        parts = [part for part in self.parts if not (skips_policy and part == "policy")]
+        shares, indices = self._split(parts, batch.minibatches)
         self.policy_version += 1
+        label = f"update {self.policy_version}"
         try:
             results = self._on_parts(
-                [part for part in self.parts if not (skips_policy and part == "policy")],
-                "update",
-                lambda worker, part: worker.update.remote(part, batch_ref, f"update {self.policy_version}"),
+                parts, "update", lambda worker, part: worker.update.remote(part, shares[worker], batch.kl_coef, label)
             )
         except BaseException:
             self.policy_version -= 1
             raise
         stats: tuple[TokenStats, ...] = ()
         if self.spec.defers_old_logprobs:
-            stats = self._last_update_stats(batch, batch_ref)
+            stats = self._last_update_stats(batch, indices)
             samples = zip(batch.minibatches[0], stats, strict=True)
             batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))
         seconds = time.monotonic() - started
@@ -304,14 +344,12 @@ class LearnerGroup:
         metrics["learner/tokens_per_s"] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics, stats=stats)
 
-    def _last_update_stats(self, batch: TrainBatch, batch_ref: "ray.ObjectRef[TrainBatch]") -> tuple[TokenStats, ...]:
+    def _last_update_stats(self, batch: TrainBatch, indices: Mapping[Any, Sequence[int]]) -> tuple[TokenStats, ...]:
         """Return the statistics of each sample of an update with one step."""
-        shares = self._on_policy("last_update_stats", lambda w: w.last_update_stats.remote(batch_ref))
-        stats = {i: fields for share in shares for i, fields in share.items()}
+        results = self._on_policy("last_update_stats", lambda worker: worker.last_update_stats.remote())
         samples: Any = batch.minibatches[0]
-        return tuple(
-            TokenStats(**stats[i], ref_logprobs=s.ref_logprobs, values=s.values) for i, s in enumerate(samples)
-        )
+        pairs = zip(samples, self._in_order("policy", results, indices), strict=True)
+        return tuple(TokenStats(**found, ref_logprobs=s.ref_logprobs, values=s.values) for s, found in pairs)
 
     def offload_states(self) -> None:
         """Move gradients and optimizer states to host memory.

@@ -5,10 +5,10 @@ spans.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,13 @@ from t2g.algo.kl import top_k_kl
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import Metrics, dpo_loss, kl_loss, policy_loss, supervised_loss, value_loss, weighted_sum
 from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
-from t2g.data.batching import microbatches
-from t2g.types import TeacherQuery, TokenSequence, TrainBatch, TrainSequence
+from t2g.types import TokenSequence, TrainSequence
 
 PartName = Literal["policy", "critic"]
 Loss = Literal["ppo", "supervised", "dpo", "none"]
+Microbatch = Sequence[TokenSequence]
+Share = Sequence[Microbatch]  # of a rank; each rank has as many
+Stats = list[dict[str, np.ndarray]]  # by field, of each sequence of a share
 NO_CRITIC = ObjectiveConfig(advantages="group", whiten="none")
 DPO_BETA = 0.1  # the paper's, and TRL's default
 
@@ -63,6 +65,15 @@ class LearnerSpec:
         objective = self.objective
         needs_logprobs = objective.uses_critic or not objective.kl_in_loss or objective.teacher is not None
         return self.loss == "ppo" and not needs_logprobs and self.minibatches_per_update == 1
+
+    @property
+    def stats_fields(self) -> frozenset[str]:
+        """Return the fields of `TokenStats` that are needed before an update."""
+        if self.loss != "ppo":
+            return frozenset({"ref_logprobs"})
+        fields = {"ref_logprobs", *(["values"] if self.objective.uses_critic else [])}
+        fields |= {"top_ids"} if self.objective.teacher else set()
+        return frozenset(fields if self.defers_old_logprobs else fields | {"old_logprobs", "entropy"})
 
     @property
     def minibatches_per_update(self) -> int:
@@ -111,16 +122,12 @@ def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
     return {"dtype": spec.learner.dtype, "world_size": num_ranks, "offload": spec.learner.offload == "cpu"}
 
 
-def split_by_sequence(
-    sequences: Sequence[TokenSequence], members: Sequence[int], columns: Mapping[str, torch.Tensor]
-) -> dict[int, dict[str, np.ndarray]]:
-    """Split the values of all response tokens of a microbatch by sequence index: [N] -> [R]."""
-    arrays = {name: column.cpu().numpy() for name, column in columns.items()}
-    by_sequence, end = dict[int, dict[str, np.ndarray]](), 0
-    for i in members:
-        start, end = end, end + len(sequences[i].response_ids)
-        by_sequence[i] = {name: array[start:end] for name, array in arrays.items()}
-    return by_sequence
+def split_by_sequence(sequences: Microbatch, columns: Mapping[str, torch.Tensor]) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the values of each sequence's response tokens, [N] -> [R]."""
+    arrays, end = {name: column.cpu().numpy() for name, column in columns.items()}, 0
+    for sequence in sequences:
+        start, end = end, end + len(sequence.response_ids)
+        yield {name: array[start:end] for name, array in arrays.items()}
 
 
 class ModelTrainer:
@@ -132,25 +139,24 @@ class ModelTrainer:
         self.spec, self.engine = spec, engine
 
     @torch.no_grad()
-    def forward(self, sequences: Sequence[TokenSequence], *, defer: bool) -> dict[int, dict[str, np.ndarray]]:
-        """Return this model's fields of `TokenStats`, [R] each, of this rank's share, by sequence index.
+    def forward(self, microbatches: Share, fields: Collection[str]) -> Stats:
+        """Return those of the `fields` of `TokenStats` that are this model's, [R] each, of each sequence in order."""
+        self.engine.eval()
+        return self._on_microbatches(microbatches, lambda rows: self._stats(rows, fields))
+
+    def _on_microbatches(self, microbatches: Share, compute: Callable[[Rows], dict[str, torch.Tensor]]) -> Stats:
+        return [
+            fields
+            for sequences in microbatches
+            for fields in split_by_sequence(sequences, compute(self._rows(sequences)))
+        ]
+
+    def update(self, steps: Sequence[Share], *, kl_coef: float, label: str) -> Metrics:
+        """Make one optimizer step per minibatch.
 
         Args:
-            defer: Leave out what the update of these sequences computes.
-        """
-        self.engine.eval()
-        return self._on_microbatches(sequences, partial(self._stats, defer=defer))
-
-    def _on_microbatches(
-        self, sequences: Sequence[TokenSequence], compute: Callable[[Rows], dict[str, torch.Tensor]]
-    ) -> dict[int, dict[str, np.ndarray]]:
-        stats: dict[int, dict[str, np.ndarray]] = {}
-        for members in self._microbatches(sequences):
-            stats |= split_by_sequence(sequences, members, compute(self._rows([sequences[i] for i in members])))
-        return stats
-
-    def update(self, batch: TrainBatch, *, label: str) -> Metrics:
-        """Make one optimizer step per minibatch.
+            steps: This rank's share of each minibatch.
+            kl_coef: See `TrainBatch`.
 
         Returns:
             Means of the metrics over minibatches, maxima for names that end in _max; the same on all ranks.
@@ -161,31 +167,21 @@ class ModelTrainer:
         """
 
         def loss_fn(engine: zero3.Engine, sequences: Sequence[Any]) -> tuple[torch.Tensor, Metrics]:
-            return self._loss(self._rows(sequences), batch.kl_coef)
+            return self._loss(self._rows(sequences), kl_coef)
 
         rows = []
-        for number, minibatch in enumerate(batch.minibatches, start=1):
-            share = [[minibatch[i] for i in members] for members in self._microbatches(minibatch)]
-            where = f"{self.name}, {label}, minibatch {number} of {len(batch.minibatches)}"
+        for number, share in enumerate(steps, start=1):
+            where = f"{self.name}, {label}, minibatch {number} of {len(steps)}"
             step = zero3.train_step(self.engine, share, loss_fn, label=where)
             rows.append(step.metrics | {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr})
         reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in rows[0]}
         return {key: float(fn([row[key] for row in rows])) for key, fn in reduce.items()}
 
-    def _microbatches(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
-        return microbatches(
-            sequences,
-            rank=self.engine.global_rank,
-            num_ranks=self.engine.world_size,
-            token_budget=self.spec.learner.tokens_per_microbatch,
-            group_size=2 if self.spec.loss == "dpo" else 1,
-        )
-
-    def _rows(self, sequences: Sequence[TokenSequence]) -> Rows:
+    def _rows(self, sequences: Microbatch) -> Rows:
         return Rows(sequences, self.engine.device)
 
-    def _stats(self, rows: Rows, *, defer: bool) -> dict[str, torch.Tensor]:
-        """Return the fields of `TokenStats`, [N] each; see `forward`."""
+    def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return fields of `TokenStats`, [N] each."""
         raise NotImplementedError
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
@@ -201,7 +197,7 @@ class CriticTrainer(ModelTrainer):
         memory = _memory(spec, num_ranks)
         super().__init__(spec, zero3.build_engine(critic, spec.learner.critic, num_steps=num_steps, **memory))
 
-    def _stats(self, rows: Rows, *, defer: bool) -> dict[str, torch.Tensor]:
+    def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
         return {"values": rows.values(self.engine)}
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
@@ -226,7 +222,9 @@ class PolicyTrainer(ModelTrainer):
         num_steps = max(1, spec.num_updates - spec.warmup_updates) * spec.minibatches_per_update
         super().__init__(spec, zero3.build_engine(policy, optim, num_steps=num_steps, **memory))
         self.tokenizer = tokenizer
-        self._passes: list[dict[str, torch.Tensor]] = []  # of this update, with `defers_old_logprobs`
+        self._passes: list[
+            tuple[Microbatch, dict[str, torch.Tensor]]
+        ] = []  # of this update, with `defers_old_logprobs`
         self._ref_engine = None if reference is None else zero3.build_engine(reference, None, **memory)
 
     @contextmanager
@@ -242,23 +240,23 @@ class PolicyTrainer(ModelTrainer):
                 yield self.engine
             self.engine.train(was_training)
 
-    def _stats(self, rows: Rows, *, defer: bool) -> dict[str, torch.Tensor]:
-        stats = {}
-        if not defer:
+    def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
+        stats, has_reference = {}, self.spec.loss == "ppo"  # DPO calls this once, before its first step
+        if {*fields} - {"values", *(["ref_logprobs"] if has_reference else [])}:
             teacher = self.spec.objective.teacher
-            top_k = teacher.top_k if teacher else 0
-            outputs = rows.token_outputs(self.engine, self.spec.temperature, entropy=True, top_k=top_k)
-            stats = {"old_logprobs": outputs.logprobs, "entropy": outputs.entropy}
-            stats |= {} if outputs.top_ids is None else {"top_ids": outputs.top_ids}
-            stats["ref_logprobs"] = outputs.logprobs  # for DPO, which calls this once, before its first step
-        if self.spec.loss == "ppo":
+            top_k = teacher.top_k if teacher and "top_ids" in fields else 0
+            outputs = rows.token_outputs(self.engine, self.spec.temperature, entropy="entropy" in fields, top_k=top_k)
+            found = {"old_logprobs": outputs.logprobs, "ref_logprobs": outputs.logprobs}
+            found |= {"entropy": outputs.entropy, "top_ids": outputs.top_ids}
+            stats = {name: column for name, column in found.items() if name in fields}
+        if has_reference and "ref_logprobs" in fields:
             with self._reference() as reference:
                 stats["ref_logprobs"] = rows.token_outputs(reference, self.spec.temperature).logprobs
         return stats
 
     @torch.no_grad()
-    def score_teacher(self, queries: Sequence[TeacherQuery]) -> dict[int, dict[str, np.ndarray]]:
-        """Return the fields of `TeacherStats`, by the reference, of this rank's share, by the query's index."""
+    def score_teacher(self, microbatches: Share) -> Stats:
+        """Return the fields of `TeacherStats`, by the reference, of each `TeacherQuery` in order."""
 
         def score(rows: Rows) -> dict[str, torch.Tensor]:
             top_ids = rows.table("top_ids", 1)
@@ -266,17 +264,15 @@ class PolicyTrainer(ModelTrainer):
                 outputs = rows.token_outputs(reference, self.spec.temperature, token_ids=top_ids)
             return {"logprobs": outputs.logprobs, "top_logprobs": outputs.of_ids}
 
-        return self._on_microbatches(queries, score)
+        return self._on_microbatches(microbatches, score)
 
-    def update(self, batch: TrainBatch, *, label: str) -> Metrics:
+    def update(self, steps: Sequence[Share], *, kl_coef: float, label: str) -> Metrics:
         self._passes.clear()
-        return super().update(batch, label=label)
+        return super().update(steps, kl_coef=kl_coef, label=label)
 
-    def last_update_stats(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
-        """Return old logprobs and entropy, [R] each, of this rank's share of the last update."""
-        (minibatch,) = batch.minibatches
-        shares = zip(self._microbatches(minibatch), self._passes, strict=True)
-        return {i: fields for share in shares for i, fields in split_by_sequence(minibatch, *share).items()}
+    def last_update_stats(self) -> Stats:
+        """Return old logprobs and entropy, [R] each, of each sequence of the last update in order."""
+        return [fields for microbatch in self._passes for fields in split_by_sequence(*microbatch)]
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         if self.spec.loss == "ppo":
@@ -308,7 +304,7 @@ class PolicyTrainer(ModelTrainer):
         now = rows.token_outputs(self.engine, temperature, entropy=entropy, ref_logits=ref_logits, token_ids=top_ids)
         old_logprobs = now.logprobs.detach() if is_current else rows.numbers("old_logprobs")
         if is_current:
-            self._passes.append({"old_logprobs": old_logprobs, "entropy": now.entropy.detach()})
+            self._passes.append((rows.sequences, {"old_logprobs": old_logprobs, "entropy": now.entropy.detach()}))
         correction = importance_weights(
             old_logprobs, rows.numbers("rollout_logprobs"), rows.segment_ids, weights,
             objective.rollout_correction, objective.rollout_correction_cap,

@@ -16,9 +16,9 @@ from actors.learner.learner import LearnerWorker
 from actors.learner.parts import LearnerSpec
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
-from t2g.data.batching import draw_steps, normalize_weights
+from t2g.data.batching import draw_steps, microbatches, normalize_weights
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.types import TrainBatch, TrainSequence
+from t2g.types import TrainSequence
 
 LABEL = "supervised training"  # in messages
 REPORT_EVERY = 10  # optimizer steps between two reports
@@ -60,7 +60,7 @@ def train_loop(config: dict[str, Any]) -> None:
     options, seed = job.options, job.spec.seed
     rank = ray.train.get_context().get_world_rank()
     worker = LearnerWorker(job.spec, ["policy"], options, rank)
-    worker.start(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    worker.start((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     if job.checkpoint is not None:
         worker.load("policy", job.checkpoint / ENGINE, universal=False)
     examples: list[TrainSequence] = ray.get(job.examples)
@@ -70,8 +70,11 @@ def train_loop(config: dict[str, Any]) -> None:
     num_tokens = 0
     for step, chosen in enumerate(steps[job.done :], start=job.done + 1):
         torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)  # dropout is a function of it
-        batch = TrainBatch(minibatches=(normalize_weights([examples[i] for i in chosen]),))
-        recent.append(worker.update("policy", batch, f"{LABEL}, step {step}, examples {_format_indices(chosen)}"))
+        batch = normalize_weights([examples[i] for i in chosen])
+        plan = microbatches(batch, num_ranks=options.workers, token_budget=options.tokens_per_microbatch)
+        share = [[batch[i] for i in members] for members in plan[rank]]
+        label = f"{LABEL}, step {step}, examples {_format_indices(chosen)}"
+        recent.append(worker.update("policy", [share], 0.0, label))
         num_tokens += sum(len(examples[i]) for i in chosen)
         progress: SFTProgress | None = None
         if step % REPORT_EVERY == 0 or step == len(steps):

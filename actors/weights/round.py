@@ -148,6 +148,10 @@ class Round:
         max_in_flight = MAX_BUCKETS_IN_FLIGHT if self.config.is_replayable else 1
         tasks: list[asyncio.Future[Any]] = []
         try:
+            if self.config.is_replayable and engine.max_staleness > 0 and not version.buckets:
+                async for _ in self._buckets():  # the engines go on with their requests during the gather
+                    pass
+            paused = time.monotonic()
             await self._call_all_timed(
                 "open",
                 lambda w: w.open_update.remote(self.id, version.number, engine.dtype, version.shapes),
@@ -163,7 +167,8 @@ class Round:
             tasks.append(asyncio.ensure_future(self._learner_logprobs()))
             await asyncio.gather(*tasks[:-1])
             await self._call_all_timed("close", lambda w: w.close_update.remote(self.id), "the end of a weight sync")
-            return await self._verify(tasks[-1])
+            version.add_seconds("pause", time.monotonic() - paused)
+            return await self.verify(tasks[-1])
         except BaseException as error:
             self._drop_all(f"got half a sync, which broke off: {str(error) or type(error).__name__}")
             raise
@@ -233,11 +238,24 @@ class Round:
             self.version.probe_logprobs = await asyncio.to_thread(self.learner.probe_logprobs, self.version.probe)
         return self.version.probe_logprobs
 
-    async def _verify(self, expected: "asyncio.Future[np.ndarray]") -> list[float]:
-        """Compare the scores of the workers with the learner's; return the gap of each worker that agrees."""
-        started, gaps = time.monotonic(), []
+    async def verify(self, expected: "asyncio.Future[np.ndarray] | None" = None) -> list[float]:
+        """Compare the scores of the workers with the learner's; return the gap of each worker that agrees.
+
+        Args:
+            expected: The learner's logprobs of the probe; None if the version has them.
+        """
+        started = time.monotonic()
         answers = await self._call_all(lambda w: w.score.remote(self.version.probe), "the probe")
-        logprobs = await expected
+        if expected is not None:
+            await expected
+        gaps = self.accept(answers)
+        self.version.add_seconds("verify", time.monotonic() - started)
+        return gaps
+
+    def accept(self, answers: Sequence[tuple[SyncTarget, np.ndarray]]) -> list[float]:
+        """Record each worker whose scores of the probe agree with the learner's; return their gaps."""
+        gaps, logprobs = [], self.version.probe_logprobs
+        assert logprobs is not None
         for target, scores in answers:
             gap = compute_gap(scores, logprobs)
             if mismatch := self._find_mismatch(target, scores, logprobs, gap):
@@ -247,7 +265,6 @@ class Round:
             self.version.scores[target.name] = scores
             self.version.verified.append(target)
             self.fleet.has_weights(target, self.version.number)
-        self.version.add_seconds("verify", time.monotonic() - started)
         return gaps
 
     def _find_mismatch(self, target: SyncTarget, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
@@ -259,12 +276,12 @@ class Round:
                 return f"it answers the probe as with version {previous.number}, to the bit, and the learner does not"
         return mismatch and f"on the probe of {len(self.version.probe)} tokens {mismatch}"
 
-    async def measure_baseline_gap(self) -> Gap | None:
-        """Return the gap between workers and learner on the checkpoint that both loaded; None if no worker answers."""
+    async def measure_baseline_gap(self) -> tuple[Gap | None, list[tuple[SyncTarget, np.ndarray]]]:
+        """Return the gap to the learner on the checkpoint that both loaded, None without an answer, and the scores."""
         answers = await self._call_all(lambda w: w.score.remote(self.version.probe), "the probe of the checkpoint")
         logprobs = await self._learner_logprobs()
         gaps = [compute_gap(scores, logprobs) for _, scores in answers]
-        return max(gaps, key=lambda gap: gap.median, default=None)
+        return max(gaps, key=lambda gap: gap.median, default=None), answers
 
     async def _call_all(
         self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf

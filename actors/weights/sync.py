@@ -60,8 +60,9 @@ class WeightSync:
     async def push(self, policy_version: int) -> WeightSyncResult:
         """Push the weights to every worker; return once at least one worker has verified them.
 
-        If no worker verifies the new version, the full push is retried once. The call waits while no worker is up. It
-        cancels a catch-up from stored buckets: that worker gets the new version.
+        Version 0 is not sent to workers that have it from the model's files: the probe alone verifies them. If no
+        worker verifies the new version, the full push is retried once. The call waits while no worker is up. It cancels
+        a catch-up from stored buckets: that worker gets the new version.
 
         Raises:
             RunStopped: No worker verified the version within learner.step_timeout_s or in two attempts. The message has
@@ -77,16 +78,16 @@ class WeightSync:
             version = Version(
                 number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe, previous=previous
             )
-            if policy_version == 0:
-                await self._record_baseline_gap(version)
+            gaps = await self._record_baseline_gap(version) if policy_version == 0 else []
             for _ in range(TRIES):
-                gaps = await self._round(version, await self._wait_for_targets()).deliver()
+                if targets := [t for t in await self._wait_for_targets() if t not in version.verified]:
+                    gaps += await self._round(version, targets).deliver()
                 self._sent, self._push_s = version, time.monotonic() - started
                 if gaps:
                     return WeightSyncResult(
                         policy_version=policy_version,
                         seconds=self._push_s,
-                        bytes=num_bytes(shapes, self._fleet.config.dtype),
+                        bytes=num_bytes(shapes, self._fleet.config.dtype) if targets else 0,
                         probe_gap=max(gaps),
                         stages=dict(version.stages),
                         num_calls=version.num_calls,
@@ -95,17 +96,21 @@ class WeightSync:
         reasons = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
         raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {reasons}")
 
-    async def _record_baseline_gap(self, version: Version) -> None:
+    async def _record_baseline_gap(self, version: Version) -> list[float]:
         """Measure the gap between engines and learner on the checkpoint, and store it.
 
         Engines that already served another run keep the gap that this run measured.
 
+        Returns:
+            The gap of each worker that has the version without being sent it.
+
         Raises:
             RunStopped: The gap is so large that engines and learner cannot have the same model.
         """
-        fresh = [target for target in await self._wait_for_targets() if target.version is None]
+        fresh, gaps = [target for target in await self._wait_for_targets() if target.version is None], list[float]()
         if fresh:
-            gap = await self._round(version, fresh).measure_baseline_gap()
+            round_ = self._round(version, fresh)
+            gap, answers = await round_.measure_baseline_gap()
             floor = self._config.probe_floor(self._fleet.config)
             if gap is not None and gap.median > floor:
                 raise RunStopped(
@@ -114,8 +119,19 @@ class WeightSync:
                     "more: they compute different models"
                 )
             self._fleet.baseline_gap = gap or self._fleet.baseline_gap
+            if self._is_in_files(version):
+                gaps = round_.accept(answers)
         if self._baseline_file is not None and self._fleet.baseline_gap is not None:
             write_json(self._baseline_file, asdict(self._fleet.baseline_gap))
+        return gaps
+
+    def _is_in_files(self, version: Version) -> bool:
+        """Return whether an engine that loads the model's files has the weights that the learner would send it.
+
+        A bfloat16 learner has rounded them. With LoRA the engine would have no adapter.
+        """
+        rounds = self._config.dtype == "bfloat16" and self._fleet.config.dtype == "float32"
+        return version.number == 0 and self._config.lora is None and not rounds
 
     def _take_over(self) -> None:
         """Cancel a catch-up from stored buckets. A catch-up from the learner goes on: its ranks are in a collective.
@@ -131,7 +147,7 @@ class WeightSync:
         """Send a STALE worker the last pushed version, and report the outcome to the fleet.
 
         Does nothing before the first push, for a worker that a push has reached meanwhile, while a push waits, while
-        the engines sleep, or if the buckets are not stored and the learner has newer weights.
+        the engines sleep, or if no bucket is stored and the learner has newer weights or had to send none.
 
         Raises:
             LearnerLost: A rank is lost, or the stored buckets were lost with the node of rank 0.
@@ -140,11 +156,13 @@ class WeightSync:
             version = self._sent
             if version is None or target in version.verified or self._fleet.turn == "learner":
                 return
-            if not version.buckets and self._learner.policy_version != version.made_at:
+            has_files = target.version is None and self._is_in_files(version)
+            gathers_again = not self._config.is_replayable and self._learner.policy_version == version.made_at
+            if not (has_files or version.buckets or gathers_again):
                 return
             timeout_s = compute_grace_s(self._push_s) if self._config.is_replayable else math.inf
             round_ = self._round(version, [target], timeout_s)
-            delivery = asyncio.ensure_future(round_.deliver())
+            delivery = asyncio.ensure_future(round_.verify() if has_files else round_.deliver())
             self._catching_up = round_, delivery
             try:
                 (outcome,) = await asyncio.gather(delivery, return_exceptions=True)

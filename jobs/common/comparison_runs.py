@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -22,7 +21,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from jobs.common import reward_models
 from jobs.common.cli import StopFlag, print_outputs
-from jobs.common.fleets import Fleets
+from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
 from jobs.common.policy_runs import (
     After,
     PolicyData,
@@ -79,6 +78,7 @@ class Target:
 
         def make() -> dict[str, Any]:
             rollouts, feedback = fleets.for_policy(job, data.task)
+            wait_for_engines(feedback.fleet, rollouts)
             source = self._source(rollouts)
             judged = asyncio.run(targeting.sample_and_judge(prompts, source, feedback, self._sampling))
             shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
@@ -101,14 +101,15 @@ class Target:
         changes = {"model.policy": str(arm.run.folder / POLICY), "model.revision": None, "learner.lora": None}
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
         placement_timeout_s = arm.cluster.placement_timeout_s
-        with closing(LearnerGroup(learner_spec(exported), placement_timeout_s=placement_timeout_s)) as learner:
+        with loaded_learner(learner_spec(exported), placement_timeout_s=placement_timeout_s) as learner:
             forward = self._forward(learner)
         with Fleets() as own:
             self._write(arm, forward, own.rollouts(exported.model, exported.rollout, exported), feedback)
 
     def _forward(self, learner: LearnerGroup) -> tuple[list[Any], dict[str, float]]:
         """Return the log-probabilities of the reference responses, and `measure_retention`."""
-        stats = learner.forward([*(rollout for _, rollout, _ in self.responses), *self._retained])
+        sequences = [*(rollout for _, rollout, _ in self.responses), *self._retained]
+        stats = learner.forward(sequences, ["old_logprobs", "ref_logprobs"])
         logprobs, retained = stats[: len(self.responses)], stats[len(self.responses) :]
         return [one.old_logprobs for one in logprobs], measure_retention(retained)
 

@@ -10,6 +10,9 @@ from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
+from actors.fleet.fleet import Fleet
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import LearnerSpec
 from t2g.config import (
     AnyJob,
     EngineConfig,
@@ -46,32 +49,35 @@ class Fleets(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._fleets: dict[tuple[str | None, ...], Any] = {}  # by all settings of their engines
-        self._ready: set[Any] = set()
 
     def for_policy(self, job: PolicyJob, task: Task) -> tuple[RolloutFleet, FeedbackSource]:
-        """Return rollout engines and feedback source of a run, started concurrently.
+        """Return rollout engines and feedback source of a run; the engines load until `wait_for_engines` returns.
 
         Raises:
-            UserError: The source cannot be used; no engine is started.
+            UserError: The source cannot be used; no rollout engine is started.
         """
-        if source := job.feedback.engine_source:
-            self._judges(source, task, job)
-            self._rollouts(job.model, job.rollout, job)
-        feedback = self.feedback(job.feedback, task, job)
-        return self.rollouts(job.model, job.rollout, job), feedback
+        feedback = self._feedback(job.feedback, task, job)
+        return self._rollouts(job.model, job.rollout, job), feedback
 
     def rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
         """Return started engines of `model`."""
-        return self._serving(self._rollouts(model, config, job))
+        fleet = self._rollouts(model, config, job)
+        wait_for_engines(fleet)
+        return fleet
 
     def feedback(self, config: FeedbackConfig, task: Task, job: AnyJob) -> FeedbackSource:
         """Return the source that the section names, or several of them as one, with started engines."""
+        source = self._feedback(config, task, job)
+        wait_for_engines(source.fleet)
+        return source
+
+    def _feedback(self, config: FeedbackConfig, task: Task, job: AnyJob) -> FeedbackSource:
         return make_source(config, lambda source, section: self._source(source, section, task, job))
 
     def _source(self, config: SourceConfig, section: str, task: Task, job: AnyJob) -> FeedbackSource:
         if config.engine_model is None:
             return make_local_source(config, task, folder=job.run.folder, section=section)
-        model = self._serving(self._judges(config, task, job))
+        model = self._judges(config, task, job)
         if config.engine_model == "llm":
             model = LLMFeedback(model, config, task)
         if config.source == config.engine_model:
@@ -112,10 +118,23 @@ class Fleets(ExitStack):
             self._fleets[key] = self.enter_context(closing(fleet))
         return self._fleets[key]
 
-    def _serving(self, fleet: Any) -> Any:
-        """Return `fleet` once its engines have started."""
-        if fleet not in self._ready:
+
+def wait_for_engines(*fleets: Fleet | None) -> None:
+    """Wait until the engines of all fleets have started. Raises as `Fleet.wait_ready`."""
+    for fleet in fleets:
+        if fleet is not None and not fleet.is_ready:
             with log_duration(f"loading and compiling: {fleet.role}"):
                 fleet.wait_ready()
-            self._ready.add(fleet)
-        return fleet
+
+
+@contextmanager
+def loaded_learner(spec: LearnerSpec, *beside: Fleet | None, placement_timeout_s: float) -> Iterator[LearnerGroup]:
+    """Yield a learner group once its ranks and the engines of `beside`, which load side by side, are ready.
+
+    The ranks end with the block, or with the first error of any part.
+    """
+    with closing(LearnerGroup(spec, placement_timeout_s=placement_timeout_s)) as learner:
+        wait_for_engines(*beside)
+        with log_duration("loading: learner"):
+            learner.wait_ready()
+        yield learner

@@ -31,7 +31,7 @@ from actors.weights.probe import PROBE_TOKENS
 from actors.weights.sync import WeightSync
 from jobs.common import run_folder
 from jobs.common.cli import StopFlag
-from jobs.common.fleets import Fleets
+from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
 from jobs.common.supervised import MODEL, supervise
 from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob, with_overrides
@@ -197,14 +197,15 @@ def run_with_learner(
         placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
     run_identity = identity.load_identity(folder)
     journaled = JournaledFeedback(feedback, folder, run_identity, keep=config.checkpoint.keep)
+    if config.cluster.gpu_sharing != "none":  # vLLM measures the memory of a GPU that nothing else takes meanwhile
+        wait_for_engines(feedback.fleet, rollouts)
     alternates = config.cluster.gpu_sharing == "alternate"
     gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
     if gpu_sharing is not None:
         asyncio.run(gpu_sharing.take("learner"))  # its models need the GPU memory
-    with log_duration("loading: learner"):
-        group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
+    loading = loaded_learner(learner_spec(config), feedback.fleet, rollouts, placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
-    with closing(group) as learner, closing(log), closing(journaled), ExitStack() as engines:
+    with closing(log), closing(journaled), loading as learner, ExitStack() as engines:
         probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
         sync = WeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=folder / "probe.json")
         rollouts.catch_up = sync.catch_up

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.rollout import RolloutFleet
+from jobs.common.fleets import wait_for_engines
 from jobs.common.policy_runs import PolicyData
 from t2g.concurrency import gather_all
 from t2g.config import PolicyJob
@@ -45,6 +46,7 @@ def evaluate_teacher(
     Raises:
         RunStopped: Fewer than two prompts have both critiques.
     """
+    wait_for_engines(source.fleet, rollouts)
     rollout = config.rollout
     limit = rollout.prompts_per_step * rollout.samples_per_prompt if config.run.smoke else None
     prompts = (data.eval_prompts or data.prompts[: config.eval.num_prompts])[:limit]

@@ -101,7 +101,7 @@ class BareLearner:
     def step(self, samples: Sequence[TrainSample]) -> int:
         """Make one step; return the number of tokens."""
         budget = self._config.tokens_per_microbatch
-        for members in microbatches(samples, rank=0, num_ranks=1, token_budget=budget):
+        for members in microbatches(samples, num_ranks=1, token_budget=budget)[0]:
             rows = Rows([samples[i] for i in members], self._device)
             with torch.no_grad():
                 reference = rows.token_outputs(self._reference, 1.0).logprobs

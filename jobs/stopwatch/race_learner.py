@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from actors.learner.learner import LearnerGroup
+from jobs.common.fleets import loaded_learner
 from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareLearner, begin
 from jobs.stopwatch.race_step import loop_job, random_samples
@@ -29,7 +30,7 @@ async def measure(bench: Bench) -> list[Record]:
     assert shape is not None, "the model was just made"
     found = []
     with ExitStack() as stack:
-        groups = {count(n, "rank"): stack.enter_context(closing(make_group(bench, n))) for n in (1, 2)}
+        groups = {count(n, "rank"): stack.enter_context(make_group(bench, n)) for n in (1, 2)}
         for name, samples in {
             "learner, one length": random_samples(bench),
             "learner, exponential": random_samples(bench, exponential=True),
@@ -49,11 +50,11 @@ async def step_bare(bare: Any, samples: list[TrainSample], gflop: float) -> Done
     return Done(amount=tokens, more={"GFLOP/s": gflop / (time.monotonic() - started)})
 
 
-def make_group(bench: Bench, ranks: int) -> LearnerGroup:
+def make_group(bench: Bench, ranks: int) -> AbstractContextManager[LearnerGroup]:
     """Return a group of ranks that share the threads of `learner.threads`."""
     threads = max(1, bench.config.learner.threads // ranks)
     job = loop_job(bench, {"learner.workers": ranks, "learner.threads": threads})
-    return LearnerGroup(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
+    return loaded_learner(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
 
 
 async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) -> Done:
@@ -65,8 +66,8 @@ async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) 
     await asyncio.to_thread(group.update, batch)
     rate = gflop / (time.monotonic() - started)
     learner, tokens = group.spec.learner, sum(map(len, samples))
-    plan = partial(microbatches, samples, num_ranks=learner.workers, token_budget=learner.tokens_per_microbatch)
-    shares = [share for rank in range(learner.workers) for share in plan(rank=rank)]
+    plan = microbatches(samples, num_ranks=learner.workers, token_budget=learner.tokens_per_microbatch)
+    shares = [share for of_rank in plan for share in of_rank]
     area = sum(len(share) * max((len(samples[i]) for i in share), default=0) for share in shares)
     return Done(
         amount=tokens,

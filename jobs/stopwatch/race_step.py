@@ -12,9 +12,8 @@ import numpy as np
 from ray.exceptions import RayError
 
 from actors.cluster.fanout import first_line
-from actors.learner.learner import LearnerGroup
 from actors.weights.sync import WeightSync
-from jobs.common.fleets import Fleets
+from jobs.common.fleets import Fleets, loaded_learner
 from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareEngine, BareLearner, begin
 from jobs.stopwatch.bare_trl import Grpo
@@ -210,8 +209,7 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
     folder, prompts = job.run.folder, bench.models.prompts
     with Fleets() as fleets, closing(RunLog(folder, job.log)) as log:
         fleet = fleets.rollouts(job.model, job.rollout, job)
-        group = LearnerGroup(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
-        with closing(group) as learner:
+        with loaded_learner(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s) as learner:
             trainer = Trainer(
                 config=job, task=BareTask(), tokenizer=bench.models.tokenizer,
                 prompts=prompts, eval_prompts=(),

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import time
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup, LearnerSpec
 from actors.weights.buckets import num_bytes
 from actors.weights.sync import WeightSync
-from jobs.common.fleets import Fleets
+from jobs.common.fleets import Fleets, loaded_learner
 from jobs.stopwatch.race_step import loop_job
 from jobs.stopwatch.watch import Bench, Done, Race, Record
 from t2g.concurrency import run_with_background
@@ -32,8 +31,7 @@ async def measure(bench: Bench) -> list[Record]:
     spec = LearnerSpec(model=job.model, learner=job.learner, loss="none", num_updates=0, seed=job.run.seed)
     with Fleets() as fleets:
         fleet = fleets.rollouts(job.model, job.rollout, job)
-        group = LearnerGroup(spec, placement_timeout_s=job.cluster.placement_timeout_s)
-        with closing(group) as learner:
+        with loaded_learner(spec, fleet, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
             return await run_with_background(races(bench, learner, fleet), fleet.supervise())
 
 

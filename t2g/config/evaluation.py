@@ -7,10 +7,11 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from t2g.config import loading
 from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, with_overrides
+from t2g.config.comparing import RunPart
 from t2g.config.describe import count, format_sampling
 from t2g.config.feedback import LLMConfig, RolloutConfig
 from t2g.config.field_marks import PathOrName, ResumeMutable
-from t2g.config.jobs import JobConfig, RunPart
+from t2g.config.jobs import JobConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.sandbox import SandboxConfig
 

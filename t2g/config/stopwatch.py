@@ -23,7 +23,7 @@ class ShapeConfig(Section):
     tie_word_embeddings: bool = True
 
 
-PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "step", "teacher", "driver")
+PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "start", "step", "teacher", "driver")
 
 
 class BenchmarkJob(SyncedJob):

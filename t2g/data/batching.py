@@ -1,4 +1,4 @@
-"""Plan optimizer steps, microbatches and padded rows of sequences with numpy; each rank computes its own share.
+"""Plan optimizer steps, microbatches and padded rows of sequences with numpy.
 
 The learner's models run a microbatch as right-padded rows, with one sequence per row. With several sequences in a row,
 transformers would make a mask of row x row, which excludes flash attention on a GPU. On a CPU, dense attention over one
@@ -69,18 +69,16 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
     return plan
 
 
-def microbatches(
-    sequences: Sequence[TokenSequence], *, rank: int, num_ranks: int, token_budget: int, group_size: int = 1
-) -> list[list[int]]:
-    """Return a rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
+def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_budget: int, group_size: int = 1) -> Plan:
+    """Return each rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
 
     Args:
         group_size: Number of consecutive sequences that stay in one microbatch.
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
     groups = [max(lengths[i : i + group_size]) for i in range(0, len(lengths), group_size)]
-    plan = plan_microbatches(groups, num_ranks, token_budget // group_size)[rank]
-    return [[group * group_size + i for group in members for i in range(group_size)] for members in plan]
+    plan = plan_microbatches(groups, num_ranks, token_budget // group_size)
+    return [[[group * group_size + i for group in m for i in range(group_size)] for m in share] for share in plan]
 
 
 def make_rows(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,9 +15,9 @@ def format_status(name: str, status: Status, *, done: bool, now: datetime) -> st
     run own: step 12 of 100, 768 samples, as of 3 s ago
     idle in the last step: learner 25 %, rollout 10 %
 
-    rollout: 2 wanted
-      worker            state    version  restarts  load
-      rollout worker 0  serving       12         1     8
+    rollout: 2 wanted, restarts left within 6 h 00 min
+      worker            state    version  restarts  left  load
+      rollout worker 0  serving       12         1     2     8
 
     Args:
         done: Whether the run's summary is written.
@@ -43,13 +43,17 @@ def format_status(name: str, status: Status, *, done: bool, now: datetime) -> st
 
 
 def _fleet_lines(fleet: FleetStatus) -> list[str]:
-    rows = [("worker", "state", "version", "restarts", "load")]
-    for worker in fleet.workers:
-        version = "-" if worker.version is None else str(worker.version)
-        rows.append((_plain(worker.name), _plain(worker.state), version, str(worker.restarts), str(worker.load)))
+    rows = [("worker", "state", "version", "restarts", "left", "load")]
+    for w in fleet.workers:
+        version, left = ("-" if number is None else str(number) for number in (w.version, w.restarts_left))
+        rows.append((_plain(w.name), _plain(w.state), version, str(w.restarts), left, str(w.load)))
     names, states = (max(len(row[i]) for row in rows) for i in (0, 1))
-    lines = [f"{_plain(fleet.role)}: {fleet.wanted} wanted"]
-    lines += [f"  {n:<{names}}  {s:<{states}}  {v:>7}  {restarts:>8}  {load:>4}" for n, s, v, restarts, load in rows]
+    window = fleet.restart_window_s and f", restarts left within {format_duration(fleet.restart_window_s)}"
+    lines = [f"{_plain(fleet.role)}: {fleet.wanted} wanted{window or ''}"]
+    lines += [
+        f"  {n:<{names}}  {s:<{states}}  {v:>7}  {restarts:>8}  {left:>4}  {load:>4}"
+        for n, s, v, restarts, left, load in rows
+    ]
     lines += [f"  {_plain(w.name)} {_plain(w.reason)}" for w in fleet.workers if w.reason]
     return lines
 

@@ -219,7 +219,7 @@ class Trainer:
 
         The statistics are those of the update's own forward pass where `Learner.forward` leaves them out.
         """
-        stats = await self._call(partial(self.learner.forward, defer=True), [s.rollout for s in scored])
+        stats = await self._call(self.learner.forward, [s.rollout for s in scored])
         steps.check_finite(step, scored, stats)
         objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
         teacher = await self._score_teacher(scored, stats, prompts) if objective.teacher else ()

@@ -44,12 +44,14 @@ class WorkerStatus(Section):
     reason: str = ""  # of its last failure
     version: int | None = None  # policy version, for workers whose weights change
     restarts: int = 0
+    restarts_left: int | None = None  # now, within the window of its fleet
     load: int = 0  # unfinished sequences
 
 
 class FleetStatus(Section):
     role: str
     wanted: int
+    restart_window_s: float | None = None  # older restarts do not count
     workers: tuple[WorkerStatus, ...]
 
 

@@ -71,6 +71,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | sync/bytes                                 | weights sent to each worker                                            |
 | sync/{gather,hand_over,load}_s             | seconds of work on all buckets; they overlap                           |
 | sync/{open,close}_s                        | seconds to pause engines and send the manifest, and to commit          |
+| sync/pause_s                               | seconds for which the engines were paused                              |
 | sync/verify_s                              | seconds of the probe in learner and engines, after the last load       |
 | sync/calls                                 | calls of workers and of the learner group                              |
 | sync/missed                                | workers that failed to get the weights                                 |

@@ -10,10 +10,10 @@ from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.tasks.base import describe_record, get_text
 from t2g.text.tokenizer import encode_texts
-from t2g.types import TokenStats, TrainSequence
+from t2g.types import TokenIds, TokenStats
 
 
-def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list[TrainSequence]:
+def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list[TokenIds]:
     """Return the texts of `compare.retention` with at most `max_tokens` tokens, [] without any.
 
     Raises:
@@ -27,7 +27,7 @@ def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list
             raise UserError(f"{describe_record(record, number, 'compare.retention')}: {error}") from None
     ids = [np.asarray(row, np.int32) for row in (encode_texts(tokenizer, texts) if texts else ())]
     return [
-        TrainSequence(prompt_ids=prompt, response_ids=response, weights=np.ones(len(response), np.float32))
+        TokenIds(prompt_ids=prompt, response_ids=response)
         for prompt, response in zip(ids[::2], ids[1::2], strict=True)
         if len(prompt) + len(response) <= max_tokens
     ]

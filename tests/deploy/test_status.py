@@ -9,12 +9,15 @@ from t2g.runs.control import FleetStatus, Status, WorkerStatus, now, publish_pha
 
 THEN = datetime(2026, 11, 21, 12, tzinfo=UTC)
 WORKERS = (
-    WorkerStatus(name="rollout worker 0", state="serving", version=12, restarts=1, load=8),
+    WorkerStatus(name="rollout worker 0", state="serving", version=12, restarts=4, restarts_left=2, load=8),
     WorkerStatus(name="rollout worker 10", state="starting", reason="waits for a place"),
 )
 STATUS = Status(
     step=12, num_steps=100, samples=768, updated=THEN, idle={"learner": 0.25, "rollout": 0.1},
-    fleets=(FleetStatus(role="rollout", wanted=2, workers=WORKERS), FleetStatus(role="reward", wanted=1, workers=())),
+    fleets=(
+        FleetStatus(role="rollout", wanted=2, restart_window_s=21_600, workers=WORKERS),
+        FleetStatus(role="reward", wanted=1, workers=()),
+    ),
 )  # fmt: skip
 
 
@@ -23,14 +26,14 @@ def test_the_table() -> None:
         "run own: step 12 of 100, 768 samples, as of 3 s ago",
         "idle in the last step: learner 25%, rollout 10%",
         "",
-        "rollout: 2 wanted",
-        "  worker             state     version  restarts  load",
-        "  rollout worker 0   serving        12         1     8",
-        "  rollout worker 10  starting        -         0     0",
+        "rollout: 2 wanted, restarts left within 6 h 00 min",
+        "  worker             state     version  restarts  left  load",
+        "  rollout worker 0   serving        12         4     2     8",
+        "  rollout worker 10  starting        -         0     -     0",
         "  rollout worker 10 waits for a place",
         "",
         "reward: 1 wanted",
-        "  worker  state  version  restarts  load",
+        "  worker  state  version  restarts  left  load",
     ]
 
 

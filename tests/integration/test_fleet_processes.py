@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import ray
-from fleet_worker import Unwilling, Worker, make_fleet
+from fleet_worker import Rank, Unwilling, Worker, make_fleet
 
 from actors.cluster.placement import check_placement
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet
-from t2g.config import EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import LearnerSpec
+from jobs.common.fleets import loaded_learner
+from t2g.config import EngineConfig, HealthConfig, LearnerConfig, ModelConfig, WorkersConfig
 from t2g.errors import LearnerLost, SamplingFailed, UserError
 
 CONFIG = EngineConfig(
@@ -97,6 +100,35 @@ def test_an_exception_of_a_worker_reaches_the_caller(fleet: Fleet, begin: Callab
         asyncio.run(fleet.call(lambda w: w.work.remote(60), timeout_s=0.3, what="late"))
     with pytest.raises(UserError, match=r"^model\.policy is no model$"):
         begin(actor=Unwilling).wait_ready()
+
+
+class Ranks(LearnerGroup):
+    actor = ray.remote(Rank)
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "error"),
+    [
+        (Unwilling, "any", r"^model\.policy is no model$"),
+        (Worker, "refused", r"^model\.policy='refused' cannot be loaded$"),
+        (Unwilling, "refused", r"^model\.policy is no model$"),
+    ],
+)
+def test_of_engines_and_ranks_that_load_side_by_side_the_first_error_ends_all(
+    engine: type[Worker], model: str, error: str, begin: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.common.fleets.LearnerGroup", Ranks)
+    learner = LearnerConfig(workers=2, cpus=0.1, memory_gib=0.1)
+    spec = LearnerSpec(model=ModelConfig(policy=model), learner=learner, num_updates=1, seed=1, loss="supervised")
+    before = free_cpus()
+    fleet = begin(actor=engine)
+    with pytest.raises(UserError, match=error), loaded_learner(spec, fleet, placement_timeout_s=PATIENCE_S):
+        raise AssertionError("nothing may start")
+    fleet.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while free_cpus() != pytest.approx(before):
+        assert time.monotonic() < deadline, "a part was left running"
+        time.sleep(0.1)
 
 
 def test_a_worker_waiting_for_placement_blocks_no_other_and_can_leave(

@@ -114,8 +114,8 @@ def test_the_reference_is_the_base_to_the_bit(
 ) -> None:
     """A second copy that never trained, given the same rows: the reference of a full fine-tuning."""
     _, frozen, _ = load_policy(learner_spec(base), on_gpu=False)
-    stats = group.forward(rollouts)
-    for members in microbatches(rollouts, rank=0, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch):
+    stats = group.forward(rollouts, ["old_logprobs", "ref_logprobs"])
+    for members in microbatches(rollouts, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch)[0]:
         rows = Rows([rollouts[i] for i in members], torch.device("cpu"))
         with torch.no_grad():
             expected = rows.token_outputs(frozen, TEMPERATURE).logprobs.numpy()

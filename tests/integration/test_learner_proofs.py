@@ -209,6 +209,9 @@ def test_the_only_pass_of_an_update_says_the_old_logprobs(
     with closing(SharedGroup(learner_spec(base, objective, **changes))) as group:
         asked = group.forward(rollouts)
         assert not any(t.old_logprobs.any() or t.entropy.any() for t in asked)
+        for now, before in zip(group.forward(rollouts, ["old_logprobs"]), told, strict=True):  # as jobs.compare asks
+            np.testing.assert_allclose(now.old_logprobs, before.old_logprobs, rtol=1e-4, atol=1e-5)
+            assert not now.ref_logprobs.any()
         unseen = tuple(replace(s, old_logprobs=np.full_like(s.old_logprobs, np.nan)) for s in batch.minibatches[0])
         started = Started(group, tmp_path)
         group.save(tmp_path)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import pytest
 import torch
 from ray.exceptions import RayError
 
-from jobs.stopwatch import race_step, race_teacher
+from jobs.stopwatch import race_start, race_step, race_teacher
 from jobs.stopwatch.bare import environment
 from jobs.stopwatch.race_driver import answer, samples
 from jobs.stopwatch.random_models import make_model
@@ -259,6 +260,19 @@ def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monk
     assert ran == [f"open {plain}", f"open {distilling}", *[plain, distilling, distilling, plain, plain, distilling]]
     assert {name: row["rank_gib"] for name, row in race["sides"].items()} == {"here": 2.0, "here, with a teacher": 3.0}
     assert race["limit"] == "here"
+
+
+def test_a_start_is_timed_by_the_lines_that_it_prints() -> None:
+    lines = (
+        (0.2, "starting Ray ..."), (0.1, "starting Ray: 1 s"), (0.1, "loading and compiling: reward: 1 s"),
+        (0.2, "loading: learner: 1 s"), (0.1, "step 1 | KL 0"), (0.3, "writing the policy ..."),
+    )  # fmt: skip
+    printing = "; ".join(f"time.sleep({seconds}); print({line!r}, flush=True)" for seconds, line in lines)
+    more = race_start.time_lines([sys.executable, "-c", f"import time; {printing}"]).more
+    for part, least in (("driver_s", 0.2), ("ray_s", 0.1), ("load_s", 0.3), ("step_s", 0.1), ("first_step_s", 0.7)):
+        assert least <= more[part] < least + 5, part
+    with pytest.raises(RunStopped, match=r"exit code 3: \['no room'\]"):
+        race_start.time_lines([sys.executable, "-c", "print('no room'); raise SystemExit(3)"])
 
 
 def test_the_critique_of_the_benchmark_has_a_token_for_each_letter(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from jobs.common.teacher_evaluation import advise, evaluate_teacher, format_resu
 from t2g.config import PolicyJob
 from t2g.errors import RunStopped
 from t2g.feedback.parse import make_feedback
-from t2g.interfaces import Sampling
+from t2g.interfaces import FeedbackSource, Sampling
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 GAPS = {"a": 0.5, "b": -1.0, "c": 7.0}  # with a critique of the same prompt, by letter
@@ -26,6 +26,8 @@ class Policy:
 
     A critique makes letters likelier by GAPS, times 1 if it is of this prompt and -0.25 if it is not.
     """
+
+    is_ready = True
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.sampled, self.scored = tokenizer, list[str](), list[str]()
@@ -52,7 +54,7 @@ class Policy:
         return np.array([factor * GAPS.get(letter, 0.0) - 2 for letter in letters], np.float32)
 
 
-class Advice:
+class Advice(FeedbackSource):
     """A source whose critique names the letter of its prompt; prompts from p7 on get no critique."""
 
     name = "program"

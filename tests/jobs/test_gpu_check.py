@@ -136,7 +136,7 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
     closed: list[bool] = []
 
     class Fleet:
-        role = "rollout"
+        role, is_ready = "rollout", False
 
         def __init__(self, model: str, config: RolloutConfig, **place: Any) -> None:
             self.config = config

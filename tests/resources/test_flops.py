@@ -13,7 +13,7 @@ from actors.learner.parts import LearnerSpec
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig
 from t2g.resources.flops import peak_flops, train_flops
 from t2g.resources.memory import LLAMA_3_8B, ModelShape
-from t2g.types import TrainBatch, TrainSequence
+from t2g.types import TrainSequence
 
 TOY = ModelShape(
     hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=16,
@@ -36,7 +36,9 @@ def test_an_unknown_device_has_no_peak() -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig()])
-def test_the_share_of_four_gpus_that_an_update_used(lora: LoRAConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_its_gpu_that_a_rank_used_in_an_update(
+    lora: LoRAConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     role = LearnerConfig(workers=4, gpus=1, dtype="bfloat16", lora=lora)
     spec = LearnerSpec(model=ModelConfig(policy=str(Path("m"))), learner=role, num_updates=1, seed=1)
@@ -46,5 +48,5 @@ def test_the_share_of_four_gpus_that_an_update_used(lora: LoRAConfig | None, mon
     ids = np.zeros(2, np.int32)
     sequence = TrainSequence(prompt_ids=ids, response_ids=ids, weights=np.ones(2))
     flops = train_flops(TOY, [4, 4, 4], has_head=True, frozen=lora is not None)
-    batch = TrainBatch(minibatches=((sequence, sequence), (sequence,)))
-    assert worker._utilisation("policy", batch, 0.5) == {"policy/mfu": pytest.approx(flops / 0.5 / (4 * 989e12))}
+    shares = [[[sequence], [sequence]], [[sequence], []]]  # of two minibatches
+    assert worker._utilisation("policy", shares, 0.5) == {"policy/mfu": pytest.approx(flops / 0.5 / 989e12)}

@@ -198,7 +198,8 @@ def test_a_status_comes_back_as_it_was_written(tmp_path: Path) -> None:
     written = json.loads((tmp_path / STATUS_FILE).read_text())
     assert written["updated"] == "2026-11-21T12:00:00Z"
     assert written["fleets"][0]["workers"][0] == {
-        "name": "rollout worker 0", "state": "serving", "reason": "", "version": 12, "restarts": 1, "load": 8,
+        "name": "rollout worker 0", "state": "serving", "reason": "", "version": 12, "restarts": 1,
+        "restarts_left": None, "load": 8,
     }  # fmt: skip
 
 

@@ -452,6 +452,10 @@ def test_a_worker_that_was_given_up_comes_back_when_the_window_has_passed(begin:
             await until(fleet, lambda: len(fleet.serving()) == 1)
             await until(fleet, lambda: not fleet.joining)
         assert (fleet.expected, len(fleet.serving())) == (1, 1)
+        report = fleet.report()
+        rows = {w["name"]: (w["state"], w["restarts_left"]) for w in report["workers"]}
+        assert rows == {"test worker 0": ("dead", 0), "test worker 1": ("serving", 1)}
+        assert report["restart_window_s"] == 2.0
         await until(fleet, lambda: len(fleet.serving()) == 2)
 
     asyncio.run(run())

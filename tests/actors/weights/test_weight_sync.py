@@ -18,7 +18,7 @@ from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from actors.weights.gpu_time_sharing import GpuTimeSharing
 from actors.weights.probe import Gap
 from actors.weights.sync import WeightSync
-from t2g.config import HealthConfig, LearnerConfig, RolloutConfig
+from t2g.config import HealthConfig, LearnerConfig, LoRAConfig, RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
 
 NUM_BUCKETS = 3
@@ -220,7 +220,31 @@ def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
     assert learner.calls == ["get_manifest", "stream", "probe"]
     assert result.num_calls == 3 + 2 * (1 + 3 + 1 + 1)  # of each worker: open, three buckets, close, the probe
     assert result.stages["hand_over"] == 3 * 0.25 and result.stages["load"] == 3 * 0.5
-    assert set(result.stages) == {"open", "gather", "hand_over", "load", "close", "verify"}
+    assert set(result.stages) == {"open", "gather", "hand_over", "load", "close", "verify", "pause"}
+
+
+@pytest.mark.parametrize(("max_staleness", "num_gathered"), [(0, 0), (1, NUM_BUCKETS)])
+def test_engines_with_requests_are_not_paused_for_the_gather(max_staleness: int, num_gathered: int) -> None:
+    """Each of three buckets takes the learner 0.1 s, and the engine 0.02 s."""
+    gathered: list[int] = []
+
+    class Slow(FakeLearner):
+        def stream_weights(self, dtype: str, **options: Any) -> Iterator[Bucket]:
+            for bucket in super().stream_weights(dtype, **options):
+                time.sleep(0.1)
+                gathered.append(bucket.index)
+                yield bucket
+
+    class Worker(FakeWorker):
+        async def _open(self, round_id: str, *manifest: Any) -> None:
+            self.rounds.append(round_id)
+            self.log.append(len(gathered))
+
+    fleet = FakeFleet(w0=Worker())
+    fleet.config = fleet.config.model_copy(update={"max_staleness": max_staleness})  # type: ignore[misc]
+    result = push(fleet, Slow())
+    assert fleet.members[0].handle.log == [num_gathered, *BUCKETS, "close"]
+    assert (result.stages["pause"] < 0.3) == (max_staleness > 0) and result.seconds > 0.3
 
 
 def test_a_worker_has_at_most_two_buckets_aboard() -> None:
@@ -646,11 +670,36 @@ def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_
     kept, worker = tmp_path / "probe.json", Loaded()
     learner, fleet = FakeLearner(), FakeFleet(w0=worker)
     asyncio.run(WeightSync(learner, fleet, CONFIG, baseline_file=kept).push(0))
-    assert learner.calls == ["get_manifest", "probe", "stream"] and worker.log[1:] == ONCE[1:]
+    assert learner.calls == ["get_manifest", "probe"] and worker.log == [] and fleet.heard == [("w0", 0)]
     written = json.loads(kept.read_text())
     assert set(written) == {"largest", "p95", "median"} and written["largest"] == pytest.approx(1e-4, rel=1e-2)
     resumed = first_push(kept, FakeWorker(), version=3)
     assert resumed.baseline_gap == fleet.baseline_gap and json.loads(kept.read_text()) == written
+
+
+def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Path) -> None:
+    fleet, joiner, learner = FakeFleet(w0=Loaded(), w1=FakeWorker()), SyncTarget("w2", Loaded()), FakeLearner()
+    fleet.members[1].version = 7  # of an earlier run
+    wrong = SyncTarget("w3", Loaded(off=0.5))
+
+    async def join() -> Any:
+        sync = WeightSync(learner, fleet, CONFIG, baseline_file=tmp_path / "probe.json")
+        result = await sync.push(0)
+        learner.policy_version += 1  # the learner trains meanwhile
+        for target in (joiner, wrong):
+            await sync.catch_up(target)
+        return result
+
+    result = asyncio.run(join())
+    assert [m.handle.log[1:] for m in (*fleet.members, joiner)] == [[], ONCE[1:], []] and result.bytes == 24
+    assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)] and "0.5 nats apart" in fleet.heard[3][1]
+
+
+@pytest.mark.parametrize("learner", [{"lora": LoRAConfig()}, {"dtype": "bfloat16"}])
+def test_version_0_is_sent_where_the_files_hold_other_weights(learner: dict[str, Any]) -> None:
+    fleet = FakeFleet(w0=Loaded())
+    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=learner)).push(0))
+    assert fleet.members[0].handle.log[1:] == ONCE[1:]
 
 
 def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: Path) -> None:
@@ -672,7 +721,7 @@ def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> N
 
     class Moving(FakeLearner):
         def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-            return super().probe_logprobs(ids) + np.float32(0.75e-4 * self.calls.count("stream"))
+            return super().probe_logprobs(ids) + np.float32(1.5e-4 * self.calls.count("stream"))
 
     fleet = FakeFleet(w0=Loaded())
 

@@ -1,0 +1,65 @@
+"""The start of a run: a process of its own, Ray, engines, reward engine and ranks, until its first step is done."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from jobs.stopwatch.race_step import loop_job
+from jobs.stopwatch.watch import Bench, Done, Race, Record, cpu_seconds, cpu_since
+from t2g.config import loading, with_overrides
+from t2g.errors import RunStopped
+from t2g.feedback.card import make_card, write_card
+from t2g.tasks.base import SPARSE, get_task
+
+SMALL = {"num_steps": 1, "rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2}  # the step hardly counts
+PARTS = {"driver_s": "starting Ray ...", "ray_s": "starting Ray: ", "load_s": "loading", "step_s": "step 1"}
+
+
+def judge(prompt: str, response: str) -> tuple[str, list[str], list[str]]:
+    """Praise the first character."""
+    return "The first character is good.", [response[:1]], []
+
+
+async def measure(bench: Bench) -> list[Record]:
+    model = bench.models.fixed
+    write_card(model, make_card(get_task("prompts"), SPARSE))
+    # The reward model with random weights is loaded, and not asked.
+    feedback = {"source": "jobs.stopwatch.race_start:judge", "align": "reward_model", "reward_model": str(model)}
+    feedback |= {"engine": bench.config.reward_engine}
+    data = bench.config.run.folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt.prompt_text}) + "\n" for prompt in bench.models.prompts))
+    changes = {"run.name": "start", "data.path": str(data), "feedback": feedback, **SMALL}
+    job = with_overrides(loop_job(bench), changes)
+    file = bench.config.run.folder / "start.yaml"
+    file.write_text(loading.to_yaml(job))
+    sides = {"here": partial(start, file, job.run.folder)}
+    return [await bench.race(Race(name="start, to the first step", unit="starts", sides=sides))]
+
+
+async def start(file: Path, folder: Path) -> Done:
+    """Make one step in a new process; return the seconds until the last line of each part."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return await asyncio.to_thread(time_lines, [sys.executable, "-m", "jobs.train_policy", "--config", str(file)])
+
+
+def time_lines(command: list[str]) -> Done:
+    """Run a command; return the seconds of each of PARTS, which ends with the last line that begins so."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    started, ends, lines, before, cpu_s = time.monotonic(), dict[str, float](), list[str](), cpu_seconds(), 0.0
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            lines.append(line.strip())
+            if reached := [part for part, begin in PARTS.items() if line.startswith(begin)]:
+                ends[reached[0]], cpu_s = time.monotonic() - started, cpu_since(before)
+    if process.returncode or [*ends] != [*PARTS]:
+        raise RunStopped(f"a start ended with exit code {process.returncode}: {lines[-1:]}")
+    seconds = dict(zip(ends, (b - a for a, b in zip((0.0, *ends.values()), ends.values(), strict=False)), strict=True))
+    return Done(amount=1, more=seconds | {"first_step_s": ends["step_s"], "first_step_cpu_s": cpu_s})
