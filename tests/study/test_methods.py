@@ -76,6 +76,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
             {
                 "objective.span_coef",
                 "objective.outcome_rewards",
+                "objective.turn_gamma",
                 "objective.rewards.unit",
                 "objective.rewards.placement",
                 "objective.turn_gamma",

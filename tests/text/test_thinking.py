@@ -108,7 +108,8 @@ def test_thinking_tokens_are_those_before_the_answer(tmp_path: Path) -> None:
             response_text=decode(tokenizer, ids), finish_reason="stop", policy_versions=(), answer_start=start,
         )  # fmt: skip
         mask = find_answer_tokens(token_offsets(tokenizer, ids) if offsets is None else offsets, rollout)
-        assert mask[(count := int((~mask).sum())) :].all(), "the thinking comes first"
+        count = int((~mask).sum())
+        assert mask[count:].all(), "the thinking comes first"
         return count
 
     ids = np.append(encode(tokenizer, "<think>q</think>\n\nz"), tokenizer.eos_token_id)
