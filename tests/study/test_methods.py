@@ -79,7 +79,6 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
                 "objective.turn_gamma",
                 "objective.rewards.unit",
                 "objective.rewards.placement",
-                "objective.turn_gamma",
             },
         ),
         ("step", {"objective.rewards.placement"}),
