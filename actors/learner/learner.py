@@ -288,7 +288,7 @@ class LearnerGroup:
         """
         fields = self.spec.stats_fields if fields is None else frozenset(fields)
         parts: list[PartName] = ["policy"] if fields - {"values"} else []
-        parts += ["critic"] if "values" in fields else []
+        parts += ["critic"] if "values" in fields and "critic" in self.parts else []
         # Of a rollout, which has a text.
         ids = [TokenIds(prompt_ids=s.prompt_ids, response_ids=s.response_ids) for s in sequences]
         shares, indices = self._split(parts, [ids])
