@@ -47,7 +47,7 @@ class StubRolloutWorker:
         found = {number: words.id_to_token(number) for number in range(VOCABULARY)}
         self._letters = {number: text for number, text in found.items() if len(text) == 1 and text.isascii()}
         self._folder = Path(model)
-        self._version = self._opened = -1
+        self._version, self._opened = 0, -1
         self._round, self._received = "", 0
         self._paused = asyncio.Event()
         self._paused.set()

@@ -93,7 +93,7 @@ class Target:
 
     def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:
         """Measure what a run changed, into its folder. Engines and learner have the trained weights."""
-        self._write(arm, self._forward(learner), rollouts, feedback)
+        self._write(arm, self._forward(learner, has_reference=True), rollouts, feedback)
 
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
         """Measure a run without a learner of ours, from its exported policy."""
@@ -101,17 +101,21 @@ class Target:
         changes = {"model.policy": str(arm.run.folder / POLICY), "model.revision": None, "learner.lora": None}
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
         placement_timeout_s = arm.cluster.placement_timeout_s
-        with loaded_learner(learner_spec(exported), placement_timeout_s=placement_timeout_s) as learner:
-            forward = self._forward(learner)
+        spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
+        with loaded_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
+            forward = self._forward(learner, has_reference=False)
         with Fleets() as own:
             self._write(arm, forward, own.rollouts(exported.model, exported.rollout, exported), feedback)
 
-    def _forward(self, learner: LearnerGroup) -> tuple[list[Any], dict[str, float]]:
+    def _forward(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
         """Return the log-probabilities of the reference responses, and `measure_retention`."""
-        sequences = [*(rollout for _, rollout, _ in self.responses), *self._retained]
-        stats = learner.forward(sequences, ["old_logprobs", "ref_logprobs"])
-        logprobs, retained = stats[: len(self.responses)], stats[len(self.responses) :]
-        return [one.old_logprobs for one in logprobs], measure_retention(retained)
+        responses = [rollout for _, rollout, _ in self.responses]
+        logprobs = [stats.old_logprobs for stats in learner.forward(responses, ["old_logprobs"])]
+        if not self._retained:
+            return logprobs, {}
+        fields = ["old_logprobs", *(["ref_logprobs"] if has_reference else [])]
+        retained = learner.forward(self._retained, fields)
+        return logprobs, measure_retention(retained, has_reference=has_reference)
 
     def _write(
         self, arm: PolicyJob, forward: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,

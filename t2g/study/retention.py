@@ -33,14 +33,13 @@ def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list
     ]
 
 
-def measure_retention(stats: Sequence[TokenStats]) -> dict[str, float]:
-    """Return the figures of texts that a policy was not trained on, {} without texts.
+def measure_retention(stats: Sequence[TokenStats], *, has_reference: bool) -> dict[str, float]:
+    """Return the figures of texts that a policy was not trained on.
 
     Returns:
-        perplexity, exp of the mean of -log p over all tokens of the responses; and retention, the mean change of log p
-        against the frozen reference, nats a token, below 0 for a policy that has forgotten.
+        perplexity, exp of the mean of -log p over all tokens of the responses; and with a reference also retention, the
+        mean change of log p against it, nats a token, below 0 for a policy that has forgotten.
     """
-    if not stats:
-        return {}
     policy, reference = (np.concatenate([getattr(s, name) for s in stats]) for name in ("old_logprobs", "ref_logprobs"))
-    return {"perplexity": float(np.exp(-policy.mean())), "retention": float((policy - reference).mean())}
+    perplexity = {"perplexity": float(np.exp(-policy.mean()))}
+    return perplexity | ({"retention": float((policy - reference).mean())} if has_reference else {})

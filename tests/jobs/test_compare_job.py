@@ -335,7 +335,8 @@ def test_reward_models_alone_leave_a_table_and_no_curves(tmp_path: Path, config:
 class ShiftedLearner:
     """Every token is less likely than it was to the engine by its place: 0, .1, .2, ..."""
 
-    def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
+    def forward(self, rollouts: Sequence[Rollout], fields: Sequence[str]) -> list[TokenStats]:
+        assert fields == ["old_logprobs"], "a learner may leave out what it is not asked for"
         zero = np.zeros(LENGTH, np.float32)
         change = -0.1 * np.arange(LENGTH, dtype=np.float32)
         return [

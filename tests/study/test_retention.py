@@ -31,6 +31,7 @@ def test_retention_is_a_mean_over_all_tokens() -> None:
         numbers = {"old_logprobs": policy, "ref_logprobs": reference, "values": [], "entropy": []}
         return TokenStats(**{name: np.array(values, np.float32) for name, values in numbers.items()})
 
-    found = measure_retention([stats([-1.0], [-0.5]), stats([-2.0, -3.0], [-2.0, -2.0])])
+    texts = [stats([-1.0], [-0.5]), stats([-2.0, -3.0], [-2.0, -2.0])]
+    found = measure_retention(texts, has_reference=True)
     assert found == {"perplexity": pytest.approx(np.exp(2)), "retention": pytest.approx(-0.5)}
-    assert measure_retention([]) == {}
+    assert measure_retention(texts, has_reference=False) == {"perplexity": pytest.approx(np.exp(2))}
