@@ -110,6 +110,7 @@ def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
         assert shown["ray_t2g_kl_nats"] == 0.5 and shown["ray_t2g_dropped_samples_total"] >= 0.5
         again = head.said(project, "jobs.deploy", *submit, code=2)
         assert "run own goes on as job own: stop it first" in again
+        until(lambda: "working" in log.read_text(), "the job's output", timeout_s=START_S, log=log)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=START_S) == 130, log.read_text()
     said = log.read_text()
