@@ -7,6 +7,7 @@ Shape letters: P prompt tokens, R response tokens.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -84,9 +85,9 @@ class Rollout:
     @property
     def policy_mask(self) -> np.ndarray:
         """Return whether the policy sampled a token, [R] bool; False: the environment inserted it."""
-        mask = np.zeros(len(self.response_ids), bool)
-        for turn in self.turns:
-            mask[slice(*turn.tokens)] = True
+        mask = np.ones(len(self.response_ids), bool)
+        for turn, following in pairwise(self.conversation):
+            mask[turn.tokens[1] : following.tokens[0]] = False
         return mask
 
     @property

@@ -213,7 +213,7 @@ def _discounts(rollout: Rollout, objective: ObjectiveConfig) -> np.ndarray:
 def _spread(row: torch.Tensor, is_sampled: np.ndarray) -> np.ndarray:
     """Return the numbers of sampled tokens at their positions, [R] float32, and 0 for inserted tokens."""
     spread = np.zeros(len(is_sampled), np.float32)
-    spread[is_sampled] = row[: is_sampled.sum()]
+    spread[is_sampled] = row.numpy()[: is_sampled.sum()]
     return spread
 
 
