@@ -12,7 +12,12 @@ from jobs.annotate import describe
 from jobs.api.calls import READ_SAMPLES, run_annotation
 from jobs.common.cli import main
 from jobs.starter.repair.feedback import locate
-from t2g.config import AnnotateJob
+from t2g.config import AnnotateJob, PolicyJob, loading
+from t2g.data.load import load_records
+from t2g.data.prompts import make_prompts
+from t2g.environments.code_repair import CodeRepair
+from t2g.tasks.base import get_task
+from t2g.tasks.code import CodeTask
 
 SUFFIX = 'Traceback: file "app.py", line 2'
 
@@ -35,7 +40,9 @@ def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_starter_annotates_its_conversations(starter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert {file.name for file in starter.iterdir()} == {"README.md", "annotate.yaml", "feedback.py", "logs.jsonl"}
+    assert {file.name for file in starter.iterdir()} == {
+        "README.md", "annotate.yaml", "feedback.py", "logs.jsonl", "policy.yaml", "programs.jsonl",
+    }  # fmt: skip
     assert run("--dry-run") == 0
     out = capsys.readouterr().out
     assert f"each of the assistant's turns with a reply in {starter / 'logs.jsonl'}" in out
@@ -59,6 +66,17 @@ def test_the_starter_annotates_its_conversations(starter: Path, capsys: pytest.C
     train, heldout = ({r["prompt_id"].split("/")[0] for r in read(folder / f"{n}.jsonl")} for n in ("train", "heldout"))
     assert train and heldout and not train & heldout  # all turns of a conversation are on one side
     assert summary["train_records"] + summary["heldout_records"] == 16
+
+
+def test_the_starter_repairs_programs_by_their_tests(starter: Path) -> None:
+    config = loading.load(PolicyJob, starter / "policy.yaml", ["model.policy=some/model"], environ={})
+    prompts = make_prompts(load_records(config.data), get_task(config.task), None, 0)
+    repair = CodeRepair(CodeTask(), config.feedback.sandbox)
+    clamp = "def clamp(value, low, high):\n    return {}"
+    answers = [clamp.format(body) for body in ("value", "max(low, min(value, high))")]
+    wrong, right = (repair.reply(prompts[-1], [{"role": "assistant", "content": answer}]) for answer in answers)
+    assert (wrong.done, right.done, right.metrics) == (False, True, {"passed": 1.0})
+    assert "test_outside" in wrong.text and "test_inside" not in wrong.text
 
 
 def test_a_log_that_grows_has_only_its_new_turns_judged(starter: Path) -> None:

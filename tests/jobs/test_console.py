@@ -95,7 +95,10 @@ def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_pa
         package.extractall(site)
     configs = {str(file.relative_to(ROOT)) for file in shipped()}
     starter = {f"jobs/starter/{name}" for name in ("feedback.py", "policy.yaml", "prompts.jsonl", "README.md")}
-    starter |= {f"jobs/starter/repair/{name}" for name in ("feedback.py", "annotate.yaml", "logs.jsonl", "README.md")}
+    starter |= {
+        f"jobs/starter/repair/{name}"
+        for name in ("feedback.py", "annotate.yaml", "logs.jsonl", "policy.yaml", "programs.jsonl", "README.md")
+    }
     assert configs | starter | {"t2g/report/page.html", "t2g/marking/mark.js", "t2g/deploy/kuberay.yaml.j2"} <= names
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from jobs.__main__ import main; main(['demo', '--dry-run'])"
     command = [sys.executable, "-I", "-c", code]
