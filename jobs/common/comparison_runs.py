@@ -10,9 +10,9 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from t2g.study import targeting
 from t2g.study.baselines import POLICY
 from t2g.study.comparison import Run, base_run, read_run, summarise, summarise_noise, tables
 from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
-from t2g.study.result_lines import ResultLine, append_result, make_key, read_results
+from t2g.study.result_lines import Results
 from t2g.study.retention import measure_retention, read_texts
 from t2g.study.reward_eval import arm_metrics
 from t2g.tasks.base import get_task
@@ -137,16 +137,13 @@ class Session:
     search_data: PolicyData  # on which learning rates are chosen
     stop: StopFlag
     fleets: Fleets
-
-    @cached_property
-    def _results(self) -> Mapping[str, ResultLine]:
-        return read_results(self.arms.job.compare.results)
+    results: Results  # of runs that are not made again
 
     def run(self, name: str, arm: PolicyJob, target: Target | None = None, data: PolicyData | None = None) -> None:
         """Make a run unless it is finished, and measure it with `target`."""
         method, identity_fields, data = self.arms.methods[name], self.arms.identity_extras(name), data or self.data
         identity_fields |= {} if data is self.data else {"held_out": SEARCH_POSTS}
-        if self._results and make_key(arm, **identity_fields) in self._results:
+        if self.results.find(arm, **identity_fields):
             return
         summary = finished(arm, **identity_fields)
         if summary is None:
@@ -155,9 +152,9 @@ class Session:
             summary = self._make(arm, method.is_baseline, target, data, identity_fields)
         if target and method.is_trained and not (arm.run.folder / TARGETING_FILE).exists():
             target.measure_exported(arm, self.fleets.feedback(arm.feedback, self.data.task, arm))
-        if target and (path := self.arms.job.compare.results):
+        if target and self.arms.job.compare.results:
             seconds = summary["timing"]["wall_s"]
-            append_result(path, name, arm, load_run(arm), seconds=seconds, **identity_fields)
+            self.results.append(name, arm, load_run(arm), seconds=seconds, **identity_fields)
 
     def _make(
         self,
@@ -244,12 +241,13 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     search: dict[str, Any] = {"grid": config.lr_grid, "seeds": config.search_seeds, "scores": {}, "chosen": {}}
     search["posts"] = "reported" if search_data is data else SEARCH_POSTS
     target: Target | None = None
+    results = Results(config)
     for names in engine_groups(arms) if config.seeds else []:
-        if len(config.lr_grid) == 1 and has_all(arms, names, read_results(config.results)):
+        if len(config.lr_grid) == 1 and has_all(arms, names, results):
             search["chosen"] |= {name: config.lr_grid[0] for name in names if arms.methods[name].is_trained}
             continue
         with Fleets() as fleets:
-            session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets)
+            session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets, results=results)
             target = target or Target(arms, data, fleets)
             for name in (name for name in names if arms.methods[name].is_trained):
                 scores, search["chosen"][name] = session.find_lr(name)
@@ -258,14 +256,15 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     return search
 
 
-def has_all(arms: Arms, names: Sequence[str], results: Mapping[str, ResultLine]) -> bool:
+def has_all(arms: Arms, names: Sequence[str], results: Results) -> bool:
     """Return whether the file of results has every compared run of these methods, at the only learning rate."""
-    config = arms.job.compare
-    if config.noise or not results:
-        return False
-    runs = product(names, config.seeds)
-    keys = [make_key(arms.arm(name, seed, config.lr_grid[0]), **arms.identity_extras(name)) for name, seed in runs]
-    return all(key in results for key in keys)
+    (lr,), config = arms.job.compare.lr_grid, arms.job.compare
+
+    def has(name: str, seed: int) -> bool:
+        arm = arms.arm(name, seed, lr if arms.methods[name].is_trained else None)
+        return results.find(arm, **arms.identity_extras(name)) is not None
+
+    return not config.noise and all(has(name, seed) for name, seed in product(names, config.seeds))
 
 
 # ------------------------------------------------------------------------------------------------------ reward models
@@ -345,11 +344,10 @@ def load_run(arm: PolicyJob) -> Run:
 
 def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, Run]], dict[str, Any]]:
     """Return method -> seed -> run in the order of compare.methods, and the same by noise."""
-    config, results = arms.job.compare, read_results(arms.job.compare.results)
+    config, results = arms.job.compare, Results(arms.job.compare)
 
     def load_one(name: str, arm: PolicyJob) -> Run:
-        line = results.get(make_key(arm, **arms.identity_extras(name))) if results else None
-        return line.run if line else load_run(arm)
+        return results.find(arm, **arms.identity_extras(name)) or load_run(arm)
 
     def load(name: str, noise: str = "") -> dict[int, Run]:
         if arms.methods[name].procedure == "base":

@@ -131,7 +131,7 @@ def wait_for_engines(*fleets: Fleet | None) -> None:
 def loaded_learner(spec: LearnerSpec, *beside: Fleet | None, placement_timeout_s: float) -> Iterator[LearnerGroup]:
     """Yield a learner group once its ranks and the engines of `beside`, which load side by side, are ready.
 
-    The ranks end with the block, or with the first error of any part.
+    The ranks end with the block, or with an error. That of a rank is raised once the engines are ready.
     """
     with closing(LearnerGroup(spec, placement_timeout_s=placement_timeout_s)) as learner:
         wait_for_engines(*beside)

@@ -28,7 +28,7 @@ def write_policy_evaluation(
     measured: Mapping[str, Columns],
     summary: Mapping[str, Any],
     judged: Mapping[str, Any],
-    judge: Callable[[Prompt, str], SpanFeedback | None] = lambda *_: None,
+    judge: Callable[[Prompt, str], SpanFeedback | None],
 ) -> dict[str, Any]:
     """Write all files into `folder`.
 

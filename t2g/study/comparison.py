@@ -166,8 +166,8 @@ def summarise_matched(by_seed: Mapping[int, Run], scalar: Mapping[int, Run], nam
 def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
     """Return the score less scalar's where both have moved equally far from the start.
 
-    The place is the last evaluation of the run that moved less. None if a run did not move, or the two moved in
-    different directions.
+    Of the run that moved less it is the score of its last evaluation with a known value, of the other one the score
+    where it first had moved so far. None if a run did not move, or the two moved in different directions.
 
         scores .6, .9 at KL 0, 2; scalar's .6, .8 at KL 0, 1 -> .75 - .8
 
@@ -175,12 +175,15 @@ def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
         name: What is equal: kls or lengths.
     """
     own, other = getattr(run, name), getattr(scalar, name)
-    moves = [values[-1] - values[0] if values else 0.0 for values in (own, other)]
-    if moves[0] * moves[1] <= 0:
+    move, other_move = (values[-1] - values[0] if values else 0.0 for values in (own, other))
+    if move * other_move <= 0:
         return None
-    move = min(moves, key=abs)
-    own_score, other_score = run.score_at(own[0] + move, own), scalar.score_at(other[0] + move, other)
-    return None if own_score is None or other_score is None else own_score - other_score
+    if abs(move) > abs(other_move):
+        reverse = subtract_matched(scalar, run, name)
+        return None if reverse is None else -reverse
+    level = min(max(other[0] + move, min(other)), max(other))  # a rounded sum may lie beyond the last value
+    score = scalar.score_at(level, other)
+    return None if score is None else run.scores[len(own) - 1] - score
 
 
 def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:

@@ -1,16 +1,18 @@
 """Finished runs of a comparison as JSON lines, so that it can go on where the folders of its runs are not kept.
 
-A line belongs to a run if the settings are equal. Local paths and their contents are not compared: a start that was
-trained again has other weights.
+A line belongs to a run if settings, data, feedback and task are equal. The weights behind a local `model.policy` are
+not compared, only the end of its path: a start that was trained again has other weights.
 """
 
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from t2g.config import PolicyJob
+from t2g.config.comparing import CompareConfig
+from t2g.errors import UserError
 from t2g.runs.control import now
 from t2g.runs.identity import Identity
 from t2g.runs.journal import Journal, read_journal
@@ -18,41 +20,67 @@ from t2g.runs.versions import collect_versions
 from t2g.study.comparison import Run
 from t2g.study.policy_eval import content_key
 
+MODEL = "model.policy"
+
 
 class ResultLine(BaseModel):
     """A finished run."""
 
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a score is -inf where no feedback was usable
+
     method: str
     seed: int
     lr: float
-    key: str  # see `make_key`
+    key: str  # see `Results.make_key`
     date: str
     minutes: float  # of the whole run, evaluations included
     versions: dict[str, str]
     run: Run
 
 
-def make_key(arm: PolicyJob, **more: Any) -> str:
-    """Return a hash of a run's settings. more: See `Identity.from_config`."""
-    return content_key(Identity.from_config(arm, **more).config)
+class Results:
+    """The runs in the file `compare.results`; none without a file.
 
+    Raises:
+        UserError: The file has a broken line, or its folder cannot be made.
+    """
 
-def read_results(path: Path | None) -> dict[str, ResultLine]:
-    """Return the lines of a file by their keys; {} without a file. Raises UserError for a broken line."""
-    return {line.key: line for line in read_journal(path, ResultLine)} if path else {}
+    def __init__(self, config: CompareConfig) -> None:
+        self._config, self._lines = config, dict[str, ResultLine]()
+        if config.results is None:
+            return
+        try:
+            config.results.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"compare.results={config.results}: its folder cannot be made: {error}") from error
+        self._lines = {line.key: line for line in read_journal(config.results, ResultLine)}
 
+    def find(self, arm: PolicyJob, **more: Any) -> Run | None:
+        """Return the figures of a run, or None. more: See `Identity.from_config`."""
+        line = self._lines.get(self.make_key(arm, **more)) if self._lines else None
+        return line.run if line else None
 
-def append_result(path: Path, method: str, arm: PolicyJob, run: Run, *, seconds: float, **more: Any) -> None:
-    """Append the line of a finished run. more: See `make_key`."""
-    line = ResultLine(
-        method=method,
-        seed=arm.run.seed,
-        lr=arm.learner.policy.lr,
-        key=make_key(arm, **more),
-        date=now().date().isoformat(),
-        minutes=round(seconds / 60, 1),
-        versions=collect_versions(),
-        run=run,
-    )
-    with closing(Journal(path)) as journal:
-        journal.append(line)
+    def append(self, method: str, arm: PolicyJob, run: Run, *, seconds: float, **more: Any) -> None:
+        """Append the line of a finished run, if there is a file. more: See `Identity.from_config`."""
+        if self._config.results is None:
+            return
+        line = ResultLine(
+            method=method,
+            seed=arm.run.seed,
+            lr=arm.learner.policy.lr,
+            key=self.make_key(arm, **more),
+            date=now().date().isoformat(),
+            minutes=round(seconds / 60, 1),
+            versions=collect_versions(),
+            run=run,
+        )
+        with closing(Journal(self._config.results)) as journal:
+            journal.append(line)
+
+    def make_key(self, arm: PolicyJob, **more: Any) -> str:
+        """Return a hash of what decides a run's figures."""
+        identity, retention = Identity.from_config(arm, **more), self._config.retention
+        contents = {key: digest for key, digest in identity.contents.items() if key != MODEL}
+        texts = retention and (Path(retention.name).name, retention.columns, retention.limit)
+        model = Path(arm.model.policy).parts[-2:]
+        return content_key(identity.config, contents, model, self._config.reference_prompts, texts)

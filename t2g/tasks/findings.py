@@ -83,8 +83,7 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
     {'invents': 1.0, 'invented': 0.5, 'details': 2.0, 'novel': 0.3333333333333333, 'copied': 0.0}
     """
     source, tokens = _TOKEN.findall(text), _TOKEN.findall(_LISTED.sub("", summary))
-    source_values = {_normalize(token) for token in source}
-    details = find_measured_details(summary)
+    source_values, details = {_normalize(token) for token in source}, find_measured_details(summary)
     num_invented = sum(detail not in source_values for detail in details)
     long_tokens = [_normalize(token) for token in tokens if token.isalpha() and len(token) >= COPIED_RUN]
     return {

@@ -30,7 +30,7 @@ from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
-from t2g.study.result_lines import read_results
+from t2g.study.result_lines import Results
 from t2g.tasks.base import get_task
 from t2g.types import Rollout, TokenStats
 
@@ -188,7 +188,8 @@ class NoEngines:
 
 def session(arms: Arms, stop: StopFlag | None = None) -> Session:
     data: Any = NoEngines()
-    return Session(arms=arms, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines())
+    results = Results(arms.job.compare)
+    return Session(arms=arms, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines(), results=results)
 
 
 def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> None:
@@ -273,7 +274,8 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     assert found["span"]["minus_scalar"]["mean"] == pytest.approx(0.35)
     assert found["span"]["targeting"]["criticised"]["mean"] == -1
     other = arms_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
-    assert not has_all(other, ["span"], read_results(tmp_path / "results.jsonl"))
+    assert has_all(second, ["scalar", "span"], Results(second.job.compare))
+    assert not has_all(other, ["span"], Results(other.job.compare))
     capsys.readouterr()
 
 
