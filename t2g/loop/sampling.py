@@ -97,15 +97,15 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
 async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
     """Return the feedback on the answer of a response, with the spans in characters of `response_text`.
 
-    The source sees the answer alone, or the transcript of a conversation without its thinking. A response that ended
-    within its thinking is not judged: it has no spans.
+    The source sees the answer alone, or the transcript of a conversation without its thinking. A response without any
+    answer, which ended within its thinking, is not judged: it has no spans.
     """
     if rollout.failure:
         return make_failed_feedback("failed", source=feedback.name, version="", reason=rollout.failure)
-    if rollout.answer_start is None:
+    if all(turn.answer_start is None for turn in rollout.turns):
         return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=NO_ANSWER)
     if not rollout.conversation:
-        return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start)
+        return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start or 0)
     if feedback.judges_turns:
         judged = await _judge_turns(feedback, prompt, rollout)
     else:

@@ -236,6 +236,22 @@ def test_each_turn_is_judged_by_the_reply_to_it() -> None:
     ]
 
 
+def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it() -> None:
+    rollout = replace(make_conversation([4, 3], [2]), response_text="ttabEEttt", answer_start=None, metrics={"m": 1.0})
+    first, last = rollout.conversation
+    turns = replace(first, answer_start=2, reply="wrong: a"), replace(last, answer_start=None, reply="")
+    rollout, prompt = replace(rollout, conversation=turns), Prompt(prompt_id="p", prompt_text="", task="t")
+    for source in (Replying(), whole := Quoting("a", "b")):
+        feedback = asyncio.run(judge_answer(source, prompt, rollout))
+        assert feedback.status == "ok" and feedback.metrics == {"m": 1.0}
+        assert (feedback.spans[0].start, feedback.spans[0].end) == (2, 3)
+    assert whole.texts == ["abEE"]
+
+    silent = replace(rollout, conversation=(replace(turns[0], answer_start=None), turns[1]))
+    feedback = asyncio.run(judge_answer(whole, prompt, silent))
+    assert (feedback.status, feedback.spans, len(whole.texts)) == ("empty", (), 1)
+
+
 def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:
     rollout = make_conversation([2, 3], [4])
     start = rollout.conversation[0].characters[1]
