@@ -127,10 +127,11 @@ async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
             return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="")
         payload = prompt.payload | {NEXT_MESSAGE: turn.reply}
         judged = await feedback.judge(
-            replace(prompt, messages=(*prompt.messages, *history), payload=payload), rollout.answer_of(turn)
+            replace(prompt, messages=(*opening, *history), payload=payload), rollout.answer_of(turn)
         )
         return shift_spans(judged, turn.answer_start or 0)
 
+    opening = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
     messages = list_messages(rollout)
     judgements = await gather_all(judge(turn, messages[: 2 * i]) for i, turn in enumerate(rollout.conversation))
     by_turn = {f"turn_{number}": judgement for number, judgement in enumerate(judgements, start=1)}

@@ -20,10 +20,14 @@ from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.outcome_rewards import list_messages
 from t2g.feedback.parse import make_feedback
+from t2g.feedback.sources.next_message import NextMessageFeedback
 from t2g.feedback.sources.noise import NoisyFeedback
-from t2g.interfaces import FeedbackSource
+from t2g.feedback.sources.program import ProgramFeedback
+from t2g.interfaces import Aligner, FeedbackSource
+from t2g.loop.annotation import make_turn_samples
 from t2g.loop.sampling import judge_answer
 from t2g.loop.steps import make_train_samples, step_kl, step_metrics, token_staleness
+from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample
 
 FEEDBACK = SpanFeedback(critique="", spans=(), status="ok", source="s", version="v")
@@ -234,6 +238,35 @@ def test_each_turn_is_judged_by_the_reply_to_it() -> None:
         {"role": "user", "content": "wrong: a"},
         {"role": "assistant", "content": "cb"},
     ]
+
+
+class TextsSeen(Aligner):
+    """Keeps the prompt texts that it gets, as a model; `read` keeps them as a function."""
+
+    def __init__(self) -> None:
+        self.texts = list[str]()
+
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        self.read(prompt.prompt_text, response_text)
+        return make_feedback(critique, [], [], response_text, source="s", version="v")
+
+    def read(self, prompt_text: str, response_text: str) -> tuple[str, list[str], list[str]]:
+        self.texts.append(prompt_text)
+        return "", [], []
+
+
+def test_a_model_that_aligns_replies_reads_the_chat_before_the_turn_and_a_program_the_question() -> None:
+    rollout = replace(make_conversation([4, 3], [2]), response_text="aaaaEEbbb")
+    rollout = replace(rollout, conversation=tuple(replace(t, reply=f"no {t.tokens[0]}") for t in rollout.turns))
+    chat = [{"role": "user", "content": "Q"}, *list_messages(rollout), {"role": "user", "content": "no 6"}]
+    logged = [sample.prompt.prompt_text for sample in make_turn_samples([{"messages": chat}], PromptsTask())]
+    prompt = Prompt(prompt_id="p", prompt_text="Q", task="t")
+    for each in (prompt, replace(prompt, messages=(chat[0],))):
+        model, program = TextsSeen(), TextsSeen()
+        asyncio.run(judge_answer(NextMessageFeedback(model), each, rollout))
+        asyncio.run(judge_answer(NextMessageFeedback(ProgramFeedback(program.read)), each, rollout))
+        assert model.texts == logged == ["Q", "user: Q\n\nassistant: aaaa\n\nuser: no 0"]
+        assert program.texts == ["Q", "Q"]
 
 
 def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it() -> None:
