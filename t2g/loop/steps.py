@@ -279,11 +279,15 @@ def step_metrics(
     modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
     shares |= _means(m.FEEDBACK_METRICS, [f.metrics for _, _, f in pairs])
-    # A response without an answer is not judged: it has no criteria, and counts as a reward of 0.
+    # A response without an answer is not judged: it has no criteria, and counts as a reward of 0. A conversation that
+    # has fewer turns than others does not count for the turns that it lacks.
     for name in dict.fromkeys(name for _, _, f in pairs for name in f.criteria):
         failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
         shares[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failed))
-        shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
+        found = [s for s in scored if name in s.feedback.criteria or not s.feedback.criteria]
+        if found:
+            criterion_rewards = [s.criterion_rewards.get(name, 0.0) for s in found]
+            shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean(criterion_rewards))
     if conversations := [(r, f) for _, r, f in pairs if r.conversation]:
         shares |= _conversation_metrics(conversations)
     totals = [objective.span_coef * s.token_rewards.sum() + s.truncation_penalty + s.outcome_reward for s in scored]

@@ -28,6 +28,7 @@ from t2g.loop.annotation import make_turn_samples
 from t2g.loop.sampling import judge_answer
 from t2g.loop.steps import make_train_samples, step_kl, step_metrics, token_staleness
 from t2g.tasks.prompts_only import PromptsTask
+from t2g.text.thinking import NO_ANSWER
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample
 
 FEEDBACK = SpanFeedback(critique="", spans=(), status="ok", source="s", version="v")
@@ -283,6 +284,30 @@ def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it
     silent = replace(rollout, conversation=(replace(turns[0], answer_start=None), turns[1]))
     feedback = asyncio.run(judge_answer(whole, prompt, silent))
     assert (feedback.status, feedback.spans, len(whole.texts)) == ("empty", (), 1)
+    lost = replace(silent, conversation=(replace(silent.conversation[0], reply=""),))
+    feedback = asyncio.run(judge_answer(Replying(), prompt, lost))
+    assert feedback.usable and feedback.reason == f"turn_1: {NO_ANSWER}" and [*feedback.criteria] == ["turn_1"]
+
+
+def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() -> None:
+    """The first turns have the rewards 1, 3 and 5; the only second one has 10, and then is not usable."""
+    prompt, lines = Prompt(prompt_id="p", prompt_text="", task="t"), list[Any]()
+    for turns, rewards in (([2], [1]), ([2, 2], [3, 10]), ([2], [5])):
+        rollout = make_conversation(turns, [1])
+        rollout = replace(rollout, conversation=tuple(replace(t, reply="bad: a") for t in rollout.turns))
+        feedback = asyncio.run(judge_answer(Replying(), prompt, rollout))
+        names = [f"turn_{number + 1}" for number in range(len(turns))]
+        assert [*feedback.criteria] == names and feedback.critique.startswith("turn_1:\nbad: a")
+        scored, stats = score(rollout)
+        by_turn = dict(zip(names, map(float, rewards), strict=True))
+        lines.append(
+            (replace(scored, feedback=feedback, criterion_rewards=by_turn), stats, (prompt, rollout, feedback))
+        )
+    scored, stats, pairs = map(list, zip(*lines, strict=True))
+    metrics = step_metrics(pairs, scored, stats, ObjectiveConfig(), kl=0, kl_coef=0)
+    assert metrics["criterion_reward/turn_1"] == 3 and metrics["criterion_reward/turn_2"] == 10
+    without = step_metrics(pairs, scored[::2], stats[::2], ObjectiveConfig(), kl=0, kl_coef=0)
+    assert without["criterion_reward/turn_1"] == 3 and "criterion_reward/turn_2" not in without
 
 
 def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:
