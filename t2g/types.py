@@ -75,12 +75,12 @@ class Rollout:
     @property
     def turns(self) -> tuple[PolicyTurn, ...]:
         """Return the turns; without an environment the response is the only one."""
-        whole = PolicyTurn(
+        single_turn = PolicyTurn(
             tokens=(0, len(self.response_ids)),
             characters=(0, len(self.response_text)),
             answer_start=self.answer_start,
         )
-        return self.conversation or (whole,)
+        return self.conversation or (single_turn,)
 
     @property
     def policy_mask(self) -> np.ndarray:

@@ -68,5 +68,7 @@ class Conversations(RolloutSource):
                     with contextlib.suppress(RayActorError):
                         ray.cancel(request)
 
-        room = self._window - sampling.max_new_tokens
-        return converse(prompt, sample_turn, self._environment, self._encode, max_turns=self._max_turns, room=room)
+        return converse(
+            prompt, sample_turn, self._environment, self._encode,
+            max_turns=self._max_turns, max_context_tokens=self._window - sampling.max_new_tokens,
+        )  # fmt: skip

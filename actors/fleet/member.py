@@ -174,12 +174,13 @@ class Member:
 
         try:
             for number, submit in submits.items():
-                ref = submit(self.handle)
-                if asyncio.iscoroutine(ref):
-                    future = asyncio.run_coroutine_threadsafe(ref, asyncio.get_running_loop())
+                request = submit(self.handle)
+                if asyncio.iscoroutine(request):
+                    # No task: it is not `cancelled()` right after `cancel()`, by which the fleet knows late requests.
+                    future = asyncio.run_coroutine_threadsafe(request, asyncio.get_running_loop())
                 else:
-                    future = ref.future()
-                requests.append((ref, asyncio.wrap_future(future)))
+                    future = request.future()
+                requests.append((request, asyncio.wrap_future(future)))
                 requests[-1][1].add_done_callback(partial(settle, number))
             answers = [answer for _, answer in requests]
             all_done = asyncio.gather(*answers, return_exceptions=True)
@@ -196,12 +197,12 @@ class Member:
                     return answers
             raise Interrupted
         finally:
-            for ref, answer in requests:
+            for request, answer in requests:
                 if not answer.done():
                     answer.cancel()
-                    if not asyncio.iscoroutine(ref):
+                    if not asyncio.iscoroutine(request):
                         with contextlib.suppress(RayActorError):
-                            ray.cancel(ref)
+                            ray.cancel(request)
             for _ in range(len(submits) - len(requests)):
                 leave(self)
 
