@@ -75,12 +75,12 @@ class Rollout:
     @property
     def turns(self) -> tuple[PolicyTurn, ...]:
         """Return the turns; without an environment the response is the only one."""
-        whole = PolicyTurn(
+        single_turn = PolicyTurn(
             tokens=(0, len(self.response_ids)),
             characters=(0, len(self.response_text)),
             answer_start=self.answer_start,
         )
-        return self.conversation or (whole,)
+        return self.conversation or (single_turn,)
 
     @property
     def policy_mask(self) -> np.ndarray:
@@ -196,17 +196,11 @@ class ScoredRollout:
     feedback: SpanFeedback
     token_rewards: np.ndarray  # [R] float32, rewards of the spans by objective.rewards; before placement, weight and KL
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
+    answer_tokens: np.ndarray  # [R] bool, whether the token belongs to an answer: no thinking, nothing inserted
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
     by_token: np.ndarray | None = None  # [R] float32, see `deltas`; None: equal to token_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response
-    # [R] bool, False for tokens of thinking and for inserted ones; None: True for all
-    answer_tokens: np.ndarray | None = None
     criterion_rewards: dict[str, float] = field(default_factory=dict)  # sum of token_rewards by criterion, if several
-
-    @property
-    def is_answer(self) -> np.ndarray:
-        """Return whether a token belongs to an answer, [R] bool."""
-        return np.ones(len(self.token_rewards), bool) if self.answer_tokens is None else self.answer_tokens
 
     @property
     def deltas(self) -> np.ndarray:

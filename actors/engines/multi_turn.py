@@ -1,7 +1,8 @@
 """Conversations on rollout engines: the environment runs on the driver, and each conversation stays on one engine.
 
 A conversation is one request of the fleet. If its engine is lost, it starts again on another one, from its first turn
-and with the same seeds; the next turn finds the turns before it in the engine's prefix cache.
+and with the same seeds; the next turn finds the turns before it in the engine's prefix cache. An engine has the
+deadline of a request for each turn; the time in which the environment replies is not the engine's.
 """
 
 import asyncio
@@ -16,12 +17,15 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.engines.rollout import RolloutFleet, check_window
+from actors.fleet.member import Late
 from t2g.config import PolicyJob
 from t2g.environments.converse import converse, make_encoder
 from t2g.environments.environment import Environment
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout
+
+LONGEST_S = 86400.0  # a conversation; each of its turns and replies has a deadline of its own
 
 
 class Conversations(RolloutSource):
@@ -41,10 +45,9 @@ class Conversations(RolloutSource):
     ) -> list[Rollout]:
         """Return `num_samples` conversations; errors as `RolloutFleet.sample` and `Environment.reply`."""
         check_window(prompt, sampling.max_new_tokens, self._window)
-        turn_s = self._fleet.config.deadline_s + self._environment.timeout_s
         return await self._fleet.calls(
             [partial(self._converse, prompt, sampling, index) for index in range(sampling.num_samples)],
-            timeout_s=self._max_turns * turn_s,
+            timeout_s=LONGEST_S,
             what=f"prompt {prompt.prompt_id}",
             on_answer=on_rollout,
         )
@@ -52,13 +55,20 @@ class Conversations(RolloutSource):
     def _converse(self, prompt: Prompt, sampling: Sampling, index: int, worker: Any) -> Coroutine[Any, Any, Rollout]:
         async def sample_turn(context: np.ndarray, number: int) -> Rollout:
             turn_sampling = replace(sampling, seed=sampling.seed + number)  # equal seeds would repeat random numbers
-            answer = worker.sample.remote(prompt.prompt_id, context, turn_sampling, index)
+            request = worker.sample.remote(prompt.prompt_id, context, turn_sampling, index)
+            answer = asyncio.wrap_future(request.future())
             try:
-                return await asyncio.wrap_future(answer.future())
-            except asyncio.CancelledError:
-                with contextlib.suppress(RayActorError):
-                    ray.cancel(answer)
-                raise
+                await asyncio.wait([answer], timeout=self._fleet.config.deadline_s)
+                if not answer.done():
+                    raise Late(self._fleet.config.deadline_s)
+                return answer.result()
+            finally:
+                if not answer.done():
+                    answer.cancel()
+                    with contextlib.suppress(RayActorError):
+                        ray.cancel(request)
 
-        room = self._window - sampling.max_new_tokens
-        return converse(prompt, sample_turn, self._environment, self._encode, max_turns=self._max_turns, room=room)
+        return converse(
+            prompt, sample_turn, self._environment, self._encode,
+            max_turns=self._max_turns, max_context_tokens=self._window - sampling.max_new_tokens,
+        )  # fmt: skip

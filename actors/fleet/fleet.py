@@ -20,7 +20,17 @@ from actors.cluster import placement
 from actors.cluster.fanout import first_line
 from actors.fleet.admission import QUEUE, Admission
 from actors.fleet.health import Event, State, apply_event, describe_overdue, restarts_left
-from actors.fleet.member import DIED, UNREACHABLE, Interrupted, Member, describe_error, describe_loss, unwrap_error
+from actors.fleet.member import (
+    DIED,
+    UNREACHABLE,
+    Interrupted,
+    Late,
+    Member,
+    describe_error,
+    describe_loss,
+    missed_deadline,
+    unwrap_error,
+)
 from actors.fleet.meter import summary
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
@@ -214,9 +224,10 @@ class Fleet:
                     self._apply_event(member, "request_answered")
                 return [answers[number] for number in range(len(submits))]
             reasons.append(next(filter(None, failures)))
-            if any(future.cancelled() for future in futures):  # several late requests count as one failure
+            late_s = max((missed_deadline(future, timeout_s) for future in futures), default=0.0)
+            if late_s:  # several late requests count as one failure
                 logger.warning("%s: %s", what, reasons[-1])
-                self._apply_event(member, "request_failed", f"did not answer within {timeout_s:g} s")
+                self._apply_event(member, "request_failed", f"did not answer within {late_s:g} s")
         raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
 
     def _explain_failure(self, member: Member, answer: "asyncio.Future[Any]", timeout_s: float) -> str:
@@ -224,6 +235,8 @@ class Fleet:
         if answer.cancelled():
             return f"no answer by {member.name} within {timeout_s:g} s"
         error = answer.exception()
+        if isinstance(error, Late):
+            return f"no answer by {member.name} within {error.timeout_s:g} s"
         if isinstance(error, RayTaskError):
             raised = unwrap_error(error)
             if isinstance(raised, UserError | RunStopped):

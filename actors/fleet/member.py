@@ -43,6 +43,23 @@ class Interrupted(Exception):
     """The worker stopped serving: its requests go to another worker."""
 
 
+class Late(Exception):
+    """Raised by a request of several calls, one of which missed its deadline."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self.timeout_s = timeout_s
+        self.was_syncing = False  # whether a weight sync was running, which has the deadline then
+
+
+def missed_deadline(answer: "asyncio.Future[Any]", timeout_s: float) -> float:
+    """Return the deadline in seconds that a finished request of `Member.answers` missed; 0: none."""
+    if answer.cancelled():
+        return timeout_s
+    error = answer.exception()
+    return error.timeout_s if isinstance(error, Late) and not error.was_syncing else 0.0
+
+
 class Notifier:
     """Wake up all waiting coroutines, each in its own event loop."""
 
@@ -134,7 +151,7 @@ class Member:
     ) -> list["asyncio.Future[Any]"]:
         """Return the answers once no weight sync is running, since the weights that made them may be refused.
 
-        Late requests are returned as cancelled futures.
+        Late requests are returned as cancelled futures, or raise `Late` themselves.
 
         Args:
             submits: The requests by number; each returns an ObjectRef, or a coroutine that makes several calls.
@@ -149,17 +166,21 @@ class Member:
 
         def settle(number: int, answer: "asyncio.Future[Any]") -> None:
             leave(self)
-            if not (answer.cancelled() or answer.exception() or self.syncing):
+            error = None if answer.cancelled() else answer.exception()
+            if isinstance(error, Late):
+                error.was_syncing = self.syncing
+            if not (answer.cancelled() or error or self.syncing):
                 on_answer(number, answer.result())
 
         try:
             for number, submit in submits.items():
-                ref = submit(self.handle)
-                if asyncio.iscoroutine(ref):
-                    future = asyncio.run_coroutine_threadsafe(ref, asyncio.get_running_loop())
+                request = submit(self.handle)
+                if asyncio.iscoroutine(request):
+                    # No task: it is not `cancelled()` right after `cancel()`, by which the fleet knows late requests.
+                    future = asyncio.run_coroutine_threadsafe(request, asyncio.get_running_loop())
                 else:
-                    future = ref.future()
-                requests.append((ref, asyncio.wrap_future(future)))
+                    future = request.future()
+                requests.append((request, asyncio.wrap_future(future)))
                 requests[-1][1].add_done_callback(partial(settle, number))
             answers = [answer for _, answer in requests]
             all_done = asyncio.gather(*answers, return_exceptions=True)
@@ -176,12 +197,12 @@ class Member:
                     return answers
             raise Interrupted
         finally:
-            for ref, answer in requests:
+            for request, answer in requests:
                 if not answer.done():
                     answer.cancel()
-                    if not asyncio.iscoroutine(ref):
+                    if not asyncio.iscoroutine(request):
                         with contextlib.suppress(RayActorError):
-                            ray.cancel(ref)
+                            ray.cancel(request)
             for _ in range(len(submits) - len(requests)):
                 leave(self)
 

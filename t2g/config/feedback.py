@@ -269,7 +269,7 @@ class NoiseConfig(Section):
     move: float = Field(0.0, ge=0, le=1, description="move the span elsewhere in the response")
 
 
-SOURCES = ("reward_model", "llm", "human", "program", "next_message")
+SOURCES = ("reward_model", "llm", "human", "next_message", "program")
 FeedbackModel = Literal["reward_model", "llm"]
 MODELS: tuple[FeedbackModel, ...] = get_args(FeedbackModel)
 
@@ -298,11 +298,15 @@ class SourceConfig(Section):
     )
     sandbox: SandboxConfig = SandboxConfig()
     concurrency: ResumeMutable[int] = Field(
-        16, ge=1, description="calls of a function at once, also of each reward function; 1 for one that keeps state"
+        16,
+        ge=1,
+        description="calls of a function at once, also of each reward function and of an environment; "
+        "1 for one that keeps state",
     )
     timeout_s: float = Field(
-        120, gt=0, description="deadline of the feedback on one response, retries included, and of a reward function's "
-        "answer. A reward model with engine.max_new_tokens above 256 has proportionally more",
+        120, gt=0, description="deadline of the feedback on one response, retries included, and of the answer of a "
+        "reward function or an environment. A reward model with engine.max_new_tokens above 256 has proportionally "
+        "more",
     )  # fmt: skip
 
     @model_validator(mode="after")

@@ -102,7 +102,8 @@ class ObjectiveConfig(FollowingSection):
     lam: float = Field(0.95, ge=0, le=1, description="of GAE")
     turn_gamma: float = Field(
         1.0, ge=0, le=1, description="discount from a turn of a conversation to the turn before it, beside gamma. 0: "
-        "a turn's rewards are those of its own tokens alone; the default with feedback.source=next_message"
+        "a turn's rewards are those of its own tokens alone; the default with feedback.source=next_message and "
+        "rewards.placement span or step"
     )  # fmt: skip
     advantages: Literal["gae", "group", "group_normalised"] = Field(
         "group",

@@ -26,6 +26,11 @@ def check_conversations(environment: str | None, feedback: FeedbackConfig, objec
 
 
 def derive_turn_gamma(feedback: FeedbackConfig | None, objective: ObjectiveConfig) -> dict[str, Any]:
-    """Return turn_gamma=0 where each turn has its own critique: a wrong turn would earn the praise of its repair."""
-    is_set = feedback is None or feedback.source != "next_message" or "turn_gamma" in objective.model_fields_set
-    return {} if is_set else {"turn_gamma": 0.0}
+    """Return turn_gamma=0 where each turn is paid for its own critique: a wrong one would earn its repair's praise.
+
+    Other placements may pay all turns within the last one.
+    """
+    judges_turns = feedback is not None and feedback.source == "next_message"
+    pays_turns = objective.rewards.placement in ("span", "step")
+    is_set = "turn_gamma" in objective.model_fields_set
+    return {"turn_gamma": 0.0} if judges_turns and pays_turns and not is_set else {}

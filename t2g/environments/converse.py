@@ -54,7 +54,13 @@ def make_encoder(tokenizer: Any) -> EncodeReply:
 
 
 async def converse(
-    prompt: Prompt, sample_turn: SampleTurn, environment: Environment, encode: EncodeReply, *, max_turns: int, room: int
+    prompt: Prompt,
+    sample_turn: SampleTurn,
+    environment: Environment,
+    encode: EncodeReply,
+    *,
+    max_turns: int,
+    max_context_tokens: int,
 ) -> Rollout:
     """Return the conversation that starts with a prompt.
 
@@ -62,7 +68,7 @@ async def converse(
     and when the next turn would not fit into the window.
 
     Args:
-        room: Most tokens of a context, so that a turn of full length fits after it.
+        max_context_tokens: A turn of full length fits after them.
 
     Raises:
         RunStopped: As `Environment.reply`.
@@ -84,7 +90,7 @@ async def converse(
             break
         added = encode(replies[-1].text, turn.response_ids)
         context = np.concatenate([context, turn.response_ids, added])
-        if is_window_full := len(context) > room:
+        if is_window_full := len(context) > max_context_tokens:
             break
         inserted.append(added)
         messages.append({"role": "user", "content": replies[-1].text})

@@ -39,17 +39,20 @@ class Environment:
         """
         key = f"environment={config.environment}"
         path = SHIPPED.get(str(config.environment), str(config.environment))
-        options = {"task": task, "sandbox": config.feedback.sandbox}
+        sources, sandbox = config.feedback.named_sources.values(), config.feedback.sandbox
+        options = {"task": task, "sandbox": sandbox}
         make = load_function(path, key, "no arguments, or task= or sandbox=", options=options)
         try:
             reply = make(**select_options(make, options)).reply
         except Exception as error:  # a user's class may raise anything
             raise UserError(f"{key} cannot be constructed, or has no reply: {type(error).__name__}: {error}") from error
-        sources = config.feedback.named_sources.values()
-        self.timeout_s = max(source.timeout_s for source in sources)
+        timeout_s = max(source.timeout_s for source in sources)
+        concurrency = max(source.concurrency for source in sources)
+        if config.environment in SHIPPED:
+            concurrency = sandbox.max_concurrent  # with more programs at once than cores, right ones time out
         self._function = UserFunction(
             reply, kind="environment", key=key, log=config.run.folder / "feedback.log",
-            timeout_s=self.timeout_s, concurrency=max(source.concurrency for source in sources),
+            timeout_s=timeout_s, concurrency=concurrency,
         )  # fmt: skip
 
     async def reply(self, prompt: Prompt, turns: Sequence[Message]) -> Reply:

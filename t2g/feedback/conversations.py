@@ -83,4 +83,8 @@ def _format_call(call: Any, where: str) -> str:
     arguments = function.get("arguments")
     with suppress(ValueError, TypeError, RecursionError):
         arguments = json.loads(arguments)
-    return replace_surrogates(json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False))
+    try:
+        line = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{where} has a tool call whose arguments are no JSON: {error!s:.80}") from None
+    return replace_surrogates(line)

@@ -97,23 +97,22 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
 async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
     """Return the feedback on the answer of a response, with the spans in characters of `response_text`.
 
-    The source sees the answer alone, or the transcript of a conversation without its thinking. A response that ended
-    within its thinking is not judged: it has no spans.
+    The source sees the answer alone, or the transcript of a conversation without its thinking. A response without any
+    answer, which ended within its thinking, is not judged: it has no spans.
     """
     if rollout.failure:
         return make_failed_feedback("failed", source=feedback.name, version="", reason=rollout.failure)
-    if rollout.answer_start is None:
+    if rollout.conversation and feedback.judges_turns:
+        judged = await _judge_turns(feedback, prompt, rollout)
+        return replace(judged, metrics=rollout.metrics | judged.metrics)
+    if all(turn.answer_start is None for turn in rollout.turns):
         return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=NO_ANSWER)
     if not rollout.conversation:
-        return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start)
-    if feedback.judges_turns:
-        judged = await _judge_turns(feedback, prompt, rollout)
-    else:
-        positions = judged_characters(rollout)
-        judged = await feedback.judge(prompt, "".join(rollout.response_text[i] for i in positions))
-        spans = (replace(s, start=int(positions[s.start]), end=int(positions[s.end - 1]) + 1) for s in judged.spans)
-        judged = replace(judged, spans=tuple(spans))
-    return replace(judged, metrics=rollout.metrics | judged.metrics)
+        return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start or 0)
+    positions = judged_characters(rollout)
+    judged = await feedback.judge(prompt, "".join(rollout.response_text[i] for i in positions))
+    spans = (replace(s, start=int(positions[s.start]), end=int(positions[s.end - 1]) + 1) for s in judged.spans)
+    return replace(judged, spans=tuple(spans), metrics=rollout.metrics | judged.metrics)
 
 
 async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
@@ -123,18 +122,20 @@ async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
     """
 
     async def judge(turn: PolicyTurn, history: Sequence[Message]) -> SpanFeedback:
-        if not turn.reply.strip():  # the environment is done, without a word
-            return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="")
+        if not turn.reply.strip():  # the environment is done, without a word, or there was no answer
+            reason = NO_ANSWER if turn.answer_start is None else ""
+            return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=reason)
         payload = prompt.payload | {NEXT_MESSAGE: turn.reply}
         judged = await feedback.judge(
-            replace(prompt, messages=(*prompt.messages, *history), payload=payload), rollout.answer_of(turn)
+            replace(prompt, messages=(*opening, *history), payload=payload), rollout.answer_of(turn)
         )
         return shift_spans(judged, turn.answer_start or 0)
 
+    opening = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
     messages = list_messages(rollout)
     judgements = await gather_all(judge(turn, messages[: 2 * i]) for i, turn in enumerate(rollout.conversation))
     by_turn = {f"turn_{number}": judgement for number, judgement in enumerate(judgements, start=1)}
-    return combine_feedback(by_turn, required=by_turn)
+    return combine_feedback(by_turn, required=by_turn, names_single=True)
 
 
 def shift_spans(feedback: SpanFeedback, offset: int) -> SpanFeedback:

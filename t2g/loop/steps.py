@@ -164,7 +164,7 @@ def make_train_samples(
     samples: list[TrainSample] = []
     for row, (s, t) in enumerate(zip(scored, stats, strict=True)):
         is_sampled = s.rollout.policy_mask
-        is_trained = is_sampled if objective.train_thinking else s.is_answer
+        is_trained = is_sampled if objective.train_thinking else s.answer_tokens
         share = 1 if objective.loss_aggregation == "token" else 1 / max(1, int(is_trained.sum()))
         samples.append(
             TrainSample(
@@ -194,7 +194,7 @@ def make_train_samples(
 
 def _move_rewards(scored: ScoredRollout, objective: ObjectiveConfig, seed: int) -> np.ndarray:
     """Return the token rewards after `rewards.placement`, which moves them among the tokens of the answers, [R]."""
-    rewards, is_answer = scored.token_rewards.copy(), scored.is_answer
+    rewards, is_answer = scored.token_rewards.copy(), scored.answer_tokens
     rewards[is_answer] = apply_placement(
         rewards[is_answer], objective.rewards.placement, step_ids=scored.step_ids[is_answer],
         seed=seed, prompt_id=scored.rollout.prompt_id, sample_index=scored.rollout.sample_index,
@@ -267,7 +267,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of answer tokens or of samples."""
     masks = [s.rollout.policy_mask for s in scored]
-    deltas = np.concatenate([s.deltas[s.is_answer] for s in scored])
+    deltas = np.concatenate([s.deltas[s.answer_tokens] for s in scored])
     rewards = np.concatenate([s.rewards[mask] for s, mask in zip(scored, masks, strict=True)])
     gaps = np.concatenate(
         [(t.old_logprobs - s.rollout.rollout_logprobs)[m] for s, t, m in zip(scored, stats, masks, strict=True)]
@@ -279,11 +279,15 @@ def step_metrics(
     modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
     shares |= _means(m.FEEDBACK_METRICS, [f.metrics for _, _, f in pairs])
-    # A response without an answer is not judged: it has no criteria, and counts as a reward of 0.
+    # A response without an answer is not judged: it has no criteria, and counts as a reward of 0. A conversation that
+    # has fewer turns than others does not count for the turns that it lacks.
     for name in dict.fromkeys(name for _, _, f in pairs for name in f.criteria):
         failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
         shares[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failed))
-        shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean([s.criterion_rewards.get(name, 0.0) for s in scored]))
+        found = [s for s in scored if name in s.feedback.criteria or not s.feedback.criteria]
+        if found:
+            criterion_rewards = [s.criterion_rewards.get(name, 0.0) for s in found]
+            shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean(criterion_rewards))
     if conversations := [(r, f) for _, r, f in pairs if r.conversation]:
         shares |= _conversation_metrics(conversations)
     totals = [objective.span_coef * s.token_rewards.sum() + s.truncation_penalty + s.outcome_reward for s in scored]

@@ -80,6 +80,7 @@ class JournaledFeedback(FeedbackSource):
         contents = {k: v for k, v in self._contents.items() if k.startswith(section) or k == "task"}
         version = f"{criterion}: {source.journal_version}" if criterion else source.journal_version
         content = [version, contents, prompt.prompt_id, prompt.prompt_text, prompt.payload, response_text]
+        content += [prompt.messages] * source.judges_turns  # with the turns before this one
         key = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()  # a task's payload may be no JSON
         if recorded := self._recorded.get(key):
             return recorded.popleft()

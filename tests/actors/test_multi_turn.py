@@ -13,6 +13,7 @@ from fleet_worker import Worker, make_fleet
 from actors.engines import multi_turn
 from actors.engines.multi_turn import Conversations
 from actors.engines.rollout import sample_seed
+from actors.fleet.member import Late
 from t2g.config import EngineConfig, PolicyJob, WorkersConfig
 from t2g.environments import Reply
 from t2g.errors import RunStopped, UserError
@@ -56,6 +57,14 @@ class Slow:
         return Reply("late", done=True)
 
 
+class Busy:
+    """Replies to one turn at a time, so that all conversations together wait longer than an engine may take."""
+
+    async def reply(self, prompt: Prompt, turns: Any) -> Reply:
+        await asyncio.sleep(0.15)
+        return Reply("", done=True)
+
+
 def policy_job(environment: str, **changes: Any) -> PolicyJob:
     return PolicyJob.model_validate(
         {
@@ -84,9 +93,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return letter_tokenizer(tmp_path_factory.mktemp("letters"))
 
 
-def converse(ray: FakeRay, tokenizer: Any, *moods: str, job: PolicyJob | None = None) -> list[list[Rollout]]:
-    """The conversations of three prompts with two samples each, on workers in these moods."""
-    fleet = make_fleet(ray.actor(Talker), {}, CONFIG, placement_timeout_s=20)
+def converse(
+    ray: FakeRay, tokenizer: Any, *moods: str, job: PolicyJob | None = None, config: EngineConfig = CONFIG,
+    failures: list[int] | None = None,
+) -> list[list[Rollout]]:  # fmt: skip
+    """The conversations of three prompts with two samples each, on workers in these moods.
+
+    `failures` gets the number of failed requests of each worker.
+    """
+    fleet = make_fleet(ray.actor(Talker), {}, config, placement_timeout_s=20)
     fleet.wait_ready()
     for number, (member, mood) in enumerate(zip(fleet.serving(), moods, strict=True)):
         ray.get(member.handle.become.remote(f"worker {number}", mood))
@@ -96,6 +111,8 @@ def converse(ray: FakeRay, tokenizer: Any, *moods: str, job: PolicyJob | None = 
     async def run() -> list[list[Rollout]]:
         groups = await asyncio.gather(*(source.sample(prompt, sampling) for prompt in letter_prompts(3)))
         assert all(member.load == 0 for member in fleet.serving())
+        if failures is not None:
+            failures.extend(member.health.failed_requests for member in fleet.serving())
         return list(groups)
 
     try:
@@ -121,6 +138,42 @@ def test_a_conversation_stays_on_its_worker_and_starts_again_with_the_same_seeds
         assert [turn.reply for turn in one.conversation] == ["again", "again"]
     whole = [(index, length, seed) for worker, index, length, seed in Talker.requests if worker == "worker 1"]
     assert len(whole) == len(set(whole)) == 12, "the other worker makes every conversation once, from its first turn"
+
+
+def test_the_time_of_the_environment_is_not_the_engines_and_a_late_turn_is(ray: FakeRay, tokenizer: Any) -> None:
+    config, failures = CONFIG.model_copy(update={"request_timeout_s": 0.5}), list[int]()
+    feedback = {"source": "pkg:judge", "timeout_s": 0.3, "concurrency": 1}
+    rollout = {"max_turns": 1, "max_new_tokens": 8, "max_model_len": 128}
+    job = policy_job(f"{__name__}:Busy", feedback=feedback, rollout=rollout)
+    found = converse(ray, tokenizer, "", "", job=job, config=config, failures=failures)
+    assert failures == [0, 0] and len(Talker.requests) == 6, "0.9 s for six replies, one after the other"
+
+    Talker.requests, failures = [], []
+    again = converse(ray, tokenizer, "late", "", config=config, failures=failures)
+    assert failures[0] >= 1 and failures[1] == 0
+    assert {worker for worker, *_ in Talker.requests} == {"worker 0", "worker 1"}
+    for one, other in zip(chain(*found), chain(*again), strict=True):
+        np.testing.assert_array_equal(one.response_ids, other.response_ids[: len(one.response_ids)])
+
+
+def test_a_turn_that_is_late_because_of_a_weight_sync_is_no_failure_of_its_engine(ray: FakeRay) -> None:
+    fleet = make_fleet(ray.actor(Talker), {}, CONFIG, placement_timeout_s=20)
+    fleet.wait_ready()
+    workers, tries = {member.handle: member for member in fleet.serving()}, list[Any]()
+
+    async def ask(worker: Any) -> str:
+        tries.append(worker)
+        if len(tries) == 1:
+            workers[worker].syncing = True
+            asyncio.get_running_loop().call_later(0.02, workers[worker].end_sync)
+            raise Late(0.5)
+        return "answer"
+
+    try:
+        assert asyncio.run(fleet.call(ask, timeout_s=20, what="it")) == "answer"
+        assert [member.health.failed_requests for member in workers.values()] == [0, 0] and tries[0] != tries[1]
+    finally:
+        fleet.close()
 
 
 def test_a_late_environment_fails_its_conversations_and_then_stops_the_run(ray: FakeRay, tokenizer: Any) -> None:

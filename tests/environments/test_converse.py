@@ -99,9 +99,18 @@ class Conversation:
             answer_start=find_answer_start(self.tokenizer, context, response_ids, text, (OPEN, CLOSE)),
         )  # fmt: skip
 
-    def run(self, environment: Any, *, max_turns: int = 5, room: int = 10_000) -> Rollout:
+    def run(self, environment: Any, *, max_turns: int = 5, max_context_tokens: int = 10_000) -> Rollout:
         encode = make_encoder(self.tokenizer)
-        return asyncio.run(converse(self.prompt, self.sample_turn, environment, encode, max_turns=max_turns, room=room))
+        return asyncio.run(
+            converse(
+                self.prompt,
+                self.sample_turn,
+                environment,
+                encode,
+                max_turns=max_turns,
+                max_context_tokens=max_context_tokens,
+            )
+        )
 
 
 WORDS = st.text(alphabet="the cat\nsé東<|_>", min_size=1, max_size=12).filter(str.strip)
@@ -153,7 +162,7 @@ def test_ids_are_those_of_the_template_applied_at_once(
         (Script(Reply("go on"), Reply("", done=True)), "<|im_end|>", {}, 2, lambda r: r.failure == ""),
         (Script(*[Reply("go on")] * 3), "<|im_end|>", {"max_turns": 2}, 2, lambda r: not r.is_window_full),
         (Script(*[Reply("go on")] * 3), None, {}, 1, lambda r: r.is_truncated),
-        (Script(*[Reply("go on")] * 3), "<|im_end|>", {"room": 20}, 1, lambda r: r.is_window_full),
+        (Script(*[Reply("go on")] * 3), "<|im_end|>", {"max_context_tokens": 20}, 1, lambda r: r.is_window_full),
         (Script(Reply("go on"), FunctionFailed("it broke")), "<|im_end|>", {}, 2, lambda r: r.failure == "it broke"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import pytest
@@ -42,33 +43,62 @@ def test_a_reply_is_copied() -> None:
     assert read_reply(Reply("", done=True)).done
 
 
-def ask(name: str, task: CodeTask, program: str, payload: dict[str, Any]) -> Reply:
+def ask_often(num_calls: int, task: CodeTask, program: str, payload: dict[str, Any], **feedback: Any) -> list[Reply]:
     job = PolicyJob.model_validate(
         {
             "model": {"policy": "unused"},
             "data": {"path": "unused"},
-            "environment": name,
-            "feedback": {"source": "pkg:judge"},
+            "environment": "code_repair",
+            "feedback": {"source": "pkg:judge"} | feedback,
         }
     )
     prompt = Prompt(prompt_id="p", prompt_text="red: add 2; blue: times 3.", task=task.name, payload=payload)
-    return asyncio.run(Environment(job, task).reply(prompt, [{"role": "assistant", "content": program}]))
+
+    async def run() -> list[Reply]:
+        environment, turns = Environment(job, task), [{"role": "assistant", "content": program}]
+        return list(await asyncio.gather(*(environment.reply(prompt, turns) for _ in range(num_calls))))
+
+    return asyncio.run(run())
+
+
+def ask(task: CodeTask, program: str, payload: dict[str, Any]) -> Reply:
+    (reply,) = ask_often(1, task, program, payload)
+    return reply
 
 
 def test_code_repair_says_what_fails() -> None:
     task = TinyCodeTask()
-    tiny = [ask("code_repair", task, program, {"test": TESTS}) for program in (RIGHT, WRONG, "def f(")]
+    tiny = [ask(task, program, {"test": TESTS}) for program in (RIGHT, WRONG, "def f(")]
     assert tiny == [
         Reply("All pass.", True, {"passed": 1.0}),
         Reply("red fails.", False, {"passed": 0.0}),
         Reply("Syntax.", False, {"passed": 0.0}),
     ]
     task.describe_failures = super(TinyCodeTask, task).describe_failures  # type: ignore[method-assign]
-    reply = ask("code_repair", task, f"Here:\n```python\n{WRONG}```", {"test": TESTS})
+    reply = ask(task, f"Here:\n```python\n{WRONG}```", {"test": TESTS})
     assert not reply.done and reply.text.splitlines() == [
         "The program fails 2 of 3 tests.",
         'test_red_2 fails: assert f("red", 2) == 4 expects 4 and gets 5.',
         'test_red_5 fails: assert f("red", 5) == 7 expects 7 and gets 8.',
     ]
     with pytest.raises(FunctionFailed, match="the record has no tests"):
-        ask("code_repair", CodeTask(), RIGHT, {})
+        ask(CodeTask(), RIGHT, {})
+
+
+class SlowTask(TinyCodeTask):
+    """Counts the programs that run at once."""
+
+    running = most = 0
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(0.02)
+        self.running -= 1
+        return super().run(*arguments, **options)
+
+
+def test_code_repair_runs_as_many_programs_at_once_as_the_sandbox_allows() -> None:
+    task = SlowTask()
+    replies = ask_often(6, task, RIGHT, {"test": TESTS}, sandbox={"concurrency": 2}, concurrency=16)
+    assert [reply.done for reply in replies] == [True] * 6 and task.most == 2

@@ -118,6 +118,16 @@ def test_a_malformed_message_is_named(record: dict[str, Any], problem: str) -> N
         read_conversation(record)
 
 
+def test_arguments_that_are_no_json_are_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for arguments in ({"dates": {1, 2}}, {(1, 2): 3}, deep):
+        call = {"role": "assistant", "function_call": {"name": "f", "arguments": arguments}}
+        with pytest.raises(ValueError, match=r"messages\[1\] has a tool call whose arguments are no JSON: "):
+            read_conversation({"messages": [*chat("user: a"), call]})
+
+
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(max_size=3) | st.sampled_from([*ROLES]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),

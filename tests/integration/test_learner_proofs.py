@@ -328,6 +328,7 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
         feedback=SpanFeedback(critique="", spans=(span,), status="ok", source="test", version="1"),
         token_rewards=token_rewards(offsets, [span], text=text),
         step_ids=np.zeros(len(response_ids), np.int32),
+        answer_tokens=np.ones(len(response_ids), bool),
     )
     learner = learners["ranks"]
     learner.group.load(learner.folder)  # whose critic says 0

@@ -20,10 +20,15 @@ from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.outcome_rewards import list_messages
 from t2g.feedback.parse import make_feedback
+from t2g.feedback.sources.next_message import NextMessageFeedback
 from t2g.feedback.sources.noise import NoisyFeedback
-from t2g.interfaces import FeedbackSource
+from t2g.feedback.sources.program import ProgramFeedback
+from t2g.interfaces import Aligner, FeedbackSource
+from t2g.loop.annotation import make_turn_samples
 from t2g.loop.sampling import judge_answer
 from t2g.loop.steps import make_train_samples, step_kl, step_metrics, token_staleness
+from t2g.tasks.prompts_only import PromptsTask
+from t2g.text.thinking import NO_ANSWER
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample
 
 FEEDBACK = SpanFeedback(critique="", spans=(), status="ok", source="s", version="v")
@@ -234,6 +239,75 @@ def test_each_turn_is_judged_by_the_reply_to_it() -> None:
         {"role": "user", "content": "wrong: a"},
         {"role": "assistant", "content": "cb"},
     ]
+
+
+class TextsSeen(Aligner):
+    """Keeps the prompt texts that it gets, as a model; `read` keeps them as a function."""
+
+    def __init__(self) -> None:
+        self.texts = list[str]()
+
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        self.read(prompt.prompt_text, response_text)
+        return make_feedback(critique, [], [], response_text, source="s", version="v")
+
+    def read(self, prompt_text: str, response_text: str) -> tuple[str, list[str], list[str]]:
+        self.texts.append(prompt_text)
+        return "", [], []
+
+
+def test_a_model_that_aligns_replies_reads_the_chat_before_the_turn_and_a_program_the_question() -> None:
+    rollout = replace(make_conversation([4, 3], [2]), response_text="aaaaEEbbb")
+    rollout = replace(rollout, conversation=tuple(replace(t, reply=f"no {t.tokens[0]}") for t in rollout.turns))
+    chat = [{"role": "user", "content": "Q"}, *list_messages(rollout), {"role": "user", "content": "no 6"}]
+    logged = [sample.prompt.prompt_text for sample in make_turn_samples([{"messages": chat}], PromptsTask())]
+    prompt = Prompt(prompt_id="p", prompt_text="Q", task="t")
+    for each in (prompt, replace(prompt, messages=(chat[0],))):
+        model, program = TextsSeen(), TextsSeen()
+        asyncio.run(judge_answer(NextMessageFeedback(model), each, rollout))
+        asyncio.run(judge_answer(NextMessageFeedback(ProgramFeedback(program.read)), each, rollout))
+        assert model.texts == logged == ["Q", "user: Q\n\nassistant: aaaa\n\nuser: no 0"]
+        assert program.texts == ["Q", "Q"]
+
+
+def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it() -> None:
+    rollout = replace(make_conversation([4, 3], [2]), response_text="ttabEEttt", answer_start=None, metrics={"m": 1.0})
+    first, last = rollout.conversation
+    turns = replace(first, answer_start=2, reply="wrong: a"), replace(last, answer_start=None, reply="")
+    rollout, prompt = replace(rollout, conversation=turns), Prompt(prompt_id="p", prompt_text="", task="t")
+    for source in (Replying(), whole := Quoting("a", "b")):
+        feedback = asyncio.run(judge_answer(source, prompt, rollout))
+        assert feedback.status == "ok" and feedback.metrics == {"m": 1.0}
+        assert (feedback.spans[0].start, feedback.spans[0].end) == (2, 3)
+    assert whole.texts == ["abEE"]
+
+    silent = replace(rollout, conversation=(replace(turns[0], answer_start=None), turns[1]))
+    feedback = asyncio.run(judge_answer(whole, prompt, silent))
+    assert (feedback.status, feedback.spans, len(whole.texts)) == ("empty", (), 1)
+    lost = replace(silent, conversation=(replace(silent.conversation[0], reply=""),))
+    feedback = asyncio.run(judge_answer(Replying(), prompt, lost))
+    assert feedback.usable and feedback.reason == f"turn_1: {NO_ANSWER}" and [*feedback.criteria] == ["turn_1"]
+
+
+def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() -> None:
+    """The first turns have the rewards 1, 3 and 5; the only second one has 10, and then is not usable."""
+    prompt, lines = Prompt(prompt_id="p", prompt_text="", task="t"), list[Any]()
+    for turns, rewards in (([2], [1]), ([2, 2], [3, 10]), ([2], [5])):
+        rollout = make_conversation(turns, [1])
+        rollout = replace(rollout, conversation=tuple(replace(t, reply="bad: a") for t in rollout.turns))
+        feedback = asyncio.run(judge_answer(Replying(), prompt, rollout))
+        names = [f"turn_{number + 1}" for number in range(len(turns))]
+        assert [*feedback.criteria] == names and feedback.critique.startswith("turn_1:\nbad: a")
+        scored, stats = score(rollout)
+        by_turn = dict(zip(names, map(float, rewards), strict=True))
+        lines.append(
+            (replace(scored, feedback=feedback, criterion_rewards=by_turn), stats, (prompt, rollout, feedback))
+        )
+    scored, stats, pairs = map(list, zip(*lines, strict=True))
+    metrics = step_metrics(pairs, scored, stats, ObjectiveConfig(), kl=0, kl_coef=0)
+    assert metrics["criterion_reward/turn_1"] == 3 and metrics["criterion_reward/turn_2"] == 10
+    without = step_metrics(pairs, scored[::2], stats[::2], ObjectiveConfig(), kl=0, kl_coef=0)
+    assert without["criterion_reward/turn_1"] == 3 and "criterion_reward/turn_2" not in without
 
 
 def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:

@@ -75,6 +75,7 @@ def scored_pair(
         feedback=feedback,
         token_rewards=np.array(deltas, np.float32),
         step_ids=np.array(steps or [0] * len(deltas), np.int32),
+        answer_tokens=np.ones(len(deltas), bool),
         outcome_reward=outcome_reward,
     )
 

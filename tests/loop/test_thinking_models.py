@@ -175,8 +175,8 @@ def test_no_span_quote_or_measure_touches_the_thinking(
         assert task.texts[-1] == rollout.answer
     rule = RewardRuleConfig(unit=unit, placement=placement)
     scored = score(tokenizer, rollout, feedback, rule)
-    first = int((~scored.is_answer).sum())
-    assert not scored.is_answer[:first].any()
+    first = int((~scored.answer_tokens).sum())
+    assert not scored.answer_tokens[:first].any()
     ends = token_offsets(tokenizer, rollout.response_ids)[:first, 1]
     assert not ends.size or ends[-1] <= (len(rollout.response_text) if is_cut else rollout.answer_start)
     assert not scored.token_rewards[:first].any()

@@ -68,6 +68,20 @@ def test_a_second_process_requests_only_what_the_first_has_no_answer_for(tmp_pat
     assert judge(tmp_path, "a c", "a b", "fault")[1] == []
 
 
+def test_equal_turns_after_other_turns_get_their_own_answers(tmp_path: Path) -> None:
+    class Turns(NumberedFeedback):
+        judges_turns = True
+
+    first, second = (replace(PROMPT, messages=({"role": "assistant", "content": text},)) for text in "ab")
+
+    def critiques(*prompts: Prompt) -> list[str]:
+        with closing(JournaledFeedback(Turns(), tmp_path, IDENTITY, keep=2)) as journaled:
+            return [asyncio.run(journaled.judge(prompt, "a")).critique for prompt in prompts]
+
+    assert critiques(first, second) == ["critique 1", "critique 2"]
+    assert critiques(second, first) == ["critique 2", "critique 1"]
+
+
 def test_equal_responses_get_the_answers_that_they_had_in_order(tmp_path: Path) -> None:
     critiques = [feedback.critique for feedback in judge(tmp_path, "a", "a", "b", "a")[0]]
     assert critiques == ["critique 1", "critique 2", "critique 3", "critique 4"], "nothing is shared in a process"

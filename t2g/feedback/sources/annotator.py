@@ -89,8 +89,8 @@ def make_request(
     pieces = f"the pieces of the response that {'your critique speaks of' if writes_critique else 'decide'}"
     questions = ""
     if critique is not None:
-        notes = f"A person has written this critique of the response; keep to it:\n{critique}"
-        pieces = "the pieces of the response that this person's critique speaks of"
+        notes = f"This critique of the response was written; keep to it:\n{critique}"
+        pieces = "the pieces of the response that this critique speaks of"
     else:
         notes = (task.notes(prompt, response_text) or "")[:MAX_NOTES_CHARS]
         questions = f" {review.questions}" if review.questions else ""

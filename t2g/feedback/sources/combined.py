@@ -38,16 +38,20 @@ class CombinedFeedback(FeedbackSource):
         return combine_feedback(dict(zip(self._sources, answers, strict=True)), self._required)
 
 
-def combine_feedback(answers: Mapping[str, SpanFeedback], required: Collection[str]) -> SpanFeedback:
+def combine_feedback(
+    answers: Mapping[str, SpanFeedback], required: Collection[str], *, names_single: bool = False
+) -> SpanFeedback:
     """Return one feedback from the feedback of each criterion, with the critiques under the names as headings.
 
     It is usable if at least one criterion is usable and every required one is. Otherwise it is failed if a required
     criterion failed (any, if none is required), else unparsable. Spans and critiques of unusable criteria are left out.
-    The execution is the first one. A single criterion only names its spans: it has no heading, `criteria` or curves.
+    The execution is the first one. A single criterion only names its spans: it has no heading, `criteria` or curves,
+    except with `names_single`.
     """
     critique, spans, results = "", list[Span](), dict[str, CriterionResult]()
+    is_named = names_single or len(answers) > 1
     for name, answer in answers.items():
-        if answer.usable and answer.critique and len(answers) > 1:
+        if answer.usable and answer.critique and is_named:
             critique += ("\n\n" if critique else "") + f"{name}:\n"
         start = len(critique)
         if answer.usable:
@@ -55,7 +59,7 @@ def combine_feedback(answers: Mapping[str, SpanFeedback], required: Collection[s
             spans += [_name_span(span, name, start) for span in answer.spans]
         critique_range = start, len(critique)
         results[name] = CriterionResult(status=answer.status, critique_range=critique_range, reason=answer.reason)
-    if len(answers) == 1:
+    if not is_named:
         return replace(next(iter(answers.values())), spans=tuple(spans))
     usable = [answer for answer in answers.values() if answer.usable]
     needed = [answer for name, answer in answers.items() if name in required] or usable or [*answers.values()]

@@ -1,9 +1,13 @@
 """Feedback by the message that follows a response in a conversation, see `t2g.feedback.conversations`."""
 
+from dataclasses import replace
+
 from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.sources.aligning import find_spans
+from t2g.feedback.sources.program import ProgramFeedback
 from t2g.interfaces import Aligner, FeedbackSource
+from t2g.tasks.prompts_only import format_chat
 from t2g.types import Prompt, SpanFeedback
 
 
@@ -23,4 +27,10 @@ class NextMessageFeedback(FeedbackSource):
             reason = f"no message follows the response to prompt {prompt.prompt_id}"
             return make_failed_feedback("failed", source=self.name, version="", reason=reason)
         own = make_feedback(critique, (), (), response_text, source=self.name, version="")
-        return await find_spans(self._aligner, prompt, response_text, own) if self._aligner else own
+        if self._aligner is None:
+            return own
+        if prompt.messages and not isinstance(self._aligner, ProgramFeedback):  # a program reads the question, a model
+            prompt = replace(
+                prompt, prompt_text=format_chat(prompt.messages)
+            )  # the chat so far, as logged ones give it
+        return await find_spans(self._aligner, prompt, response_text, own)

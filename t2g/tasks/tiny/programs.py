@@ -67,11 +67,11 @@ def write_question(rules: Iterable[Rule], wording: int) -> str:
 
 
 def write_program(
-    rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator, right: Collection[str] = ()
+    rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator, correct_words: Collection[str] = ()
 ) -> str:
     """Return a program with planted faults and at least one branch, in the order of the rules.
 
-    The rules of the words in `right` have none.
+    The rules of `correct_words` have none.
 
     Probabilities per rule: `wrong`, another operator or another number, equally often; `missing`, no branch.
     Probabilities per program: `invented`, a branch of a word without a rule; `repeated`, a later copy of a branch.
@@ -79,7 +79,7 @@ def write_program(
     rules, branches = list(rules), list[str]()
     while not branches:
         for rule in rules:
-            if rule.word in right:
+            if rule.word in correct_words:
                 branches.append(_write_branch(rule, rng))
             elif rng.random() >= rates.missing:
                 branches.append(_write_branch(_change_rule(rule, rng) if rng.random() < rates.wrong else rule, rng))

@@ -156,11 +156,15 @@ def test_what_training_on_conversations_refuses(changes: dict[str, Any], message
 
 def test_next_messages_are_credited_to_their_own_turn() -> None:
     job = {"model": {"policy": "m"}, "data": {"path": "d"}, "environment": "a:B"}
-    gammas = [
-        PolicyJob.model_validate(job | {"feedback": {"source": source}}).objective.turn_gamma
-        for source in ("next_message", "c:d")
-    ]
-    assert gammas == [0.0, 1.0]
+
+    def gamma(source: str, **objective: Any) -> float:
+        changes = {"feedback": {"source": source}, "objective": objective}
+        return PolicyJob.model_validate(job | changes).objective.turn_gamma
+
+    assert (gamma("next_message"), gamma("c:d"), gamma("next_message", turn_gamma=1)) == (0, 1, 1)
+    placements = ("span", "step", "scalar", "shuffled")
+    by_placement = [gamma("next_message", rewards={"placement": placement}) for placement in placements]
+    assert by_placement == [0, 0, 1, 1], "a number at the last token pays all turns"
 
 
 def test_a_model_that_aligns_replies_is_served() -> None:
