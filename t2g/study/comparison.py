@@ -104,6 +104,8 @@ def base_run(run: Run) -> Run:
         samples=run.samples[:1],
         scores=run.scores[:1],
         seconds=run.seconds[:1],
+        kls=run.kls[:1],
+        lengths=run.lengths[:1],
         step_seconds=None,
         targeting=dict.fromkeys(TARGETING, 0.0) | {"returns": None},
     )

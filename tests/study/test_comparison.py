@@ -140,7 +140,9 @@ def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
     assert subtract_matched(scalar, span, "lengths") == pytest.approx(0.8 - 0.75)
     assert subtract_matched(span, moved((0.6, 0.8), (50, 60), (0, 1)), "lengths") is None  # the other way
     assert subtract_matched(span, a_run(0.6, 0.8), "kls") is None
-    found = summarise({"scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
+    base = {seed: base_run(span) for seed in (1, 2)}  # it has not moved
+    found = summarise({"sft": base, "scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
+    assert found["sft"]["minus_scalar_at_equal"] == {"kls": None, "lengths": None}
     at_equal = found["span"]["minus_scalar_at_equal"]
     assert at_equal["kls"]["mean"] == pytest.approx(-0.05) and at_equal["lengths"]["high"] == pytest.approx(-0.05)
 
