@@ -111,7 +111,7 @@ def finding_lines(text: str) -> dict[str, list[dict[str, str]]]:
             sides["heldout" if digest[0] < 77 else "train"].append(sentences)  # 30 %
 
     def make_records(side: str, count: int) -> list[dict[str, str]]:
-        studies = [[rng.choice(one) for one in rng.sample(sides[side], NUM_STUDIES)] for _ in range(count)]
+        studies = [[rng.choice(sentences) for sentences in rng.sample(sides[side], NUM_STUDIES)] for _ in range(count)]
         posts = ["\n".join(lines) for lines in studies]
         return [
             {"id": f"{side}-{i}", "post": post, "ideal_human_summary": "- " + post.replace("\n", "\n- ")}

@@ -119,16 +119,16 @@ class WeightSync:
                     "more: they compute different models"
                 )
             self._fleet.baseline_gap = gap or self._fleet.baseline_gap
-            if self._is_in_files(version):
+            if self._equals_model_files(version):
                 gaps = round_.accept(answers)
         if self._baseline_file is not None and self._fleet.baseline_gap is not None:
             write_json(self._baseline_file, asdict(self._fleet.baseline_gap))
         return gaps
 
-    def _is_in_files(self, version: Version) -> bool:
+    def _equals_model_files(self, version: Version) -> bool:
         """Return whether an engine that loads the model's files has the weights that the learner would send it.
 
-        A bfloat16 learner has rounded them. With LoRA the engine would have no adapter.
+        A bfloat16 learner has rounded weights. With LoRA the engine would have no adapter.
         """
         rounds = self._config.dtype == "bfloat16" and self._fleet.config.dtype == "float32"
         return version.number == 0 and self._config.lora is None and not rounds
@@ -156,7 +156,7 @@ class WeightSync:
             version = self._sent
             if version is None or target in version.verified or self._fleet.turn == "learner":
                 return
-            has_files = target.version is None and self._is_in_files(version)
+            has_files = target.version is None and self._equals_model_files(version)
             gathers_again = not self._config.is_replayable and self._learner.policy_version == version.made_at
             if not (has_files or version.buckets or gathers_again):
                 return

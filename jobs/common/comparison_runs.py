@@ -93,7 +93,7 @@ class Target:
 
     def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:
         """Measure what a run changed, into its folder. Engines and learner have the trained weights."""
-        self._write(arm, self._forward(learner, has_reference=True), rollouts, feedback)
+        self._write(arm, self._compute_logprobs(learner, has_reference=True), rollouts, feedback)
 
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
         """Measure a run without a learner of ours, from its exported policy."""
@@ -103,11 +103,11 @@ class Target:
         placement_timeout_s = arm.cluster.placement_timeout_s
         spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
         with loaded_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
-            forward = self._forward(learner, has_reference=False)
+            measured = self._compute_logprobs(learner, has_reference=False)
         with Fleets() as own:
-            self._write(arm, forward, own.rollouts(exported.model, exported.rollout, exported), feedback)
+            self._write(arm, measured, own.rollouts(exported.model, exported.rollout, exported), feedback)
 
-    def _forward(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
+    def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
         """Return the log-probabilities of the reference responses, and `measure_retention`."""
         responses = [rollout for _, rollout, _ in self.responses]
         logprobs = [stats.old_logprobs for stats in learner.forward(responses, ["old_logprobs"])]
@@ -118,12 +118,12 @@ class Target:
         return logprobs, measure_retention(retained, has_reference=has_reference)
 
     def _write(
-        self, arm: PolicyJob, forward: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
+        self, arm: PolicyJob, measured: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
         feedback: FeedbackSource,
     ) -> None:  # fmt: skip
-        (logprobs, retained), source = forward, self._source(rollouts)
-        measured = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
-        content = asyncio.run(measured) | retained
+        (logprobs, retained), source = measured, self._source(rollouts)
+        changes = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
+        content = asyncio.run(changes) | retained
         write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(content, indent=1).encode())
 
 
@@ -149,14 +149,14 @@ class Session:
         if summary is None:
             if self.stop:
                 raise Stopped
-            summary = self._make(arm, method.is_baseline, target, data, identity_fields)
+            summary = self._train(arm, method.is_baseline, target, data, identity_fields)
         if target and method.is_trained and not (arm.run.folder / TARGETING_FILE).exists():
             target.measure_exported(arm, self.fleets.feedback(arm.feedback, self.data.task, arm))
         if target and self.arms.job.compare.results:
             seconds = summary["timing"]["wall_s"]
             self.results.append(name, arm, load_run(arm), seconds=seconds, **identity_fields)
 
-    def _make(
+    def _train(
         self,
         arm: PolicyJob,
         is_baseline: bool,

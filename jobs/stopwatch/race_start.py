@@ -29,7 +29,7 @@ def judge(prompt: str, response: str) -> tuple[str, list[str], list[str]]:
 async def measure(bench: Bench) -> list[Record]:
     model = bench.models.fixed
     write_card(model, make_card(get_task("prompts"), SPARSE))
-    # The reward model with random weights is loaded, and not asked.
+    # The reward model has random weights: it is loaded and gets no request.
     feedback = {"source": "jobs.stopwatch.race_start:judge", "align": "reward_model", "reward_model": str(model)}
     feedback |= {"engine": bench.config.reward_engine}
     data = bench.config.run.folder / "prompts.jsonl"

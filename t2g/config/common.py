@@ -355,7 +355,7 @@ class WorldConfig(Section):
     num_train: int = Field(4000, ge=1)
     num_heldout: int = Field(256, ge=1)
     num_repairs: int = Field(
-        0, ge=0, description="task tiny_code: examples of the base policy that mend a program after a message"
+        0, ge=0, description="task tiny_code: examples of the base policy that repair a program after a message"
     )
     wrong: float = Field(0.3, ge=0, le=1)
     missing: float = Field(0.2, ge=0, le=1)

@@ -96,7 +96,7 @@ class CodeTask(Task):
         return make_feedback_function(sandbox, style, self.run)
 
     def describe_failures(self, outcome: Outcome, code: str, sandbox: SandboxConfig) -> str:
-        """Return the failing tests and the lines that raise, for a policy that mends its program."""
+        """Return the failing tests and the lines that raise, for a policy that repairs its program."""
         from t2g.tasks.code_feedback import find_code_lines, format_critique
 
         return format_critique(outcome, find_code_lines(code, 0), [], [], sandbox)
