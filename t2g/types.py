@@ -7,6 +7,7 @@ Shape letters: P prompt tokens, R response tokens.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -82,7 +83,7 @@ class Rollout:
         )
         return self.conversation or (single_turn,)
 
-    @property
+    @cached_property
     def policy_mask(self) -> np.ndarray:
         """Return whether the policy sampled a token, [R] bool; False: the environment inserted it."""
         mask = np.ones(len(self.response_ids), bool)

@@ -3,7 +3,7 @@
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,11 @@ def write_groups(folder: Path, groups: Groups) -> None:
 
 def _make_record(rollout: Rollout, feedback: SpanFeedback) -> dict[str, Any]:
     """Return the sample as JSON values, without the fields of its prompt."""
-    fields = {name: value for name, value in vars(rollout).items() if name not in ("prompt_id", "prompt_ids")}
-    arrays = {name: b64encode(fields[name].tobytes()).decode() for name in ARRAYS}
+    names = [field.name for field in fields(rollout) if field.name not in ("prompt_id", "prompt_ids")]
+    arrays = {name: b64encode(getattr(rollout, name).tobytes()).decode() for name in ARRAYS}
     turns = [asdict(turn) for turn in rollout.conversation]
-    return fields | arrays | {"feedback": asdict(feedback), "conversation": turns}
+    values = {name: getattr(rollout, name) for name in names} | arrays
+    return values | {"feedback": asdict(feedback), "conversation": turns}
 
 
 def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[Group]]:
@@ -81,5 +82,5 @@ def _read_sample(record: dict[str, Any], prompt: Prompt) -> tuple[Rollout, SpanF
         raise ValueError(f"not one logprob for each token of prompt {prompt.prompt_id}")
     versions = tuple((start, end, version) for start, end, version in record["policy_versions"])
     turns = _TURNS.validate_python(record.get("conversation", ()))
-    fields = record | arrays | {"policy_versions": versions, "conversation": turns}
-    return Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **fields), feedback
+    values = record | arrays | {"policy_versions": versions, "conversation": turns}
+    return Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **values), feedback

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from models import bigram_model
 from own_runs import command, logged_steps, make_folder, start
 
 SEED = 20250522
@@ -21,6 +22,12 @@ TOLERANCE = 1e-6
 FUNCTION = """
 import os
 
+from t2g.environments import Reply
+
+class Again:
+    async def reply(self, prompt, turns):
+        return Reply("Again.")
+
 def judge(prompt, response):
     with open(os.environ["JUDGED"], "a") as file:
         file.write(repr((prompt, response)) + chr(10))
@@ -28,6 +35,10 @@ def judge(prompt, response):
     good = [c for c in letters if c.lower() in "aeiou"]
     return "vowels are good", good[:2], [c for c in letters if c not in good][:2]
 """
+
+# Half of the responses are truncated, and the conversation with them; the others have a second turn.
+CONVERSATIONS = {"environment": "vowels:Again", "rollout.max_turns": 2, "rollout.max_model_len": 192}
+ENDING = dict.fromkeys("abcdefghijklm", "<|end|>")  # after these letters a turn ends
 
 
 def marked(mark: str) -> list[int]:
@@ -54,8 +65,14 @@ def lines(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow  # five starts of a whole run; tests/test_restarts.py has the same on fakes
-def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, CONVERSATIONS, {**CONVERSATIONS, "rollout.max_staleness": 1}])
+def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    """With staleness the weights that sampled a token depend on the clock: there the records are compared alone."""
     folder, log = make_folder(tmp_path), tmp_path / "log.txt"
+    if changes:
+        bigram_model(folder / "policy", ENDING)
     (folder / "vowels.py").write_text(FUNCTION)
     mark = f"{os.getpid()}-{tmp_path.name}"
     environ = {MARK: mark, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
@@ -72,6 +89,7 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: 
                 "learner.critic.lr": 0.001,
                 "eval_data": f"{{path: {folder / 'prompts.jsonl'}, limit: 4}}",
                 "eval.every": 3,
+                **changes,
             },
         )
 
@@ -96,6 +114,14 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: 
     killed = lines(folder / "runs" / "killed")
     assert [line["step"] for line in killed] == [line["step"] for line in whole] == list(range(NUM_STEPS + 1))
     assert "going on after" in log.read_text()
+    if changes:
+        assert all(1 < line["turns/mean"] <= 2 for run in (whole, killed) for line in run[1:])
+        records = [json.loads(line) for line in (folder / "runs" / "killed" / "samples.jsonl").open()]
+        keys = [(r["step"], r["split"], r["prompt_id"], r["sample_index"]) for r in records]
+        assert len(set(keys)) == len(keys), "each conversation once"
+    if "rollout.max_staleness" in changes:
+        assert {line["staleness/max"] for line in killed[1:]} == {0, 1}
+        return
     for a, b in zip(whole, killed, strict=True):
         names = [name for name in a if name.startswith(COMPARED)]
         assert {name: b[name] for name in names} == pytest.approx(

@@ -1,5 +1,6 @@
 """Which characters and tokens of a transcript are the policy's."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def with_letters(tokenizer: Any, rollout: Rollout) -> Rollout:
     """The conversation with the ids of its letters, and of `c` for what was inserted."""
     letters = [letter if letter in LETTERS else "c" for letter in rollout.response_text]
     ids = np.array([tokenizer.convert_tokens_to_ids(letter) for letter in letters], np.int32)
-    return Rollout(**{**vars(rollout), "response_ids": ids})
+    return replace(rollout, response_ids=ids)
 
 
 @settings(max_examples=60, deadline=None)
