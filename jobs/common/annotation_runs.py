@@ -256,11 +256,9 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     styles = {name: source.style.model_dump() for name, source in config.annotate.named_sources.items()}
     summary["style"] = styles.get("", styles)  # jobs.train_reward refuses another style
     write_json(folder / DONE_FILE, summary)
-    print(
-        text
-        if heldout
-        else f"{text}\n  of one prompt or conversation: nothing is held out, and {HELDOUT_FILE} is empty"
-    )
+    if not heldout:
+        text += f"\n  of one prompt or conversation: nothing is held out, and {HELDOUT_FILE} is empty"
+    print(text)
     return summary
 
 

@@ -24,10 +24,10 @@ DUMMY: tuple[Message, ...] = (
     {"role": "assistant", "content": DUMMY_ANSWER},
 )
 
-SampleTurn = Callable[
-    [np.ndarray, int], Awaitable[Rollout]
-]  # context [P] and number of the turn, 0, 1, ... -> the turn
-EncodeReply = Callable[[str, np.ndarray], np.ndarray]  # reply, and the ids of the turn before it -> inserted ids
+# Context [P] and number of the turn, 0, 1, ... -> the turn.
+SampleTurn = Callable[[np.ndarray, int], Awaitable[Rollout]]
+# Reply, and the ids of the turn before it -> inserted ids.
+EncodeReply = Callable[[str, np.ndarray], np.ndarray]
 
 
 def make_encoder(tokenizer: Any) -> EncodeReply:

@@ -29,8 +29,7 @@ class NextMessageFeedback(FeedbackSource):
         own = make_feedback(critique, (), (), response_text, source=self.name, version="")
         if self._aligner is None:
             return own
-        if prompt.messages and not isinstance(self._aligner, ProgramFeedback):  # a program reads the question, a model
-            prompt = replace(
-                prompt, prompt_text=format_chat(prompt.messages)
-            )  # the chat so far, as logged ones give it
+        if prompt.messages and not isinstance(self._aligner, ProgramFeedback):
+            # A program reads the question, a model the chat so far, as it is in the records of logged conversations.
+            prompt = replace(prompt, prompt_text=format_chat(prompt.messages))
         return await find_spans(self._aligner, prompt, response_text, own)
