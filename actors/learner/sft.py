@@ -88,7 +88,8 @@ def run_sft(
     check_placement({"sft": options}, timeout_s=cluster.placement_timeout_s)
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     job = RankJob(
-        spec=_learner_spec(model, options, num_steps, seed, max(map(len, examples))), options=options, examples=ray.put(list(examples)),
+        spec=_learner_spec(model, options, num_steps, seed, longest=max(map(len, examples))),
+        options=options, examples=ray.put(list(examples)),
         folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
     metrics = _fit(job, cluster, on_report) | {"wall_s": time.monotonic() - started}
@@ -99,7 +100,7 @@ def run_sft(
     return metrics
 
 
-def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed: int, longest: int) -> LearnerSpec:
+def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed: int, *, longest: int) -> LearnerSpec:
     shared = {"workers", "dtype", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
     lora = options.lora
     learner = LearnerConfig(
