@@ -54,7 +54,7 @@ class PolicyTurn:
 class Rollout:
     """One sampled response, or a conversation with an environment.
 
-    `response_text` is decoded by `t2g.text.offsets`, not by the engine. Of a conversation it is the transcript: each
+    `response_text` is decoded by `t2g.text.offsets`, not by the engine. In a conversation it is the transcript: each
     turn as sampled, and between two turns the environment's message under headings.
     """
 

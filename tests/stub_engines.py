@@ -31,7 +31,7 @@ SLOW, SLOW_S = "slow", 3.0
 class Again:
     """An environment that asks for one turn more."""
 
-    async def reply(self, prompt: Prompt, turns: Any) -> Reply:
+    async def reply(self, prompt: Prompt, messages: Any) -> Reply:
         await asyncio.sleep(WORK_S)
         return Reply("again")
 

@@ -17,28 +17,23 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.engines.rollout import RolloutFleet, check_window
-from actors.fleet.member import Late
-from t2g.config import PolicyJob
+from actors.fleet.member import RequestTimedOut
+from t2g.config import RolloutConfig
 from t2g.environments.converse import converse, make_encoder
 from t2g.environments.environment import Environment
 from t2g.interfaces import RolloutSource, Sampling
-from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout
 
-LONGEST_S = 86400.0  # a conversation; each of its turns and replies has a deadline of its own
+MAX_CONVERSATION_S = 86400.0  # a conversation; each of its turns and replies has a deadline of its own
 
 
 class Conversations(RolloutSource):
     """A rollout fleet and an environment as a source of conversations."""
 
-    def __init__(self, fleet: RolloutFleet, config: PolicyJob, task: Task, tokenizer: Any) -> None:
-        """Construct the environment.
-
-        Raises:
-            UserError: As `Environment` and `make_encoder`.
-        """
-        self._fleet, self._window, self._max_turns = fleet, config.rollout.max_model_len, config.rollout.max_turns
-        self._environment, self._encode = Environment(config, task), make_encoder(tokenizer)
+    def __init__(self, fleet: RolloutFleet, config: RolloutConfig, environment: Environment, tokenizer: Any) -> None:
+        """Raise UserError for a tokenizer, see `make_encoder`."""
+        self._fleet, self._window, self._max_turns = fleet, config.max_model_len, config.max_turns
+        self._environment, self._encode = environment, make_encoder(tokenizer)
 
     async def sample(
         self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
@@ -47,7 +42,7 @@ class Conversations(RolloutSource):
         check_window(prompt, sampling.max_new_tokens, self._window)
         return await self._fleet.calls(
             [partial(self._converse, prompt, sampling, index) for index in range(sampling.num_samples)],
-            timeout_s=LONGEST_S,
+            timeout_s=MAX_CONVERSATION_S,
             what=f"prompt {prompt.prompt_id}",
             on_answer=on_rollout,
         )
@@ -60,7 +55,7 @@ class Conversations(RolloutSource):
             try:
                 await asyncio.wait([answer], timeout=self._fleet.config.deadline_s)
                 if not answer.done():
-                    raise Late(self._fleet.config.deadline_s)
+                    raise RequestTimedOut(self._fleet.config.deadline_s)
                 return answer.result()
             finally:
                 if not answer.done():

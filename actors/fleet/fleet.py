@@ -24,11 +24,11 @@ from actors.fleet.member import (
     DIED,
     UNREACHABLE,
     Interrupted,
-    Late,
     Member,
+    RequestTimedOut,
     describe_error,
     describe_loss,
-    missed_deadline,
+    find_missed_deadline_s,
     unwrap_error,
 )
 from actors.fleet.meter import summary
@@ -224,7 +224,7 @@ class Fleet:
                     self._apply_event(member, "request_answered")
                 return [answers[number] for number in range(len(submits))]
             reasons.append(next(filter(None, failures)))
-            late_s = max((missed_deadline(future, timeout_s) for future in futures), default=0.0)
+            late_s = max((find_missed_deadline_s(future, timeout_s) for future in futures), default=0.0)
             if late_s:  # several late requests count as one failure
                 logger.warning("%s: %s", what, reasons[-1])
                 self._apply_event(member, "request_failed", f"did not answer within {late_s:g} s")
@@ -235,7 +235,7 @@ class Fleet:
         if answer.cancelled():
             return f"no answer by {member.name} within {timeout_s:g} s"
         error = answer.exception()
-        if isinstance(error, Late):
+        if isinstance(error, RequestTimedOut):
             return f"no answer by {member.name} within {error.timeout_s:g} s"
         if isinstance(error, RayTaskError):
             raised = unwrap_error(error)

@@ -43,7 +43,7 @@ class Interrupted(Exception):
     """The worker stopped serving: its requests go to another worker."""
 
 
-class Late(Exception):
+class RequestTimedOut(Exception):
     """Raised by a request of several calls, one of which missed its deadline."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -52,12 +52,12 @@ class Late(Exception):
         self.was_syncing = False  # whether a weight sync was running, which has the deadline then
 
 
-def missed_deadline(answer: "asyncio.Future[Any]", timeout_s: float) -> float:
+def find_missed_deadline_s(answer: "asyncio.Future[Any]", timeout_s: float) -> float:
     """Return the deadline in seconds that a finished request of `Member.answers` missed; 0: none."""
     if answer.cancelled():
         return timeout_s
     error = answer.exception()
-    return error.timeout_s if isinstance(error, Late) and not error.was_syncing else 0.0
+    return error.timeout_s if isinstance(error, RequestTimedOut) and not error.was_syncing else 0.0
 
 
 class Notifier:
@@ -151,7 +151,7 @@ class Member:
     ) -> list["asyncio.Future[Any]"]:
         """Return the answers once no weight sync is running, since the weights that made them may be refused.
 
-        Late requests are returned as cancelled futures, or raise `Late` themselves.
+        Requests that time out are returned as cancelled futures, or raise `RequestTimedOut` themselves.
 
         Args:
             submits: The requests by number; each returns an ObjectRef, or a coroutine that makes several calls.
@@ -167,7 +167,7 @@ class Member:
         def settle(number: int, answer: "asyncio.Future[Any]") -> None:
             leave(self)
             error = None if answer.cancelled() else answer.exception()
-            if isinstance(error, Late):
+            if isinstance(error, RequestTimedOut):
                 error.was_syncing = self.syncing
             if not (answer.cancelled() or error or self.syncing):
                 on_answer(number, answer.result())

@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -289,7 +290,7 @@ class LearnerGroup:
         fields = self.spec.stats_fields if fields is None else frozenset(fields)
         parts: list[PartName] = ["policy"] if fields - {"values"} else []
         parts += ["critic"] if "values" in fields and "critic" in self.parts else []
-        # Of a rollout, which has a text.
+        # Ranks need no texts.
         ids = [TokenIds(prompt_ids=s.prompt_ids, response_ids=s.response_ids) for s in sequences]
         shares, indices = self._split(parts, [ids])
         results = self._on_parts(
@@ -336,6 +337,8 @@ class LearnerGroup:
             batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))
         seconds = time.monotonic() - started
         metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
+        for by_rank in results.values():  # each rank knows its own share alone
+            metrics |= {name: fmean(found[name] for found in by_rank) for name in by_rank[0] if name.endswith("/mfu")}
         metrics[PEAK_MEMORY] = max(found[PEAK_MEMORY] for by_rank in results.values() for found in by_rank)
         if self.spec.loss == "ppo":
             metrics |= correction_metrics(batch, self.spec.objective)

@@ -63,8 +63,11 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
         make = annotation.make_turn_samples if config.annotate.reads_conversations else annotation.make_samples
         samples = make(rows, task)
         samples = _with_modes(samples, task, config)
-        if all(sample.problem for sample in samples):
+        problems = [sample.problem for sample in samples if sample.problem]
+        if len(problems) == len(samples):
             raise UserError(f"data.path={config.data.name}: no record can be judged; {samples[0].problem}")
+        for count, problem in annotation.group_reasons(problems):
+            print(f"not judged: {count} of {len(samples)} responses, as {problem}")
     else:
         tokenizer = load_policy_tokenizer(config.model)
         room, too_long = config.rollout.max_prompt_tokens, config.data.too_long

@@ -144,6 +144,7 @@ class Session:
         method, identity_fields, data = self.arms.methods[name], self.arms.identity_extras(name), data or self.data
         identity_fields |= {} if data is self.data else {"held_out": SEARCH_POSTS}
         if self.results.find(arm, **identity_fields):
+            print(f"{name}, seed {arm.run.seed}: in {self.arms.job.compare.results}, and not made again")
             return
         summary = finished(arm, **identity_fields)
         if summary is None:
@@ -242,8 +243,13 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     search["posts"] = "reported" if search_data is data else SEARCH_POSTS
     target: Target | None = None
     results = Results(config)
-    for names in engine_groups(arms) if config.seeds else []:
-        if len(config.lr_grid) == 1 and has_all(arms, names, results):
+    groups = engine_groups(arms) if config.seeds else []
+    made = [len(config.lr_grid) == 1 and has_all(arms, names, results) for names in groups]
+    for names, is_made in zip(groups, made, strict=True):
+        # The first group has the engines of the reference, which measures the runs of the others as well.
+        if is_made and (target or all(made)):
+            if names:
+                print(f"{', '.join(names)}: all runs are in {config.results}, and are not made again")
             search["chosen"] |= {name: config.lr_grid[0] for name in names if arms.methods[name].is_trained}
             continue
         with Fleets() as fleets:

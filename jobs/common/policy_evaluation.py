@@ -265,6 +265,7 @@ class Evaluation:
         measured = {name: columns(rows, scores[name], references, config.pass_at) for name, rows in answers.items()}
         sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
         about = {"task": config.task, "data": config.data.name, "prompts": len(prompts), "seed": seed} | sampled
+        about |= {"temperatures": config.temperatures} if config.temperatures else {}
         judged, summary = win_rates(judgements, answers, seed=seed), summarise(measured, seed=seed)
         function = self.task.make_feedback_function(style=StyleConfig(), sandbox=config.sandbox)
         program = None if function is None else ProgramFeedback(function, timeout_s=config.timeout_s)

@@ -79,6 +79,12 @@ class PolicyData:
     tokenizer: Any
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
+    environment: Environment | None = None
+
+    @property
+    def trainer_inputs(self) -> dict[str, Any]:
+        """Return the fields that a trainer takes."""
+        return {name: value for name, value in vars(self).items() if name != "environment"}
 
 
 def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
@@ -96,9 +102,9 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
     for job in (config, *arms):
         OutcomeRewards(job, task, prompts)  # checks them
-    if config.environment:
-        Environment(config, task)  # checks it
-        make_encoder(tokenizer)
+    environment = Environment(config, task) if config.environment else None
+    if environment is not None:
+        make_encoder(tokenizer)  # checks the chat template
     penalty = max(job.objective.truncation_penalty for job in (config, *arms))
     check_truncation_penalty(tokenizer, prompts, config.model, penalty)
     if len(prompts) < config.rollout.prompts_per_step:
@@ -111,7 +117,9 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
         records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
         too_long = config.eval_data.too_long
         eval_prompts = make_prompts(records, task, tokenizer, room, too_long=too_long, key="eval_data")
-    return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
+    return PolicyData(
+        task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, environment=environment
+    )
 
 
 def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
@@ -214,7 +222,7 @@ def run_with_learner(
         engines.callback(setattr, rollouts, "catch_up", None)  # the ranks behind it end here
         trainer = Trainer(
             config=config,
-            **vars(data),
+            **data.trainer_inputs,
             rollouts=make_rollout_source(config, data, rollouts),
             feedback=journaled,
             learner=learner,
@@ -248,7 +256,7 @@ def run_with_learner(
 
 def make_rollout_source(config: PolicyJob, data: PolicyData, rollouts: RolloutFleet) -> RolloutSource:
     """Return the engines, which converse with the environment if the config has one."""
-    return Conversations(rollouts, config, data.task, data.tokenizer) if config.environment else rollouts
+    return Conversations(rollouts, config.rollout, data.environment, data.tokenizer) if data.environment else rollouts
 
 
 def learner_spec(config: PolicyJob) -> LearnerSpec:
@@ -297,7 +305,7 @@ def run_baseline(
         revising = job.model if reviser is None else ModelConfig(policy=reviser)
         arm = Arm(
             job=job,
-            **vars(data),
+            **data.trainer_inputs,
             feedback=journaled,
             reviser=revising,
             reviser_tokenizer=load_policy_tokenizer(revising),

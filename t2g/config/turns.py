@@ -14,10 +14,15 @@ def check_conversations(environment: str | None, feedback: FeedbackConfig, objec
         return
     if objective.teacher is not None:
         raise ValueError("objective.teacher answers a prompt, and environment gives conversations: remove one")
-    if any(source.source == "program" for source in feedback.named_sources.values()):
+    if any("program" in (s.source, s.aligner) for s in feedback.named_sources.values() if s.source != "next_message"):
         raise ValueError(
-            "feedback.source=program judges one response, and environment gives conversations: set next_message, with "
+            "the task's program judges one response, and environment gives conversations: set next_message, with "
             "feedback.align=program for the spans of each turn, or a function that reads the transcript"
+        )
+    if feedback.source == "next_message" and feedback.align is None and not objective.outcome_rewards:
+        raise ValueError(
+            "feedback.source=next_message has replies without spans, and nothing else is paid: set feedback.align, "
+            "which finds the spans, or objective.outcome_rewards"
         )
     if feedback.sources and feedback.reads_conversations:
         raise ValueError(

@@ -18,11 +18,11 @@ class CodeRepair:
             raise ValueError(f"task {task.name} has no programs; it needs to be code or a class that derives from it")
         self._task, self._sandbox = task, sandbox
 
-    def reply(self, prompt: Prompt, turns: Sequence[Message]) -> Reply:
+    def reply(self, prompt: Prompt, messages: Sequence[Message]) -> Reply:
         """Run the tests on the last turn. A plain function: each call has a thread of its own."""
         if not self._task.can_measure(prompt):
             raise ValueError("the record has no tests; field test needs a text")
-        code, _ = extract_code(turns[-1]["content"])
+        code, _ = extract_code(messages[-1]["content"])
         outcome = self._task.run(code, prompt.payload["test"], with_mode(self._sandbox, prompt.payload))
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")

@@ -46,8 +46,11 @@ def make_encoder(tokenizer: Any) -> EncodeReply:
         if not found:
             name = tokenizer.name_or_path
             raise UserError(f"environment: the chat template of {name} leaves out earlier answers; take another model")
-        ids = np.asarray(encode_texts(tokenizer, [added])[0], np.int32)
-        return ids[1:] if np.array_equal(ids[:1], turn_ids[-1:]) else ids
+        for start in range(len(added) - len(added.lstrip()) + 1):  # some templates put blanks before the end of a turn
+            ids = np.asarray(encode_texts(tokenizer, [added[start:]])[0], np.int32)
+            if np.array_equal(ids[:1], turn_ids[-1:]):
+                return ids[1:]
+        return np.asarray(encode_texts(tokenizer, [added])[0], np.int32)
 
     encode("Hello", np.zeros(0, np.int32))
     return encode

@@ -7,7 +7,14 @@ from typing import Any
 from t2g.config import PolicyJob
 from t2g.errors import UserError
 from t2g.feedback.parse import MAX_ANSWER_CHARS, read_metrics, replace_surrogates
-from t2g.feedback.sources.user_function import FunctionFailed, UserFunction, load_function, select_options, shorten
+from t2g.feedback.sources.user_function import (
+    FunctionFailed,
+    UserFunction,
+    check_function,
+    load_function,
+    select_options,
+    shorten,
+)
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -25,10 +32,10 @@ class Reply:
 
 
 class Environment:
-    """An object with the method `reply(prompt, turns)`, async or not, which returns a `Reply`.
+    """An object with the method `reply(prompt, messages)`, async or not, which returns a `Reply`.
 
-    It may be constructed with the keyword arguments `task` and `sandbox`. `turns` are messages: the policy's first
-    answer, the reply to it, and so on to the policy's last answer, without thinking.
+    It may be constructed with the keyword arguments `task` and `sandbox`. The messages are the policy's first answer,
+    the reply to it, and so on to the policy's last answer, without thinking.
     """
 
     def __init__(self, config: PolicyJob, task: Task) -> None:
@@ -39,13 +46,17 @@ class Environment:
         """
         key = f"environment={config.environment}"
         path = SHIPPED.get(str(config.environment), str(config.environment))
+        if ":" not in path:
+            raise UserError(f"{key} is neither {', '.join(SHIPPED)} nor an import path, as in pkg.mod:Class")
         sources, sandbox = config.feedback.named_sources.values(), config.feedback.sandbox
         options = {"task": task, "sandbox": sandbox}
         make = load_function(path, key, "no arguments, or task= or sandbox=", options=options)
         try:
-            reply = make(**select_options(make, options)).reply
+            environment = make(**select_options(make, options))
         except Exception as error:  # a user's class may raise anything
-            raise UserError(f"{key} cannot be constructed, or has no reply: {type(error).__name__}: {error}") from error
+            raise UserError(f"{key} cannot be constructed: {type(error).__name__}: {error}") from error
+        reply = getattr(environment, "reply", None)
+        check_function(reply, f"{key}, its method reply,", "(prompt, messages)", num_arguments=2)
         timeout_s = max(source.timeout_s for source in sources)
         concurrency = max(source.concurrency for source in sources)
         if config.environment in SHIPPED:
@@ -55,13 +66,13 @@ class Environment:
             timeout_s=timeout_s, concurrency=concurrency,
         )  # fmt: skip
 
-    async def reply(self, prompt: Prompt, turns: Sequence[Message]) -> Reply:
+    async def reply(self, prompt: Prompt, messages: Sequence[Message]) -> Reply:
         """Return the reply to the last turn.
 
         Raises:
             FunctionFailed, RunStopped: As `UserFunction.call`.
         """
-        return await self._function.call(read_reply, prompt.prompt_id, prompt, [*map(dict, turns)])
+        return await self._function.call(read_reply, prompt.prompt_id, prompt, [*map(dict, messages)])
 
 
 def read_reply(answer: Any) -> Reply:

@@ -105,14 +105,16 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
     for number, record in enumerate(records, start=1):
         where, own_id, group = describe_record(record, number), task.prompt_id(record), ""
         common: dict[str, Any] = {"task": task.name, "data_file": getattr(record, "file", "")}
+        whole = Prompt(prompt_id=own_id or stable_id(where), prompt_text="", **common)
         try:
-            messages = read_conversation(record)
+            turns = [*split_conversation(read_conversation(record))]
         except ValueError as error:
-            prompt = Prompt(prompt_id=own_id or stable_id(where), prompt_text="", **common)
-            samples.append(Sample(prompt, 0, problem=f"{where}: {error}"))
+            samples.append(Sample(whole, 0, problem=f"{where}: {error}"))
             continue
+        if not turns:
+            samples.append(Sample(whole, 0, problem=f"{where} has no message by the assistant", is_left_out=True))
         others = {name: value for name, value in task.payload(record).items() if name not in CONVERSATION_FIELDS}
-        for turn in split_conversation(messages):
+        for turn in turns:
             text, payload = format_chat(turn.history), {**others, NEXT_MESSAGE: turn.critique}
             prompt_id = f"{own_id}/{turn.number}" if own_id else stable_id(text)
             prompt = Prompt(prompt_id=prompt_id, prompt_text=text, payload=payload, messages=turn.history, **common)
@@ -256,12 +258,12 @@ def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) 
         "located_share": sum(record.num_located for record in usable) / num_quotes if num_quotes else None,
         "agreement": sum(agreements) / len(agreements) if agreements else None,
         **{f"sandbox_{mode}_share": count / modes.total() for mode, count in sorted(modes.items())},
-        "reasons": _group_reasons(r.reason or f"status {r.status}" for r in records if not r.usable),
-        **({"left_out": reasons} if (reasons := _group_reasons(left_out)) else {}),
+        "reasons": group_reasons(r.reason or f"status {r.status}" for r in records if not r.usable),
+        **({"left_out": reasons} if (reasons := group_reasons(left_out)) else {}),
     }
 
 
-def _group_reasons(reasons: Iterable[str]) -> list[tuple[int, str]]:
+def group_reasons(reasons: Iterable[str]) -> list[tuple[int, str]]:
     """Return (count, first example) of the most frequent kinds; reasons of one kind differ only in their numbers."""
     kinds: dict[str, list[str]] = {}
     for reason in reasons:

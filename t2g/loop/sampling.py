@@ -165,29 +165,33 @@ async def compute_held_out_metrics(
     """Return means over held-out responses; `eval/score` is the task's own measure.
 
     Without such a measure the feedback gives the score of a response: good less poor spans by their number, -1 to 1,
-    and 0 without a span. It is a rate, because a count would grow with the length of the response. The first responses
-    are written to samples.jsonl with their feedback.
+    and 0 without a span. It is a rate, because a count would grow with the length of the response. A conversation
+    whose environment failed has no measure. The first responses are written to samples.jsonl with their feedback.
     """
     limit = asyncio.Semaphore(config.feedback.sandbox.max_concurrent)
-    measurable = pairs if all(task.can_measure(prompt) for prompt, _ in pairs) else ()
+    measurable = [pair for pair in pairs if not pair[1].failure]
+    if not all(task.can_measure(prompt) for prompt, _ in pairs):
+        measurable = []
 
-    async def measure_after(number: int) -> list[dict[str, float]]:
-        """Return the measures of the answers after that many turns."""
-        answers = [(prompt, rollout.answer_of(rollout.turns[:number][-1])) for prompt, rollout in measurable]
-        return await gather_all(measure(task, *answer, config.feedback.sandbox, limit) for answer in answers)
+    async def measure_turns(prompt: Prompt, rollout: Rollout) -> list[dict[str, float]]:
+        answers = map(rollout.answer_of, rollout.turns)
+        return await gather_all(measure(task, prompt, answer, config.feedback.sandbox, limit) for answer in answers)
 
-    max_turns = config.rollout.max_turns if config.environment else 1
-    *earlier, rows = [await measure_after(number) for number in range(1, max_turns + 1)]
+    by_turn = await gather_all(measure_turns(*pair) for pair in measurable)
+    rows = [turns[-1] for turns in by_turn]
     logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
     judged = await gather_all(judge_answer(feedback, p, r) for p, r in (logged if rows else pairs))
     log.write_samples(step, "eval", [(*pair, f) for pair, f in zip(logged, judged, strict=False)])
     metrics = {"eval/length_mean": float(np.mean([r.policy_mask.sum() for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        for number, after in enumerate(earlier, start=1):
-            metrics[f"eval/{task.score_name}_turn_{number}"] = float(np.mean([row[task.score_name] for row in after]))
+        if config.environment:
+            metrics["eval/failed_share"] = 1 - len(rows) / len(pairs)
+            for number in range(1, config.rollout.max_turns):
+                after = [turns[:number][-1][task.score_name] for turns in by_turn]
+                metrics[f"eval/{task.score_name}_turn_{number}"] = float(np.mean(after))
         scores: dict[str, list[float]] = {}
-        for (prompt, _), row in zip(pairs, rows, strict=True):
+        for (prompt, _), row in zip(measurable, rows, strict=True):
             scores.setdefault(prompt.prompt_id, []).append(row[task.score_name])
         deviation = np.std([*map(np.mean, scores.values())], ddof=1) if len(scores) > 1 else np.inf
         error = float(deviation / np.sqrt(len(scores)))

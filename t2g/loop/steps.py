@@ -318,7 +318,7 @@ def _conversation_metrics(pairs: Sequence[tuple[Rollout, SpanFeedback]]) -> dict
     return {
         m.TURNS: float(np.mean([len(r.turns) for r, _ in pairs])),
         "turns/window_share": float(np.mean([r.is_window_full for r, _ in pairs])),
-        "turns/unpaid_spans": float(np.mean(unpaid)) if unpaid else 0.0,
+        "turns/unpaid_share": float(np.mean(unpaid)) if unpaid else 0.0,
     }
 
 

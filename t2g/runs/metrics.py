@@ -33,7 +33,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | response/truncated_share                   | responses that max_new_tokens truncated                                |
 | turns/mean                                 | of the policy in a conversation, with an environment                   |
 | turns/window_share                         | conversations that ended because rollout.max_model_len was full        |
-| turns/unpaid_spans                         | share of spans on the environment's text alone, which pay nothing      |
+| turns/unpaid_share                         | share of spans on the environment's text alone, which pay nothing      |
 | gap/{logprob_mean,p95}                     | of |learner - engine| logprob, nats                                    |
 | importance/{mean,p95}                      | weight exp(learner - engine) logprob, before the cap                   |
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
@@ -84,7 +84,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | eval/<score>_turn_<n>                      | the measure after n turns, with an environment                         |
 | eval/score                                 | the metric that selects the best checkpoint                            |
 | eval/score_se                              | its standard error over prompts, where the task measures the score     |
-| eval/failed_share                          | held-out responses without usable feedback, where that gives the score |
+| eval/failed_share                          | held-out responses without a score: no usable feedback, no reply       |
 """
 
 from collections.abc import Iterable, Mapping

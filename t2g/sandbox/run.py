@@ -4,6 +4,7 @@ README.md lists what a verdict proves, what differs from plain pytest, and what 
 """
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -98,10 +100,17 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
         SandboxFailed: Two attempts started no sandbox within START_S.
     """
     set_dumpable(False)
-    started = time.monotonic()
-    with contextlib.suppress(SandboxFailed):
-        return _run(code, tests, limits, started, started + START_S / 2)
-    return _run(code, tests, limits, started, started + START_S)
+    with _slots(limits.max_concurrent):
+        started = time.monotonic()
+        with contextlib.suppress(SandboxFailed):
+            return _run(code, tests, limits, started, started + START_S / 2)
+        return _run(code, tests, limits, started, started + START_S)
+
+
+@functools.cache
+def _slots(count: int) -> threading.BoundedSemaphore:
+    """Return the limit of sandboxes at once, which all users in this process share."""
+    return threading.BoundedSemaphore(count)
 
 
 def _run(code: str, tests: str, limits: SandboxConfig, started: float, start_deadline: float) -> Outcome:

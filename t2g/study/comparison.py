@@ -12,6 +12,8 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+
 from t2g.errors import UserError
 from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spread
 
@@ -166,26 +168,25 @@ def summarise_matched(by_seed: Mapping[int, Run], scalar: Mapping[int, Run], nam
 
 
 def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
-    """Return the score less scalar's where both have moved equally far from the start.
+    """Return the score less scalar's where each first has moved as far from the start as both ever do.
 
-    Of the run that moved less it is the score of its last evaluation with a known value, of the other one the score
-    where it first had moved so far. None if a run did not move, or the two moved in different directions.
+    None if the two end in different directions from the start, or a run does not move.
 
         scores .6, .9 at KL 0, 2; scalar's .6, .8 at KL 0, 1 -> .75 - .8
 
     Args:
         name: What is equal: kls or lengths.
     """
-    own, other = getattr(run, name), getattr(scalar, name)
-    move, other_move = (values[-1] - values[0] if values else 0.0 for values in (own, other))
-    if move * other_move <= 0:
+    curves = [getattr(each, name) for each in (run, scalar)]
+    signs = {np.sign(values[-1] - values[0]) if values else 0 for values in curves}
+    if len(signs) != 1 or 0 in signs:
         return None
-    if abs(move) > abs(other_move):
-        reverse = subtract_matched(scalar, run, name)
-        return None if reverse is None else -reverse
-    level = min(max(other[0] + move, min(other)), max(other))  # a rounded sum may lie beyond the last value
-    score = scalar.score_at(level, other)
-    return None if score is None else run.scores[len(own) - 1] - score
+    (sign,) = signs
+    farthest = min(max(sign * (value - values[0]) for value in values) for values in curves)
+    # A rounded sum may lie beyond the farthest value.
+    levels = [np.clip(values[0] + sign * farthest, min(values), max(values)) for values in curves]
+    own, other = (each.score_at(*at) for each, at in zip((run, scalar), zip(levels, curves, strict=True), strict=True))
+    return None if own is None or other is None else own - other
 
 
 def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:

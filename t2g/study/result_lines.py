@@ -1,7 +1,8 @@
 """Finished runs of a comparison as JSON lines, so that it can go on where the folders of its runs are not kept.
 
-A line belongs to a run if settings, data, feedback and task are equal. The weights behind a local `model.policy` are
-not compared, only the end of its path: a start that was trained again has other weights.
+A line belongs to a run if settings and data are equal, and feedback and task have equal names. Neither the code behind
+these names is compared nor the weights behind a local `model.policy`, only the end of its path: a start that was
+trained again has other weights. `compare.results=FILE` names another file, and with it all runs are made again.
 """
 
 from contextlib import closing

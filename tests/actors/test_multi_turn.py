@@ -13,9 +13,10 @@ from fleet_worker import Worker, make_fleet
 from actors.engines import multi_turn
 from actors.engines.multi_turn import Conversations
 from actors.engines.rollout import sample_seed
-from actors.fleet.member import Late
+from actors.fleet.member import RequestTimedOut
 from t2g.config import EngineConfig, PolicyJob, WorkersConfig
 from t2g.environments import Reply
+from t2g.environments.environment import Environment
 from t2g.errors import RunStopped, UserError
 from t2g.interfaces import Sampling
 from t2g.tasks.prompts_only import PromptsTask
@@ -47,12 +48,17 @@ class Talker(Worker):
 class Again:
     """Asks for one turn more."""
 
-    async def reply(self, prompt: Prompt, turns: Any) -> Reply:
-        return Reply("again", done=len(turns) == 3)
+    async def reply(self, prompt: Prompt, messages: Any) -> Reply:
+        return Reply("again", done=len(messages) == 3)
+
+
+class Deaf:
+    def reply(self, prompt: Prompt) -> Reply:
+        return Reply(prompt.prompt_text)
 
 
 class Slow:
-    async def reply(self, prompt: Prompt, turns: Any) -> Reply:
+    async def reply(self, prompt: Prompt, messages: Any) -> Reply:
         await asyncio.sleep(60)
         return Reply("late", done=True)
 
@@ -60,7 +66,7 @@ class Slow:
 class Busy:
     """Replies to one turn at a time, so that all conversations together wait longer than an engine may take."""
 
-    async def reply(self, prompt: Prompt, turns: Any) -> Reply:
+    async def reply(self, prompt: Prompt, messages: Any) -> Reply:
         await asyncio.sleep(0.15)
         return Reply("", done=True)
 
@@ -105,7 +111,8 @@ def converse(
     fleet.wait_ready()
     for number, (member, mood) in enumerate(zip(fleet.serving(), moods, strict=True)):
         ray.get(member.handle.become.remote(f"worker {number}", mood))
-    source = Conversations(fleet, job or policy_job(f"{__name__}:Again"), PromptsTask(), tokenizer)
+    job = job or policy_job(f"{__name__}:Again")
+    source = Conversations(fleet, job.rollout, Environment(job, PromptsTask()), tokenizer)
     sampling = Sampling(num_samples=2, temperature=1.0, max_new_tokens=8, seed=5)
 
     async def run() -> list[list[Rollout]]:
@@ -166,7 +173,7 @@ def test_a_turn_that_is_late_because_of_a_weight_sync_is_no_failure_of_its_engin
         if len(tries) == 1:
             workers[worker].syncing = True
             asyncio.get_running_loop().call_later(0.02, workers[worker].end_sync)
-            raise Late(0.5)
+            raise RequestTimedOut(0.5)
         return "answer"
 
     try:
@@ -187,10 +194,12 @@ def test_a_late_environment_fails_its_conversations_and_then_stops_the_run(ray: 
     [
         (f"{__name__}:CONFIG", "it needs to be a function"),
         (f"{__name__}:Nothing", "cannot be imported"),
-        (f"{__name__}:Worker", "has no reply"),
+        (f"{__name__}:Worker", "its method reply, has the type NoneType"),
+        (f"{__name__}:Deaf", r"its method reply, cannot be called with \(prompt, messages\)"),
+        ("again", "neither code_repair nor an import path"),
         ("code_repair", "task prompts has no programs"),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_refused(tokenizer: Any, environment: str, message: str) -> None:
+def test_an_environment_that_cannot_be_used_is_refused(environment: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Conversations(None, policy_job(environment), PromptsTask(), tokenizer)  # type: ignore[arg-type]
+        Environment(policy_job(environment), PromptsTask())

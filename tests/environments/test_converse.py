@@ -68,8 +68,8 @@ class Script:
     def __init__(self, *replies: Reply | Exception) -> None:
         self.replies, self.seen = replies, list[list[str]]()
 
-    async def reply(self, prompt: Prompt, turns: Any) -> Reply:
-        self.seen.append([f"{turn['role']}: {turn['content']}" for turn in turns])
+    async def reply(self, prompt: Prompt, messages: Any) -> Reply:
+        self.seen.append([f"{turn['role']}: {turn['content']}" for turn in messages])
         reply = self.replies[len(self.seen) - 1]
         if isinstance(reply, Exception):
             raise reply

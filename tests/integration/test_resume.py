@@ -25,7 +25,7 @@ import os
 from t2g.environments import Reply
 
 class Again:
-    async def reply(self, prompt, turns):
+    async def reply(self, prompt, messages):
         return Reply("Again.")
 
 def judge(prompt, response):

@@ -30,6 +30,7 @@ from actors.vllm_compat.transports import NcclSender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket, plan_buckets
 from actors.weights.sync import WeightSync
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, PolicyJob, RolloutConfig
+from t2g.environments.environment import Environment
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
 from t2g.tasks.prompts_only import PromptsTask
@@ -138,7 +139,7 @@ def test_turns_of_a_conversation_are_sampled_after_all_that_came_before(
     )
     tokenizer = load_tokenizer(str(policy))
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
-    source = Conversations(fleet, job, PromptsTask(), tokenizer)
+    source = Conversations(fleet, job.rollout, Environment(job, PromptsTask()), tokenizer)
     sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=3)
 
     async def run() -> list[list[Rollout]]:

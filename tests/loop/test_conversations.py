@@ -320,5 +320,5 @@ def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:
     prompt, feedback = Prompt(prompt_id="p", prompt_text="", task="t"), replace(FEEDBACK, spans=spans)
     pairs = [(prompt, rollout, feedback), (prompt, replace(rollout, is_window_full=True), FEEDBACK)]
     metrics = step_metrics(pairs, [scored], [stats], ObjectiveConfig(), kl=0, kl_coef=0)
-    shares = {name: metrics[f"turns/{name}"] for name in ("mean", "window_share", "unpaid_spans")}
-    assert shares == {"mean": 2, "window_share": 0.5, "unpaid_spans": 0.25}
+    shares = {name: metrics[f"turns/{name}"] for name in ("mean", "window_share", "unpaid_share")}
+    assert shares == {"mean": 2, "window_share": 0.5, "unpaid_share": 0.25}

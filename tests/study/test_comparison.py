@@ -140,6 +140,9 @@ def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
     assert subtract_matched(scalar, span, "lengths") == pytest.approx(0.8 - 0.75)
     assert subtract_matched(span, moved((0.6, 0.8), (50, 60), (0, 1)), "lengths") is None  # the other way
     assert subtract_matched(span, a_run(0.6, 0.8), "kls") is None
+    back = moved((0.6, 0.8, 0.9), (50, 30, 45), (0, 2, 1))  # each curve counts where it first was so far
+    assert subtract_matched(back, scalar, "kls") == pytest.approx(0.7 - 0.8)
+    assert subtract_matched(scalar, back, "lengths") == pytest.approx(0.8 - 0.7)
     base = {seed: base_run(span) for seed in (1, 2)}  # it has not moved
     found = summarise({"sft": base, "scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
     assert found["sft"]["minus_scalar_at_equal"] == {"kls": None, "lengths": None}

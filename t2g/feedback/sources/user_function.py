@@ -161,15 +161,20 @@ def load_function(
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"{key} cannot be imported: {type(error).__name__}: {error}") from error
+    check_function(function, key, form, num_arguments=num_arguments, options=options)
+    return function
+
+
+def check_function(function: Any, key: str, form: str, *, num_arguments: int, options: Iterable[str] = ()) -> None:
+    """Raise UserError if this is no function, or cannot be called so; the arguments are those of `load_function`."""
     if not callable(function):
         raise UserError(f"{key} has the type {type(function).__name__}; it needs to be a function")
-    text = import_path.partition(":")[2]
+    text = getattr(function, "__name__", "")
     try:
         text += str(signature := inspect.signature(function))
         signature.bind(*range(num_arguments), **select_options(function, dict.fromkeys(options)))
     except (TypeError, ValueError) as error:  # a built-in class has no signature
         raise UserError(f"{key} cannot be called with {form}, but is {text}: {error}") from None
-    return function
 
 
 def select_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

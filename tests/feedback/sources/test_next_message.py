@@ -138,7 +138,12 @@ def test_configs_that_cannot_work_are_refused(fields: dict[str, Any], sentence: 
             {"feedback": {"source": "next_message"}},
             r"feedback\.source=next_message needs the replies of an environment",
         ),
-        ({"environment": "a:B", "feedback": {"source": "program"}}, r"feedback\.source=program judges one response"),
+        ({"environment": "a:B", "feedback": {"source": "program"}}, r"program judges one response"),
+        (
+            {"environment": "a:B", "feedback": {"source": "c:d", "align": "program"}},
+            "program judges one response",
+        ),
+        ({"environment": "a:B", "feedback": {"source": "next_message"}}, r"set feedback\.align"),
         (
             {"environment": "a:B", "feedback": {"sources": {"x": {"source": "next_message"}}}},
             r"feedback\.sources has next_message, which judges each turn",
@@ -158,7 +163,7 @@ def test_next_messages_are_credited_to_their_own_turn() -> None:
     job = {"model": {"policy": "m"}, "data": {"path": "d"}, "environment": "a:B"}
 
     def gamma(source: str, **objective: Any) -> float:
-        changes = {"feedback": {"source": source}, "objective": objective}
+        changes = {"feedback": {"source": source, "align": "a:b"}, "objective": objective}
         return PolicyJob.model_validate(job | changes).objective.turn_gamma
 
     assert (gamma("next_message"), gamma("c:d"), gamma("next_message", turn_gamma=1)) == (0, 1, 1)
