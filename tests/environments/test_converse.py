@@ -1,6 +1,7 @@
 """Conversations: token ids as the chat template gives them at once, how a conversation ends, what its rollout holds."""
 
 import asyncio
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,17 @@ def test_ids_are_those_of_the_template_applied_at_once(
     assert rollout.answer.strip() == decode(tokenizer, tokenizer(texts[-1], add_special_tokens=False)["input_ids"])
     ends = rollout_offsets(tokenizer, rollout)[:, 1]
     assert ends[-1] == len(rollout.response_text) and (np.diff(ends) >= 0).all()
+
+
+def test_a_turn_is_not_ended_twice_where_the_template_has_a_blank_before_the_end(tokenizers: dict[str, Any]) -> None:
+    """As Llama 2's: ` ` + content + ` </s>`."""
+    tokenizer = copy.deepcopy(tokenizers["chatml"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content }}"
+        "{% else %}{{ ' ' + m.content + ' <|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    rollout = Conversation(tokenizer, ["the", "cat"], "<|im_end|>").run(Script(Reply("sat"), Reply("", done=True)))
+    assert tokenizer.decode(rollout.response_ids) == "the<|im_end|><|im_start|>satcat<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,11 @@ def test_each_turn_with_a_reply_is_a_sample_and_the_others_are_left_out() -> Non
     )
 
 
+def test_a_log_without_an_answer_is_counted_and_makes_no_record() -> None:
+    (sample,) = make_turn_samples([{"id": 3, "messages": CHAT[:1]}], PromptsTask())
+    assert (sample.problem, sample.is_left_out) == ("data record 1 has no message by the assistant", True)
+
+
 def test_the_keys_of_turns_stay_where_a_conversation_grows() -> None:
     longer = [*CHAT, {"role": "user", "content": "Good."}]
     for fields in ({}, {"id": "7"}):

@@ -1,8 +1,9 @@
 """How held-out responses are scored where the task has no measure of its own."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from fakes import LetterTask, letter_prompts
 from t2g.config import PolicyJob
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.sampling import compute_held_out_metrics
-from t2g.types import Rollout, SpanFeedback
+from t2g.types import PolicyTurn, Prompt, Rollout, SpanFeedback
 
 CONFIG = PolicyJob(
     model={"policy": "m"},  # type: ignore[arg-type]
@@ -53,6 +54,38 @@ def test_the_standard_error_is_of_prompts_and_not_of_responses() -> None:
     for given, error in ((pairs, 0.125), (pairs[:2], np.inf)):
         found = asyncio.run(compute_held_out_metrics(CONFIG, LetterTask(), given, source, log, step=0))
         assert found["eval/score_se"] == pytest.approx(error)
+
+
+def test_a_held_out_conversation_without_a_reply_has_no_score_and_each_answer_is_measured_once() -> None:
+    """Shares of `a` after one turn and after two: .5 and 1; a conversation of one turn counts as it is, 0."""
+    config = CONFIG.model_copy(update={"environment": "a:B"})
+
+    def conversation(prompt_id: str, *turns: str, failure: str = "") -> Rollout:
+        starts = [sum(map(len, turns[:i])) for i in range(len(turns))]
+        ranges = [(start, start + len(turn)) for start, turn in zip(starts, turns, strict=True)]
+        parts = tuple(PolicyTurn(tokens=r, characters=r, answer_start=r[0]) for r in ranges)
+        whole = rollout(prompt_id, "".join(turns))
+        return replace(whole, conversation=parts, answer_start=starts[-1], failure=failure)
+
+    class Counting(LetterTask):
+        measured: ClassVar[list[str]] = []
+
+        def measure(self, prompt: Prompt, response_text: str, **options: Any) -> dict[str, float] | None:
+            self.measured.append(response_text)
+            return super().measure(prompt, response_text, **options)
+
+    rollouts = [("aabb", "aaaa"), ("bbbb",), ("aaaa", "aaaa")]
+    prompts = letter_prompts(3)
+    pairs = [(p, conversation(p.prompt_id, *turns)) for p, turns in zip(prompts, rollouts, strict=True)]
+    pairs[2] = (prompts[2], replace(pairs[2][1], failure="no reply"))
+    judged = make_feedback("c", [], [], "", source="s", version="v")
+    source: Any = SimpleNamespace(name="s", judges_turns=False, judge=lambda *_: asyncio.sleep(0, judged))
+    log: Any = SimpleNamespace(write_samples=lambda *_: None)
+    found = asyncio.run(compute_held_out_metrics(config, Counting(), pairs, source, log, step=0))
+    name = LetterTask().score_name
+    assert (found[f"eval/{name}_turn_1"], found["eval/score"]) == (0.25, 0.5)
+    assert found["eval/failed_share"] == pytest.approx(1 / 3)
+    assert sorted(Counting.measured) == ["aaaa", "aabb", "bbbb"]
 
 
 def spans_feedback(good: int, *severities: int) -> SpanFeedback:
