@@ -184,7 +184,7 @@ def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
     (sign,) = signs
     farthest = min(max(sign * (value - values[0]) for value in values) for values in curves)
     # A rounded sum may lie beyond the farthest value.
-    levels = [np.clip(values[0] + sign * farthest, min(values), max(values)) for values in curves]
+    levels = [float(np.clip(values[0] + sign * farthest, min(values), max(values))) for values in curves]
     own, other = (each.score_at(*at) for each, at in zip((run, scalar), zip(levels, curves, strict=True), strict=True))
     return None if own is None or other is None else own - other
 
