@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from t2g.environments.environment import Reply
-from t2g.sandbox import SandboxConfig
+from t2g.sandbox import SandboxConfig, available
 from t2g.tasks.code import CodeTask, extract_code
 from t2g.tasks.references import with_mode
 from t2g.text.tokenizer import Message
@@ -16,6 +16,8 @@ class CodeRepair:
     def __init__(self, task: CodeTask, sandbox: SandboxConfig) -> None:
         if not isinstance(task, CodeTask):
             raise ValueError(f"task {task.name} has no programs; it needs to be code or a class that derives from it")
+        if refusal := available(sandbox.require):
+            raise ValueError(refusal)
         self._task, self._sandbox = task, sandbox
 
     def reply(self, prompt: Prompt, messages: Sequence[Message]) -> Reply:
