@@ -63,6 +63,8 @@ real-reward: real
 	@$(RUN) python -m jobs.train_reward --config configs/smol_reward/reward.yaml
 	@$(RUN) python -m jobs.train_policy --config configs/smol_reward/policy.yaml
 	@$(JUDGE) run.name=judged_ppo model.policy=runs/smol/ppo_reward/policy
+	@$(RUN) python -m jobs.evaluate --what reward --config configs/smol_reward/evaluate.yaml run.name=reward_heldout \
+		data.path='[runs/smol/judged_base/heldout.jsonl,runs/smol/judged_sft/heldout.jsonl]'
 	@$(RUN) python -m jobs.evaluate --what reward --config configs/smol_reward/evaluate.yaml
 	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol_reward/evaluate_policy.yaml
 
