@@ -31,7 +31,8 @@ class Again:
 def judge(prompt, response):
     with open(os.environ["JUDGED"], "a") as file:
         file.write(repr((prompt, response)) + chr(10))
-    letters = [c for c in response if c.isascii() and c.isalpha()]
+    first_turn = response.partition("[user]")[0]  # a quote from a reply of the environment would pay nothing
+    letters = [c for c in first_turn if c.isascii() and c.isalpha()]
     good = [c for c in letters if c.lower() in "aeiou"]
     return "vowels are good", good[:2], [c for c in letters if c not in good][:2]
 """
