@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import string
 import time
 from pathlib import Path
 
@@ -37,9 +38,13 @@ def judge(prompt, response):
     return "vowels are good", good[:2], [c for c in letters if c not in good][:2]
 """
 
-# Half of the responses are truncated, and the conversation with them; the others have a second turn.
-CONVERSATIONS = {"environment": "vowels:Again", "rollout.max_turns": 2, "rollout.max_model_len": 192}
-ENDING = dict.fromkeys("abcdefghijklm", "<|end|>")  # after these letters a turn ends
+CONVERSATIONS = {
+    "environment": "vowels:Again",
+    "rollout.max_turns": 2,
+    "rollout.max_model_len": 192,
+    "learner.policy.lr": 1e-5,  # faster the policy of letters ends each turn at once
+}
+ENDING = dict.fromkeys(string.ascii_letters, "<|end|>")  # after a letter a turn ends
 
 
 def marked(mark: str) -> list[int]:
