@@ -13,14 +13,14 @@ MAX_EAGER_TOKENS = 512  # on a CPU eager attention is faster than sdpa for rows 
 
 
 def load_for_training(
-    model: ModelConfig, *auto_classes: str, dtype: Dtype, on_gpu: bool, longest: int = 0
+    model: ModelConfig, *auto_classes: str, dtype: Dtype, on_gpu: bool, longest_row: int = 0
 ) -> tuple[Any, list[torch.nn.Module]]:
     """Return the tokenizer, and one full model on the CPU for each transformers class.
 
     Only safetensors are read, and no code of the model is run.
 
     Args:
-        longest: Tokens of the longest row, 0 if unknown; on a CPU they decide the attention.
+        longest_row: Its tokens, 0 if unknown; on a CPU they decide the attention.
 
     Raises:
         UserError: model.policy cannot be loaded.
@@ -33,7 +33,7 @@ def load_for_training(
     try:
         config = transformers.AutoConfig.from_pretrained(model.policy, **source)
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
-        attention = "sdpa" if (on_gpu or longest > MAX_EAGER_TOKENS) and not capped else "eager"
+        attention = "sdpa" if (on_gpu or longest_row > MAX_EAGER_TOKENS) and not capped else "eager"
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
         classes = [getattr(transformers, name) for name in auto_classes]
         models = [cls.from_pretrained(model.policy, **source, **weights) for cls in classes]

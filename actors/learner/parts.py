@@ -50,7 +50,7 @@ class LearnerSpec:
     num_updates: int  # calls of `update` in the learning-rate schedules
     seed: int
     dropout: float = 0.0  # of adapters; under the supervised loss the model keeps its own dropout as well
-    longest: int = 0  # see `load_for_training`
+    longest_row: int = 0  # see `load_for_training`
 
     @property
     def warmup_updates(self) -> int:
@@ -90,7 +90,7 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, An
     has_copy = spec.loss == "ppo" and config.lora is None
     classes = ["AutoModelForCausalLM"] * (2 if has_copy else 1)
     torch.manual_seed(spec.seed)  # for adapters, and for weights that the model's folder lacks
-    loading = {"dtype": config.dtype, "on_gpu": on_gpu, "longest": spec.longest}
+    loading = {"dtype": config.dtype, "on_gpu": on_gpu, "longest_row": spec.longest_row}
     tokenizer, models = load_for_training(spec.model, *classes, **loading)
     policy, reference = (*models, None)[:2]
     prepare(policy, spec)

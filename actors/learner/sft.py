@@ -88,7 +88,7 @@ def run_sft(
     check_placement({"sft": options}, timeout_s=cluster.placement_timeout_s)
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     job = RankJob(
-        spec=_learner_spec(model, options, num_steps, seed, longest=max(map(len, examples))),
+        spec=_learner_spec(model, options, num_steps, seed, longest_row=max(map(len, examples))),
         options=options, examples=ray.put(list(examples)),
         folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
@@ -100,7 +100,9 @@ def run_sft(
     return metrics
 
 
-def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed: int, *, longest: int) -> LearnerSpec:
+def _learner_spec(
+    model: ModelConfig, options: SFTOptions, num_steps: int, seed: int, *, longest_row: int
+) -> LearnerSpec:
     shared = {"workers", "dtype", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
     lora = options.lora
     learner = LearnerConfig(
@@ -111,7 +113,7 @@ def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed:
     )
     return LearnerSpec(
         model=model, learner=learner, loss="supervised", num_updates=num_steps, seed=seed,
-        dropout=lora.dropout if lora else 0.0, longest=longest,
+        dropout=lora.dropout if lora else 0.0, longest_row=longest_row,
     )  # fmt: skip
 
 

@@ -46,11 +46,12 @@ def make_encoder(tokenizer: Any) -> EncodeReply:
         if not found:
             name = tokenizer.name_or_path
             raise UserError(f"environment: the chat template of {name} leaves out earlier answers; take another model")
-        for start in range(len(added) - len(added.lstrip()) + 1):  # some templates put blanks before the end of a turn
-            ids = np.asarray(encode_texts(tokenizer, [added[start:]])[0], np.int32)
-            if np.array_equal(ids[:1], turn_ids[-1:]):
-                return ids[1:]
-        return np.asarray(encode_texts(tokenizer, [added])[0], np.int32)
+        num_blanks = len(added) - len(added.lstrip())  # some templates put blanks before the end of a turn
+        by_start = [
+            np.asarray(row, np.int32) for row in encode_texts(tokenizer, [added[i:] for i in range(num_blanks + 1)])
+        ]
+        ends = (ids[1:] for ids in by_start if np.array_equal(ids[:1], turn_ids[-1:]))
+        return next(ends, by_start[0])
 
     encode("Hello", np.zeros(0, np.int32))
     return encode

@@ -100,7 +100,7 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
         SandboxFailed: Two attempts started no sandbox within START_S.
     """
     set_dumpable(False)
-    with _slots(limits.max_concurrent):
+    with _sandbox_limit(limits.max_concurrent):
         started = time.monotonic()
         with contextlib.suppress(SandboxFailed):
             return _run(code, tests, limits, started, started + START_S / 2)
@@ -108,7 +108,7 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
 
 
 @functools.cache
-def _slots(count: int) -> threading.BoundedSemaphore:
+def _sandbox_limit(count: int) -> threading.BoundedSemaphore:
     """Return the limit of sandboxes at once, which all users in this process share."""
     return threading.BoundedSemaphore(count)
 
