@@ -39,34 +39,40 @@ gpu:
 demo: setup
 	@$(RUN) python -m jobs.demo --config configs/tiny/demo.yaml $(ARGS)
 
+# A CPU without instructions for bfloat16 multiplies it at a sixth of the speed of float32. Not for `jobs.compare`, whose
+# finished runs are bfloat16.
+DTYPE := $(shell grep -qsE "avx512_bf16|amx_bf16" /proc/cpuinfo && echo bfloat16 || echo float32)
+ROLLOUT := rollout.dtype=$(DTYPE)
+ANNOTATE := $(ROLLOUT) annotate.engine.dtype=$(DTYPE)
+
 # Each goes on where it was, and what is finished is kept.
 real: setup
 	@$(RUN) python docker/real.py
-	@$(RUN) python -m jobs.annotate --config configs/smol/annotate.yaml run.name=critiques_once annotate.llm.max_tries=1
-	@$(RUN) python -m jobs.annotate --config configs/smol/annotate.yaml
-	@$(RUN) python -m jobs.train_sft --config configs/smol/sft.yaml
-	@$(RUN) python -m jobs.train_policy --config configs/smol/policy.yaml
-	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol/evaluate_policy.yaml
-	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol/evaluate_temperatures.yaml
+	@$(RUN) python -m jobs.annotate --config configs/smol/annotate.yaml $(ANNOTATE) run.name=critiques_once annotate.llm.max_tries=1
+	@$(RUN) python -m jobs.annotate --config configs/smol/annotate.yaml $(ANNOTATE)
+	@$(RUN) python -m jobs.train_sft --config configs/smol/sft.yaml sft.dtype=$(DTYPE)
+	@$(RUN) python -m jobs.train_policy --config configs/smol/policy.yaml $(ROLLOUT) learner.dtype=$(DTYPE)
+	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol/evaluate_policy.yaml $(ROLLOUT)
+	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol/evaluate_temperatures.yaml $(ROLLOUT)
 
 real-lines: setup
 	@$(RUN) python docker/real.py
-	@$(RUN) python -m jobs.train_sft --config configs/smol_lines/sft.yaml
+	@$(RUN) python -m jobs.train_sft --config configs/smol_lines/sft.yaml sft.dtype=$(DTYPE)
 	@$(RUN) python -m jobs.compare --config configs/smol_lines/compare.yaml $(ARGS)
 	@$(RUN) python -m jobs.compare --config configs/smol/compare.yaml $(ARGS)
 
 # Records of the policies of `make real`: first those to learn from, at last those of the policies that PPO has trained.
-JUDGE = $(RUN) python -m jobs.annotate --config configs/smol_reward/annotate.yaml
+JUDGE = $(RUN) python -m jobs.annotate --config configs/smol_reward/annotate.yaml $(ROLLOUT)
 real-reward: real
 	@$(JUDGE)
 	@$(JUDGE) run.name=judged_sft model.policy=runs/smol/sft/model
-	@$(RUN) python -m jobs.train_reward --config configs/smol_reward/reward.yaml
-	@$(RUN) python -m jobs.train_policy --config configs/smol_reward/policy.yaml
+	@$(RUN) python -m jobs.train_reward --config configs/smol_reward/reward.yaml sft.dtype=$(DTYPE) engine.dtype=$(DTYPE)
+	@$(RUN) python -m jobs.train_policy --config configs/smol_reward/policy.yaml $(ROLLOUT) learner.dtype=$(DTYPE) feedback.engine.dtype=$(DTYPE)
 	@$(JUDGE) run.name=judged_ppo model.policy=runs/smol/ppo_reward/policy
-	@$(RUN) python -m jobs.evaluate --what reward --config configs/smol_reward/evaluate.yaml run.name=reward_heldout \
+	@$(RUN) python -m jobs.evaluate --what reward --config configs/smol_reward/evaluate.yaml feedback.engine.dtype=$(DTYPE) run.name=reward_heldout \
 		data.path='[runs/smol/judged_base/heldout.jsonl,runs/smol/judged_sft/heldout.jsonl]'
-	@$(RUN) python -m jobs.evaluate --what reward --config configs/smol_reward/evaluate.yaml
-	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol_reward/evaluate_policy.yaml
+	@$(RUN) python -m jobs.evaluate --what reward --config configs/smol_reward/evaluate.yaml feedback.engine.dtype=$(DTYPE)
+	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol_reward/evaluate_policy.yaml $(ROLLOUT)
 
 lint: setup
 	@$(LIGHT)

@@ -4,12 +4,15 @@ The checks read the config's models without weights, import its feedback functio
 `read_inputs` reads all records. The hub is queried once for a model that is not on this machine. Nothing is started.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from t2g.config import (
     AnyJob,
@@ -43,8 +46,11 @@ from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load
 
 ADAPTER_FILE = "adapter_config.json"
 DATA_KEYS = ("data", "eval_data")
+BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")  # CPU instructions that multiply bfloat16
 Job = TypeVar("Job", bound=AnyJob)
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,11 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     found = Findings()
     if have is not None and (lack := shortfall(job.roles(), have)):
         found.missing.append(f"this machine is too small: {lack}")
+    if have is not None and (slow := emulated_dtypes(job.roles(), torch.cpu.get_capabilities())):
+        logger.warning(
+            "%s: this CPU has no instructions for bfloat16 and multiplies it at a sixth of the speed of float32; "
+            "set float32", ", ".join(f"{key}=bfloat16" for key in slow),
+        )  # fmt: skip
     task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
     found.usable.update(["task"] if task else [])
     for model in models(job):
@@ -189,6 +200,14 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
             parts = ", ".join(f"{section} {r.num_processes} x {getattr(r, name):g}" for section, r in roles.items())
             return f"{need:g} {unit} needed ({parts}), {have[name]:.3g} free; lower workers or {name}"
     return None
+
+
+def emulated_dtypes(roles: Mapping[str, ProcessConfig], features: Mapping[str, object]) -> list[str]:
+    """Return the keys of dtypes that a CPU with these features has to emulate, as `torch.cpu.get_capabilities`."""
+    if any(features.get(feature) for feature in BFLOAT16_FEATURES):
+        return []
+    on_cpus = {name: role for name, role in roles.items() if not role.gpus}
+    return [f"{name}.dtype" for name, role in on_cpus.items() if getattr(role, "dtype", "") == "bfloat16"]
 
 
 def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

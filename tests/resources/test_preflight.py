@@ -15,7 +15,7 @@ from models import random_model
 from jobs.common.policy_runs import read_data
 from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
 from t2g.errors import UserError
-from t2g.resources.preflight import Findings, preflight, read_inputs
+from t2g.resources.preflight import Findings, emulated_dtypes, preflight, read_inputs
 
 GIB = 2**30
 ROOMY = {"CPU": 8, "GPU": 0, "memory": 64 * GIB}
@@ -123,6 +123,13 @@ def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any
 def test_what_is_not_on_this_machine(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
     found = preflight(policy(model, data, **sections), None)
     assert len(found.missing) == 1 and words in found.missing[0] and found.wrong == [], found
+
+
+def test_bfloat16_is_emulated_on_a_cpu_without_its_instructions(model: Path, data: str) -> None:
+    job = policy(model, data, rollout={"dtype": "bfloat16", "gpus": 1}, learner={"dtype": "bfloat16"})
+    assert emulated_dtypes(job.roles(), {"avx2": True, "avx512_bf16": False, "amx_bf16": False}) == ["learner.dtype"]
+    assert emulated_dtypes(job.roles(), {"avx512_bf16": False, "amx_bf16": True}) == []
+    assert emulated_dtypes(policy(model, data).roles(), {}) == []
 
 
 def test_a_reward_function_is_checked_even_where_the_model_is_missing(data: str) -> None:
