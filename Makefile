@@ -7,7 +7,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 # A user's own files beside these folders, and a conftest.py, pytest.ini or ruff.toml among them, change nothing.
 LIGHT := $(RUN) ruff check --config pyproject.toml actors docker jobs t2g tests && $(RUN) lint-imports
 PYTEST := $(RUN) python -m pytest -c pyproject.toml --confcutdir=tests
-# By file: what a module's fixture made is made once. The longest first: so they are done together.
+# One process a file, so that the fixtures of a module run once. The longest files first: so all end together.
 UNIT := $(PYTEST) tests --ignore=tests/integration -n 3 --dist loadfile
 REAL := $(PYTEST) tests/integration -n 2 --no-loadscope-reorder
 
@@ -19,9 +19,9 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: help setup gpu demo real real-lines real-reward test test-all lint docs
 
 help:
-	@echo "make demo      the whole pipeline on the tiny world, three arms, a table and a report (ARGS=\"key=value ...\")"
+	@echo "make demo      the whole pipeline on the tiny world, three methods, a table and a report (ARGS=\"key=value ...\")"
 	@echo "make real      a real instruct model of 135 M on real texts: critiques, SFT, PPO from a feedback function, a table"
-	@echo "make real-lines   span against scalar on that model, on long and short answers: five seeds, hours; goes on"
+	@echo "make real-lines   span against scalar on that model, on long and short answers; makes the runs that the results lack"
 	@echo "make real-reward  a span reward model of 135 M from a program's critiques, and PPO from it"
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
@@ -45,7 +45,7 @@ DTYPE := $(shell grep -qsE "avx512_bf16|amx_bf16" /proc/cpuinfo && echo bfloat16
 ROLLOUT := rollout.dtype=$(DTYPE)
 ANNOTATE := $(ROLLOUT) annotate.engine.dtype=$(DTYPE)
 
-# Each goes on where it was, and what is finished is kept.
+# Each resumes, and what is finished is kept.
 real: setup
 	@$(RUN) python docker/real.py
 	@$(RUN) python -m jobs.annotate --config configs/smol/annotate.yaml $(ANNOTATE) run.name=critiques_once annotate.llm.max_tries=1
@@ -61,7 +61,7 @@ real-lines: setup
 	@$(RUN) python -m jobs.compare --config configs/smol_lines/compare.yaml $(ARGS)
 	@$(RUN) python -m jobs.compare --config configs/smol/compare.yaml $(ARGS)
 
-# Records of the policies of `make real`: first those to learn from, at last those of the policies that PPO has trained.
+# Records of the policies of `make real`: first those to learn from, at last those of the policy that PPO has trained.
 JUDGE = $(RUN) python -m jobs.annotate --config configs/smol_reward/annotate.yaml $(ROLLOUT)
 real-reward: real
 	@$(JUDGE)

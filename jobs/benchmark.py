@@ -1,4 +1,4 @@
-"""Measure every phase of a step beside its lower bound, and a whole step beside TRL.
+"""Measure every phase of a step next to the bare libraries, and a whole step next to TRL.
 
     python -m jobs.benchmark --config configs/benchmark/all.yaml
     python -m jobs.benchmark --config configs/benchmark/all.yaml 'phases=[step]'    # this again

@@ -1,4 +1,4 @@
-"""vLLM and torch as they are, which are the limits, and our engine without its fleet: each in a process of its own with
+"""vLLM and torch alone, and our engine without its fleet: each in a process of its own with
 the settings that ours have in a run."""
 
 import asyncio

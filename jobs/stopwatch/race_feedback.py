@@ -29,7 +29,7 @@ async def measure(bench: Bench) -> list[Record]:
         responses = [rng.choice(vocabulary, size).astype(np.int32) for _ in range(rounds)]
         answers = [answer_about(decode(tokenizer, ids), spans) for ids in responses]
         side = partial(rewards_of, tokenizer, responses, answers)
-        found.append(await bench.race(Race(name=f"feedback, {size:,} tokens", unit="tokens", sides={"here": side})))
+        found.append(await bench.race(Race(name=f"feedback, {size:,} tokens", unit="tokens", sides={"t2g": side})))
     return found
 
 

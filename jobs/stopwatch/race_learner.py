@@ -32,14 +32,14 @@ async def measure(bench: Bench) -> list[Record]:
     with ExitStack() as stack:
         groups = {count(n, "rank"): stack.enter_context(make_group(bench, n)) for n in (1, 2)}
         for name, samples in {
-            "learner, one length": random_samples(bench),
+            "learner, fixed length": random_samples(bench),
             "learner, exponential": random_samples(bench, exponential=True),
         }.items():
             # The reference's forward pass is a third of the policy's two.
             gflop = 4 / 3 * train_flops(shape, [*map(len, samples)], has_head=True, frozen=False) / 1e9
             sides: dict[str, Side] = {"plain torch": partial(step_bare, bare, samples, gflop)}
             sides |= {who: partial(update, group, samples, gflop) for who, group in groups.items()}
-            race = Race(name=name, unit="tokens", sides=sides, limit="plain torch", aims=dict.fromkeys(groups, AIM))
+            race = Race(name=name, unit="tokens", sides=sides, reference="plain torch", aims=dict.fromkeys(groups, AIM))
             found.append(await bench.race(race))
     return found
 

@@ -48,7 +48,7 @@ async def measure(bench: Bench) -> list[Record]:
                 "engine alone": partial(ask_actor, partial(alone.generate.remote, ids, guide=guide, **ours)),
                 "fleet": partial(ask_fleet, fleet, prompts, ask),
             }
-            race = Race(name=name, unit="answers", sides=sides, limit="bare vLLM", aims={"fleet": AIM})
+            race = Race(name=name, unit="answers", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
             races.append(await bench.race(race))
         return races
 

@@ -19,7 +19,7 @@ SEED = 1
 
 async def measure(bench: Bench) -> list[Record]:
     fixed, exponential = bench.models.fixed, bench.models.exponential
-    return [await race(bench, "rollout, one length", fixed), await race(bench, "rollout, exponential", exponential)]
+    return [await race(bench, "rollout, fixed length", fixed), await race(bench, "rollout, exponential", exponential)]
 
 
 async def race(bench: Bench, name: str, model: Path) -> Record:
@@ -51,7 +51,7 @@ async def race(bench: Bench, name: str, model: Path) -> Record:
             "engine alone": partial(count_tokens, ask_alone),
             "fleet": partial(count_tokens, ask_fleet),
         }
-        return await bench.race(Race(name=name, unit="tokens", sides=sides, limit="bare vLLM", aims={"fleet": AIM}))
+        return await bench.race(Race(name=name, unit="tokens", sides=sides, reference="bare vLLM", aims={"fleet": AIM}))
 
 
 async def count_tokens(generate: Callable[[], Awaitable[int]]) -> Done:

@@ -38,7 +38,7 @@ async def measure(bench: Bench) -> list[Record]:
     job = with_overrides(loop_job(bench), changes)
     file = bench.config.run.folder / "start.yaml"
     file.write_text(loading.to_yaml(job))
-    sides = {"here": partial(start, file, job.run.folder)}
+    sides = {"t2g": partial(start, file, job.run.folder)}
     return [await bench.race(Race(name="start, to the first step", unit="starts", sides=sides))]
 
 

@@ -1,5 +1,5 @@
-"""A whole step of the loop, real engines, ranks and sync, beside its floor, bare vLLM and plain torch in turn, and
-beside TRL's GRPO: one optimizer step on the same number of tokens."""
+"""A whole step of the loop, real engines, ranks and sync, next to bare vLLM and plain torch in turn, and
+next to TRL's GRPO: one optimizer step on the same number of tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -30,7 +30,7 @@ from t2g.tasks.prompts_only import PromptsTask
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback, TrainSample
 
-AIM = 1 / 1.15  # of the floor
+AIM = 1 / 1.15  # of the rate of the bare libraries
 AIM_TRL = 1.4
 PARTS = {
     "generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s",
@@ -39,12 +39,13 @@ PARTS = {
 CRITIQUE = "B" * 64  # as many tokens: the tokenizer joins no capital letters
 MOST_STEPS = 10_000
 UNIT = "response tokens"
-OURS, AHEAD, CRITIC = "here", "here, max_staleness=1", "here, with a critic"
+OURS, AHEAD, CRITIC = "t2g", "t2g, max_staleness=1", "t2g, with a value model"
+BARE = "bare vLLM, then plain torch"
 EQUAL = OURS, AHEAD  # a critic is work that the others have not
 
 
 async def measure(bench: Bench) -> list[Record]:
-    """Race the same step against TRL, if it is installed, and the lower bound; then the variants separately.
+    """Race the same step against TRL, if it is installed, and the bare libraries; then the variants separately.
 
     A variant that samples ahead would do so during the other sides.
     """
@@ -52,19 +53,19 @@ async def measure(bench: Bench) -> list[Record]:
     names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
     rivals = await able({name: trl(bench, vllm=vllm) for name, vllm in names.items()}, bench.config.deadline_s)
     async with running_loop(bench, loop_job(bench)) as step:
-        sides = {"floor": floor(bench), **rivals, OURS: step}
+        sides = {BARE: bare_step(bench), **rivals, OURS: step}
         found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
     measured = found["sides"]
     for name, changes in variants(bench.config).items():
         async with running_loop(bench, loop_job(bench, changes)) as step:
             measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: step})))["sides"]
 
-    def compare(name: str, limit: str, aim: float, left_out: Collection[str]) -> Record:
+    def compare(name: str, reference: str, aim: float, left_out: Collection[str]) -> Record:
         kept = {side: row for side, row in measured.items() if side not in left_out}
-        return {**found, "name": name, "limit": limit, "aims": dict.fromkeys(EQUAL, aim), "sides": kept}
+        return {**found, "name": name, "reference": reference, "aims": dict.fromkeys(EQUAL, aim), "sides": kept}
 
-    records = [compare("step", "floor", AIM, rivals)]
-    return [*records, compare("GRPO step", "TRL", AIM_TRL, ["floor"])] if rivals else records
+    records = [compare("step", BARE, AIM, rivals)]
+    return [*records, compare("GRPO step", "TRL", AIM_TRL, [BARE])] if rivals else records
 
 
 async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:
@@ -105,7 +106,7 @@ def trl(bench: Bench, *, vllm: bool) -> Side:
     return side
 
 
-def floor(bench: Bench) -> Side:
+def bare_step(bench: Bench) -> Side:
     """Sample a step with bare vLLM, then update with plain torch."""
     config, prompts = bench.config, bench.models.prompts
     engine = begin(BareEngine, config.rollout, str(bench.models.fixed), config.rollout, config.run.seed)

@@ -52,7 +52,7 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
         if store and workers == config.workers[0]:
             sides["learner alone"] = partial(learner_alone, learner, dtype)
         name, aims = f"sync, {count(workers, 'engine')}", dict.fromkeys(pushes, AIM)
-        found.append(await bench.race(Race(name=name, unit="GB", sides=sides, limit="copy", aims=aims)))
+        found.append(await bench.race(Race(name=name, unit="GB", sides=sides, reference="copy", aims=aims)))
     return found
 
 

@@ -3,11 +3,11 @@
 from jobs.stopwatch.race_step import OURS, UNIT, loop_job, running_loop
 from jobs.stopwatch.watch import Bench, Race, Record
 
-TEACHER = "here, with a teacher"
+TEACHER = "t2g, with a teacher"
 
 
 async def measure(bench: Bench) -> list[Record]:
     job = loop_job(bench, {"run.name": "steps-teacher", "objective.teacher": {}})
     async with running_loop(bench, loop_job(bench)) as plain, running_loop(bench, job) as distilling:
         sides = {OURS: plain, TEACHER: distilling}
-        return [await bench.race(Race(name="step with a teacher", unit=UNIT, sides=sides, limit=OURS))]
+        return [await bench.race(Race(name="step with a teacher", unit=UNIT, sides=sides, reference=OURS))]

@@ -15,7 +15,7 @@ from t2g.study.tables import NOTHING, markdown
 FILE, TABLE_FILE = "benchmark.json", "benchmark.md"
 OWN_COLUMNS = {"seconds", "spread", "cpu_s", "peak_gib", "amount", "rate", "others_cpu_s"}
 HEAD = (
-    "race", "side", "seconds", "a second", "of the limit", "aim", "CPU s", "CPU s / 1,000", "GiB", "beside it",
+    "race", "side", "seconds", "a second", "relative rate", "aim", "CPU s", "CPU s / 1,000", "GiB", "reported",
 )  # fmt: skip
 
 
@@ -45,14 +45,14 @@ class Results:
 
 
 def _row(race: Record, name: str) -> Sequence[str]:
-    side, limit, aims = race["sides"][name], race["sides"].get(race["limit"]), race.get("aims", {})
+    side, reference, aims = race["sides"][name], race["sides"].get(race["reference"]), race.get("aims", {})
     others = {key: value for key, value in side.items() if key not in OWN_COLUMNS}
     return (
         race["name"],
         name,
         f"{side['seconds']:.3f} ± {side['spread']:.0%}",
         f"{side['rate']:,.4g} {race['unit']}",
-        f"{side['rate'] / limit['rate']:.3f}" if limit and side is not limit else NOTHING,
+        f"{side['rate'] / reference['rate']:.3f}" if reference and side is not reference else NOTHING,
         f"{aims[name]:.2f}" if name in aims else NOTHING,
         f"{side['cpu_s']:.2f}",
         f"{1000 * side['cpu_s'] / side['amount']:.3g}",

@@ -42,8 +42,8 @@ class Race:
     name: str
     unit: str  # of which a side does `Done.amount`
     sides: Mapping[str, Side]
-    limit: str = ""  # the side that the others are held against
-    aims: Mapping[str, float] = field(default_factory=dict)  # of the limit's rate, by side
+    reference: str = ""  # the side that the others are compared with
+    aims: Mapping[str, float] = field(default_factory=dict)  # of the reference's rate, by side
 
 
 def abba_order(sides: Sequence[str], repeats: int) -> list[str]:
@@ -132,7 +132,7 @@ class Bench:
             if number >= len(race.sides):
                 rows[name].append(row)
         sides = {name: summary(found) for name, found in rows.items()}
-        return {"name": race.name, "unit": race.unit, "limit": race.limit, "aims": dict(race.aims), "sides": sides}
+        return {"name": race.name, "unit": race.unit, "reference": race.reference, "aims": race.aims, "sides": sides}
 
     async def _run_side(self, race: Race, name: str) -> dict[str, float]:
         own, everyone, started = cpu_seconds(), machine_seconds(), time.monotonic()

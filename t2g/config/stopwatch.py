@@ -27,7 +27,7 @@ PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "start"
 
 
 class BenchmarkJob(SyncedJob):
-    """jobs.benchmark: each phase of a step, compared with its lower bound and with TRL in the same run."""
+    """jobs.benchmark: each phase of a step, compared with the bare libraries and with TRL in the same run."""
 
     run: RunConfig = RunConfig(name="benchmark")
     phases: ResumeMutable[tuple[Literal[PHASES], ...]] = Field(
@@ -41,7 +41,7 @@ class BenchmarkJob(SyncedJob):
         min_length=1,
         description="numbers of rollout engines that receive weights, in rising order",
     )
-    repeats: int = Field(5, ge=2, description="measured repetitions of each side, after a discarded one")
+    repeats: ResumeMutable[int] = Field(5, ge=2, description="measured repetitions of each side, after a discarded one")
     max_busy: ResumeMutable[float] = Field(
         0.1, ge=0, le=1, description="most CPU share that other programs may use at the start; above it the job refuses"
     )

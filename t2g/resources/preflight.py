@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from t2g.config import (
     AnyJob,
     CompareJob,
@@ -103,7 +101,8 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     found = Findings()
     if have is not None and (lack := shortfall(job.roles(), have)):
         found.missing.append(f"this machine is too small: {lack}")
-    if have is not None and (slow := emulated_dtypes(job.roles(), torch.cpu.get_capabilities())):
+    slow = emulated_dtypes(job.roles(), _cpu_features()) if have is not None else []
+    if slow:
         logger.warning(
             "%s: this CPU has no instructions for bfloat16 and multiplies it at a sixth of the speed of float32; "
             "set float32", ", ".join(f"{key}=bfloat16" for key in slow),
@@ -200,6 +199,12 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
             parts = ", ".join(f"{section} {r.num_processes} x {getattr(r, name):g}" for section, r in roles.items())
             return f"{need:g} {unit} needed ({parts}), {have[name]:.3g} free; lower workers or {name}"
     return None
+
+
+def _cpu_features() -> Mapping[str, object]:
+    import torch  # heavy
+
+    return torch.cpu.get_capabilities()
 
 
 def emulated_dtypes(roles: Mapping[str, ProcessConfig], features: Mapping[str, object]) -> list[str]:

@@ -77,7 +77,7 @@ def test_the_first_turn_of_each_side_is_discarded_and_the_rest_is_timed(tmp_path
 
         return run
 
-    race = Race(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, limit="a")  # type: ignore[dict-item]
+    race = Race(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, reference="a")  # type: ignore[dict-item]
     found = asyncio.run(Bench(job(tmp_path)).race(race))
     assert called == [*"abbaab"]
     a, b = found["sides"]["a"], found["sides"]["b"]
@@ -108,7 +108,7 @@ def test_a_later_report_with_less_removes_nothing() -> None:
     assert 0 <= cpu_since(before | {os.getpid(): before[os.getpid()] + 100}) < 2
 
 
-def test_a_limit_has_the_environment_of_what_it_limits() -> None:
+def test_a_bare_library_has_the_environment_of_what_it_is_compared_with() -> None:
     engine, rank = environment(RolloutConfig(threads=2)), environment(LearnerConfig(threads=2))
     assert engine["OMP_NUM_THREADS"] == rank["OMP_NUM_THREADS"] == "2"
     assert engine["OMP_WAIT_POLICY"] == "PASSIVE" and int(engine["GOMP_SPINCOUNT"]) > 0
@@ -126,17 +126,17 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_idle_machine(0.49)
 
 
-def test_results_are_kept_by_phase_and_held_against_the_limit(tmp_path: Path) -> None:
+def test_results_are_kept_by_phase_and_compared_with_the_reference(tmp_path: Path) -> None:
     race = {
         "name": "rollout",
         "unit": "tokens",
-        "limit": "bare",
+        "reference": "bare",
         "aims": {"fleet": 0.95},
         "sides": sides(bare=50.0, fleet=40.0),
     }
     Results(job(tmp_path)).add("rollout", [race])
     Results(job(tmp_path)).add(
-        "learner", [{**race, "name": "learner", "limit": "", "aims": {}, "sides": sides(here=7.0)}]
+        "learner", [{**race, "name": "learner", "reference": "", "aims": {}, "sides": sides(t2g=7.0)}]
     )
     again = Results(job(tmp_path))
     again.add("rollout", [{**race, "sides": sides(bare=50.0, fleet=45.0)}])
@@ -145,8 +145,8 @@ def test_results_are_kept_by_phase_and_held_against_the_limit(tmp_path: Path) ->
         dict(zip(HEAD, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
         for line in (tmp_path / "run" / TABLE_FILE).read_text().splitlines()[2:]
     ]
-    assert [(row["side"], row["of the limit"], row["aim"]) for row in rows] == [
-        ("bare", "–", "–"), ("fleet", "0.900", "0.95"), ("here", "–", "–"),
+    assert [(row["side"], row["relative rate"], row["aim"]) for row in rows] == [
+        ("bare", "–", "–"), ("fleet", "0.900", "0.95"), ("t2g", "–", "–"),
     ]  # fmt: skip
     assert rows[0]["seconds"] == "2.000 ± 10%" and rows[0]["CPU s / 1,000"] == "30"
     with pytest.raises(UserError, match=r"shape\.hidden_size"):
@@ -193,7 +193,7 @@ def test_the_step_is_compared_with_its_lower_bound_and_trl_by_alternating_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_trl: bool
 ) -> None:
     ran: list[str] = []
-    known = ("floor", "generate", "vllm", "critic", "ahead", "here")
+    known = (race_step.BARE, "generate", "vllm", "critic", "ahead", "t2g")
     rates = dict(zip(known, (8.0, 2.0, 6.0, 3.0, 5.0, 4.0), strict=True))
 
     def side(name: str) -> Side:
@@ -207,7 +207,7 @@ def test_the_step_is_compared_with_its_lower_bound_and_trl_by_alternating_runs(
         def __init__(self, bench: Bench, job: PolicyJob) -> None:
             critic, threads = job.objective.advantages == "gae", (job.rollout.threads, job.learner.threads)
             assert threads == ((2, 1) if job.rollout.max_staleness else (4, 3)), "who works at once shares the cores"
-            self.step = side("critic" if critic else "ahead" if job.rollout.max_staleness else "here")
+            self.step = side("critic" if critic else "ahead" if job.rollout.max_staleness else "t2g")
 
         async def __aenter__(self) -> Side:
             return self.step
@@ -217,28 +217,28 @@ def test_the_step_is_compared_with_its_lower_bound_and_trl_by_alternating_runs(
 
     monkeypatch.setattr(race_step, "running_loop", Ours)
     monkeypatch.setattr(race_step, "find_spec", lambda name: name if with_trl else None)
-    monkeypatch.setattr(race_step, "floor", lambda bench: side("floor"))
+    monkeypatch.setattr(race_step, "bare_step", lambda bench: side(race_step.BARE))
     monkeypatch.setattr(race_step, "trl", lambda bench, vllm: side("vllm" if vllm else "generate"))
     bench = Bench(job(tmp_path, rollout={"threads": 4}, learner={"threads": 3}))
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
     step, *grpo = asyncio.run(race_step.measure(bench))
-    turn = ["floor", *(["generate", "vllm"] if with_trl else []), "here"]
+    turn = [race_step.BARE, *(["generate", "vllm"] if with_trl else []), "t2g"]
     tried = ["generate", "vllm"] if with_trl else []
     assert ran == [*tried, *turn, *turn[::-1], *turn, "closed", *["ahead"] * 3, "closed", *["critic"] * 3, "closed"]
-    variants = {"here, max_staleness=1": 5.0, "here, with a critic": 3.0}
+    variants = {"t2g, max_staleness=1": 5.0, "t2g, with a value model": 3.0}
 
     def said(race: Record) -> tuple[str, str, dict[str, float]]:
-        return race["name"], race["limit"], {name: found["amount"] for name, found in race["sides"].items()}
+        return race["name"], race["reference"], {name: found["amount"] for name, found in race["sides"].items()}
 
-    assert said(step) == ("step", "floor", {"floor": 8.0, "here": 4.0, **variants})
-    assert step["aims"] == dict.fromkeys(["here", "here, max_staleness=1"], 1 / 1.15), "a critic is work of its own"
+    assert said(step) == ("step", race_step.BARE, {race_step.BARE: 8.0, "t2g": 4.0, **variants})
+    assert step["aims"] == dict.fromkeys(["t2g", "t2g, max_staleness=1"], 1 / 1.15), "a critic is work of its own"
     rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
-    expected = [("GRPO step", "TRL", {**rivals, "here": 4.0, **variants})] if with_trl else []
+    expected = [("GRPO step", "TRL", {**rivals, "t2g": 4.0, **variants})] if with_trl else []
     assert [said(race) for race in grpo] == expected and all([*race["aims"].values()] == [1.4, 1.4] for race in grpo)
 
 
 def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loops are open together, each with a log of its own; the step without a teacher is the limit."""
+    """The loops are open together, each with a log of its own; the step without a teacher is the reference."""
     ran: list[str] = []
 
     @asynccontextmanager
@@ -258,8 +258,8 @@ def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monk
     (race,) = asyncio.run(race_teacher.measure(bench))
     plain, distilling = "steps, no", "steps-teacher, 20"
     assert ran == [f"open {plain}", f"open {distilling}", *[plain, distilling, distilling, plain, plain, distilling]]
-    assert {name: row["rank_gib"] for name, row in race["sides"].items()} == {"here": 2.0, "here, with a teacher": 3.0}
-    assert race["limit"] == "here"
+    assert {name: row["rank_gib"] for name, row in race["sides"].items()} == {"t2g": 2.0, "t2g, with a teacher": 3.0}
+    assert race["reference"] == "t2g"
 
 
 def test_a_start_is_timed_by_the_lines_that_it_prints() -> None:
