@@ -208,7 +208,11 @@ def _cpu_features() -> Mapping[str, object]:
 
 
 def emulated_dtypes(roles: Mapping[str, ProcessConfig], features: Mapping[str, object]) -> list[str]:
-    """Return the keys of dtypes that a CPU with these features has to emulate, as `torch.cpu.get_capabilities`."""
+    """Return the keys of the dtypes that a CPU with these features emulates.
+
+    Args:
+        features: Name -> whether the CPU has it, of `torch.cpu.get_capabilities`.
+    """
     if any(features.get(feature) for feature in BFLOAT16_FEATURES):
         return []
     on_cpus = {name: role for name, role in roles.items() if not role.gpus}

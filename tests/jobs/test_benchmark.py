@@ -189,7 +189,7 @@ def test_the_driver_hands_out_samples_without_an_engine(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("with_trl", [True, False])
-def test_the_step_is_compared_with_its_lower_bound_and_trl_by_alternating_runs(
+def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_trl: bool
 ) -> None:
     ran: list[str] = []
