@@ -168,7 +168,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         made[run.__name__].set_defaults(command=run)
     for name in ("check", "render", "submit", "doctor"):
         made[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
-        made[name].add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
+        made[name].add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
     for name in ("check", "render", "submit"):
         made[name].add_argument("--stage", choices=[*STAGES], default="policy", help="what the config is of; policy")
     for name in ("submit", "stop", "doctor"):

@@ -97,9 +97,9 @@ class WeightSync(Protocol):
         """
 
 
-Turn = Literal["engines", "learner"]
+GpuUser = Literal["engines", "learner"]
 
 
 class GpuTimeSharing(Protocol):
-    async def take(self, turn: Turn) -> None:
+    async def switch_to(self, user: GpuUser) -> None:
         """Give the GPUs to the engines or to the learner; no effect if they have them already."""

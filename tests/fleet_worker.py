@@ -30,12 +30,12 @@ class Worker:
     async def become(self, name: str, mood: str = "") -> None:
         self.name, self.mood = name, mood
 
-    async def probe(self) -> None:
+    async def check_health(self) -> None:
         while self.mood == "deaf":
             await asyncio.sleep(0.05)
 
     async def measure(self) -> EngineStats:
-        await self.probe()
+        await self.check_health()
         return EngineStats(busy_s=2.0, num_generated=100, num_steps=1, cache_tokens=self.cache_tokens)
 
     async def work(self, seconds: float = 0.0) -> str:

@@ -55,7 +55,7 @@ class StubRolloutWorker:
     async def start(self) -> int:
         return VOCABULARY
 
-    async def probe(self) -> None: ...
+    async def check_health(self) -> None: ...
 
     async def measure(self) -> EngineStats:
         return EngineStats()
@@ -95,7 +95,7 @@ class StubRolloutWorker:
         self._version = self._opened
         self._paused.set()
 
-    async def score(self, ids: np.ndarray) -> np.ndarray:
+    async def compute_logprobs(self, ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(ids) - 1, np.float32)
 
 
@@ -107,7 +107,7 @@ class StubRewardWorker:
 
     async def start(self) -> None: ...
 
-    async def probe(self) -> None: ...
+    async def check_health(self) -> None: ...
 
     async def measure(self) -> EngineStats:
         return EngineStats()

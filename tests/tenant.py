@@ -20,7 +20,7 @@ class Tenant:
     async def address(self) -> tuple[str, int]:
         return "here", 1
 
-    async def probe(self) -> None: ...
+    async def check_health(self) -> None: ...
 
     async def sleep(self, *part: str) -> None:
         await asyncio.sleep(self.naps_s)

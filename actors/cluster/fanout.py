@@ -31,8 +31,8 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
     while pending:
         done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
         if not done:
-            late = ", ".join(str(i) for i, ref in enumerate(refs) if ref in pending)
-            raise LearnerLost(f"{actor_name} {late} is late: {call} did not finish within {timeout_s:g} s")
+            silent = ", ".join(str(i) for i, ref in enumerate(refs) if ref in pending)
+            raise LearnerLost(f"{actor_name} {silent} timed out: {call} did not finish within {timeout_s:g} s")
         values[done[0]], error = _outcome(done[0])
         if error:
             finished, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)

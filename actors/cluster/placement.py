@@ -71,8 +71,8 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
         _join(address, config)
     gpus = ray.cluster_resources().get("GPU", 0)
     if gpus and roles and not any(role.gpus for role in roles.values()):
-        section = next(iter(roles))
-        logger.warning("%g GPUs are there, and this job runs on CPUs: %s.gpus=auto takes them", gpus, section)
+        remedy = f"set {next(iter(roles))}.gpus" if torch.version.cuda else "install the GPU packages: `make gpu`"
+        logger.warning("Ray has %g GPUs, and this job runs on CPUs: %s", gpus, remedy)
     try:
         check_capacity(roles, None if address == "local" else address)
         if address != "local":
@@ -235,11 +235,11 @@ def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeou
     gpus: Sequence[Any] = [0] * len(nodes)
     if config.gpus and len(nodes) > 1:
         # A function of a module would import that first, for seconds.
-        look = ray.remote(lambda: [int(gpu) for gpu in ray.get_gpu_ids()])
+        query = ray.remote(lambda: [int(gpu) for gpu in ray.get_gpu_ids()])
         requests = [
-            look.options(**actor_options(config, place, bundle=i), max_retries=0).remote() for i in sorted(nodes)
+            query.options(**actor_options(config, place, bundle=i), max_retries=0).remote() for i in sorted(nodes)
         ]
-        gpus = collect(requests, actor_name="place", call="the look at its GPU", timeout_s=timeout_s)
+        gpus = collect(requests, actor_name="placement group bundle", call="the query of its GPU", timeout_s=timeout_s)
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
 
 

@@ -93,7 +93,7 @@ def compile_cache() -> dict[str, str]:
 
 
 class Engine:
-    """An `AsyncLLM`. `start` first; then `generate` and `score`."""
+    """An `AsyncLLM`. `start` first; then `generate` and `compute_logprobs`."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Engine:
             log = f"; {LOG} says why" if isinstance(error, RuntimeError) else ""  # the core is a separate process
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}{log}") from error
         try:
-            await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
+            await self.compute_logprobs(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
         except EngineDeadError as error:
             raise UserError(
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
@@ -263,7 +263,7 @@ class Engine:
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         return arguments | config.engine_args
 
-    async def probe(self) -> None:
+    async def check_health(self) -> None:
         """Return once the core's loop answers, which it does also while the engine is paused or full."""
         await self._await_core(self._llm.is_sleeping())
 
@@ -326,7 +326,7 @@ class Engine:
             versions=tuple((s.start, s.end, parse_weight_version(s.version)) for s in output.weight_versions),
         )
 
-    async def score(self, ids: np.ndarray) -> np.ndarray:
+    async def compute_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return [N - 1] float32: entry t is log softmax(logits)[ids[t + 1]] after ids[: t + 1].
 
         The temperature is always 1: vLLM's prompt logprobs skip the sampling processors in every `logprobs_mode`.

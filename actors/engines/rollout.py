@@ -19,7 +19,7 @@ from actors.weights.probe import Gap
 from actors.weights.weight_receiver import WeightReceiver
 from t2g.config import RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, UserError
-from t2g.interfaces import Sampling, Turn
+from t2g.interfaces import GpuUser, Sampling
 from t2g.text.thinking import Tags, find_answer_start, find_thinking_tags
 from t2g.types import Prompt, Rollout
 
@@ -89,7 +89,7 @@ class RolloutFleet(Fleet):
     role, actor = "rollout", RolloutActor
     config: RolloutConfig
     baseline_gap: Gap | None = None
-    turn: Turn = "engines"
+    gpu_user: GpuUser = "engines"
 
     def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **engine: Any) -> None:
         """Start the fleet.
@@ -124,14 +124,14 @@ class RolloutFleet(Fleet):
             on_answer=on_rollout,
         )
 
-    async def score(self, prompt: Prompt, response_ids: np.ndarray) -> np.ndarray:
+    async def compute_logprobs(self, prompt: Prompt, response_ids: np.ndarray) -> np.ndarray:
         """Return the log-probabilities of a response at temperature 1, without its last token: [R - 1] float32.
 
-        The engine samples a token after those that it scores, and a window may be full.
+        The engine samples a token after those of which it computes the logprobs, and a window may be full.
         """
         ids = np.concatenate([prompt.prompt_ids, response_ids[:-1]])
         (logprobs,) = await self.calls(
-            [lambda worker: worker.score.remote(ids)],
+            [lambda worker: worker.compute_logprobs.remote(ids)],
             timeout_s=self.config.deadline_s,
             what=f"prompt {prompt.prompt_id}",
         )
@@ -143,7 +143,7 @@ class RolloutFleet(Fleet):
             member.end_sync()  # for a worker that failed while a push replaced its catch-up
         for member in self.serving():
             if not member.health.reachable:
-                self.missed(member, "could not be reached")
+                self.record_missed_sync(member, "could not be reached")
         return [member for member in self.started() if member.health.reachable]
 
     async def request(self, target: Member, submit: Callable[[Any], Any], what: str) -> Any:
@@ -160,5 +160,5 @@ class RolloutFleet(Fleet):
                 raise LearnerLost(f"{what} was lost with the node of learner rank 0") from error
             raise MissedSync(f"refused {what}: {first_line(error.cause)}") from error
         except DIED as error:
-            self.failed(target, error)
+            self.record_failure(target, error)
             raise MissedSync(f"{describe_loss(error)} during {what}") from error

@@ -47,7 +47,7 @@ TRIES = 3  # attempts of one request, each on another worker if there is one
 class Fleet:
     """`config.workers.initial` actors of one class. Call `wait_ready` before the first request and `close` at the end.
 
-    A worker has the methods `start`, `probe`, which answers while the worker works, and `measure`, which returns
+    A worker has the methods `start`, `check_health`, which answers while the worker works, and `measure`, which returns
     `EngineStats`.
     """
 
@@ -59,7 +59,7 @@ class Fleet:
         self._placement_timeout_s = placement_timeout_s
         self._replacement_timeout_s = placement_timeout_s + config.start_timeout_s
         self.catch_up: CatchUp | None = None  # if None, a worker serves the weights that it loaded
-        self.wanted = config.workers.initial
+        self.target_size = config.workers.initial
         self.is_ready = False  # whether `wait_ready` has returned
         self.started_with: Any = None  # the result of the workers' `start`, the same for all
         self._members: list[Member] = []
@@ -108,9 +108,9 @@ class Fleet:
 
     def set_target_size(self, number: int) -> None:
         """Set the number of workers. Surplus workers finish their requests; new ones join when they are ready."""
-        if number != self.wanted or self._unreplaced:
-            logger.warning("%s workers: %d wanted, was %d", self.role, number, self.wanted)
-            self.wanted = number
+        if number != self.target_size or self._unreplaced:
+            logger.warning("%s workers: target size %d, was %d", self.role, number, self.target_size)
+            self.target_size = number
             self._unreplaced = []  # a new target size does not wait for restart budgets
 
     def serving(self) -> list[Member]:
@@ -122,8 +122,8 @@ class Fleet:
 
     @property
     def expected(self) -> int:
-        """Return the number of wanted workers without those that wait for their restart budget."""
-        return self.wanted - len(self._unreplaced)
+        """Return the target size without the workers that wait for their restart budget."""
+        return self.target_size - len(self._unreplaced)
 
     @property
     def joining(self) -> bool:
@@ -133,7 +133,7 @@ class Fleet:
         """Return the fleet as JSON, for status.json, with lost workers that wait for their restart budget."""
         workers = [m.report() for m in (*self._members, *self._unreplaced)]
         window_s = self.config.health.restart_window_s
-        return {"role": self.role, "wanted": self.wanted, "restart_window_s": window_s, "workers": workers}
+        return {"role": self.role, "target_size": self.target_size, "restart_window_s": window_s, "workers": workers}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call: idle share of engine time, losses, the longest recovery."""
@@ -233,17 +233,17 @@ class Fleet:
     def _explain_failure(self, member: Member, answer: "asyncio.Future[Any]", timeout_s: float) -> str:
         """Return why a request has no answer, "" if it has one. Raises the worker's UserError or RunStopped."""
         if answer.cancelled():
-            return f"no answer by {member.name} within {timeout_s:g} s"
+            return f"no answer from {member.name} within {timeout_s:g} s"
         error = answer.exception()
         if isinstance(error, RequestTimedOut):
-            return f"no answer by {member.name} within {error.timeout_s:g} s"
+            return f"no answer from {member.name} within {error.timeout_s:g} s"
         if isinstance(error, RayTaskError):
             raised = unwrap_error(error)
             if isinstance(raised, UserError | RunStopped):
                 raise raised from None
             return f"{member.name} failed: {first_line(raised)}"
         if isinstance(error, DIED):
-            self.failed(member, error)
+            self.record_failure(member, error)
             return f"{member.name} {describe_loss(error)}"
         if error is not None:
             raise error
@@ -263,7 +263,7 @@ class Fleet:
                     reached_at = now
                 elif now - reached_at > self._replacement_timeout_s:
                     limit = f"within {self._replacement_timeout_s:g} s"
-                    raise RunStopped(f"no {self.role} worker came to serve {limit}: {self._describe_workers()}")
+                    raise RunStopped(f"no {self.role} worker became ready {limit}: {self._describe_workers()}")
             except Exception as error:  # noqa: BLE001 - the waiting request raises it
                 self._admission.refuse(error)
 
@@ -280,7 +280,7 @@ class Fleet:
             self._unreplaced.remove(member)
             self._add(placement.request_placement(self.config), predecessor=member)
         self._resize()
-        self._check_floor(now)
+        self._check_min_workers(now)
 
     def _supervise_member(self, member: Member, now: float) -> None:
         if member.handle is None:
@@ -294,9 +294,9 @@ class Fleet:
         if member.health.state is State.STARTING:
             self._check_start(member)
         else:
-            self._check_probe(member, now)
-        if late := describe_overdue(member.health, now=now, config=self.config):
-            self._apply_event(member, "died", late)
+            self._check_health(member, now)
+        if overdue := describe_overdue(member.health, now=now, config=self.config):
+            self._apply_event(member, "died", overdue)
         elif member.health.state is State.DRAINING and member.load == 0:
             self._apply_event(member, "drained", "left")
         elif member.health.state is State.STALE and member.health.reachable and self.catch_up is not None:
@@ -327,17 +327,17 @@ class Fleet:
             if self.catch_up is None:
                 self._apply_event(member, "weights_verified")
 
-    def _check_probe(self, member: Member, now: float) -> None:
+    def _check_health(self, member: Member, now: float) -> None:
         try:
-            if member.probed(now):
-                self._apply_event(member, "probe_answered")
+            if member.poll_health_check(now):
+                self._apply_event(member, "check_passed")
         except TimeoutError:
-            limit_s = self.config.health.probe_timeout_s
-            self._apply_event(member, "probe_failed", f"did not answer a probe within {limit_s:g} s")
+            limit_s = self.config.health.check_timeout_s
+            self._apply_event(member, "check_failed", f"did not answer a health check within {limit_s:g} s")
         except (RayTaskError, *UNREACHABLE) as error:
-            self._apply_event(member, "probe_failed", f"failed a probe ({describe_error(error)})")
+            self._apply_event(member, "check_failed", f"failed a health check ({describe_error(error)})")
         except DIED as error:
-            self.failed(member, error)
+            self.record_failure(member, error)
 
     def _apply_event(self, member: Member, event: Event, reason: str = "") -> None:
         """Update the health of a worker after an event, and act on its new state."""
@@ -355,13 +355,13 @@ class Fleet:
         if state in (State.STALE, State.DEAD) and before is not State.STARTING:
             member.interrupt()
         if state is State.DEAD:
-            self._remove(member, wanted=before is not State.DRAINING and event != "dismissed")
+            self._remove(member, is_replaced=before is not State.DRAINING and event != "dismissed")
 
-    def _remove(self, member: Member, *, wanted: bool) -> None:
-        """Kill a worker: if it came back, it would serve old weights. A wanted worker gets a successor."""
+    def _remove(self, member: Member, *, is_replaced: bool) -> None:
+        """Kill a worker: if it came back, it would serve old weights. `is_replaced`: it gets a successor."""
         self._members.remove(member)
         member.remove()
-        if not wanted:
+        if not is_replaced:
             return
         self._restarts += 1
         self._history.append(f"{member.name} {member.health.reason}")
@@ -377,37 +377,37 @@ class Fleet:
             return False
         return restarts_left(member.restart_times, now=time.monotonic(), config=self.config.health) > 0
 
-    def failed(self, member: Member, error: Exception) -> None:
+    def record_failure(self, member: Member, error: Exception) -> None:
         """Record that a call of the worker ended in an error of DIED."""
         event = "unreachable" if isinstance(error, UNREACHABLE) else "died"
         self._apply_event(member, event, f"{describe_loss(error)} ({describe_error(error)})")
 
-    def has_weights(self, member: Member, version: int) -> None:
+    def record_verified(self, member: Member, version: int) -> None:
         """Record that the worker verified this version: it serves."""
         member.version = version
         self._apply_event(member, "weights_verified")
         member.end_sync()
 
-    def missed(self, member: Member, reason: str, *, late: bool = False) -> None:
+    def record_missed_sync(self, member: Member, reason: str, *, timed_out: bool = False) -> None:
         """Record a missed weight sync: the worker is STALE, and its requests go to other workers.
 
         Args:
-            late: Whether it timed out. It is then unreachable until it answers a probe.
+            timed_out: Whether it answered too late. It is then unreachable until it passes a health check.
         """
         logger.warning("%s missed a weight sync: %s", member.name, reason)
-        if late:
+        if timed_out:
             self._apply_event(member, "unreachable", reason)
         self._apply_event(member, "sync_missed", f"missed a weight sync ({reason})")
         member.end_sync()
 
     def _resize(self) -> None:
-        """Add or dismiss workers towards the wanted number."""
+        """Add or dismiss workers towards the target size."""
         living = [m for m in self._members if m.health.state is not State.DRAINING]
         for _ in range(self.expected - len(living)):
             self._add(placement.request_placement(self.config))
-        for member in sorted(living, key=Member.dismissal_order)[: max(0, len(living) - self.wanted)]:
+        for member in sorted(living, key=Member.dismissal_order)[: max(0, len(living) - self.target_size)]:
             if not member.syncing:  # its answers would count before its weights are verified; dismiss it later
-                self._apply_event(member, "dismissed", "was not wanted any more")
+                self._apply_event(member, "dismissed", "was scaled down")
 
     def _add(self, placement_group: Any, *, predecessor: Member | None = None) -> Member:
         name = predecessor.name if predecessor else f"{self.role} worker {next(self._numbers)}"
@@ -419,16 +419,16 @@ class Fleet:
         self._members.append(member)
         return member
 
-    def _check_floor(self, now: float) -> None:
+    def _check_min_workers(self, now: float) -> None:
         """Raise RunStopped, or the error of a worker's start, if fewer than workers.min are left."""
-        floor = min(self.config.workers.min, self.wanted)
+        minimum = min(self.config.workers.min, self.target_size)
         num_starting = sum(m.health.state is State.STARTING for m in self._members)
         num_started = len(self.started())
-        if num_started >= floor:
+        if num_started >= minimum:
             self._short_since = None
             return
         self._short_since = now if self._short_since is None else self._short_since
-        if num_started + num_starting < floor or now - self._short_since > self._replacement_timeout_s:
+        if num_started + num_starting < minimum or now - self._short_since > self._replacement_timeout_s:
             raise self._too_few()
 
     def _too_few(self) -> Exception:

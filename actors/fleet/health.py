@@ -1,8 +1,8 @@
 """The state machine of a worker: events -> state. It has no side effects; `actors.fleet.fleet` executes it.
 
 STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and gets no requests.
-Failed probes, requests and weight syncs are counted separately: an engine that answers probes may not answer requests,
-and an engine that misses syncs may answer both.
+Failed health checks, requests and weight syncs are counted separately: an engine that passes health checks may not
+answer requests, and an engine that misses syncs may do both.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from typing import Literal
 from t2g.config import EngineConfig, HealthConfig, LearnerConfig
 
 Event = Literal[
-    "started", "weights_verified", "sync_missed", "request_answered", "request_failed", "probe_answered",
-    "probe_failed", "unreachable", "dismissed", "drained", "died",
+    "started", "weights_verified", "sync_missed", "request_answered", "request_failed", "check_passed",
+    "check_failed", "unreachable", "dismissed", "drained", "died",
 ]  # fmt: skip
 
 
@@ -32,10 +32,10 @@ class Health:
 
     since: float  # when it entered its state
     state: State = State.STARTING
-    failed_probes: int = 0  # in a row
+    failed_checks: int = 0  # in a row
     failed_requests: int = 0  # in a row
     missed_syncs: int = 0  # in a row
-    reachable: bool = True  # an unreachable worker gets no requests, only probes
+    reachable: bool = True  # an unreachable worker gets no requests, only health checks
     suspect: bool = False  # a call failed and none was answered since: requests prefer other workers
     reason: str = ""  # of the last failure
 
@@ -59,15 +59,15 @@ def apply_event(health: Health, event: Event, *, now: float, config: HealthConfi
             return _bounded(replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason), now, config)
         case "request_answered":
             return replace(health, failed_requests=0, suspect=False, reachable=True)
-        case "unreachable":  # many requests report it at once, perhaps for a moment: only probes are counted
+        case "unreachable":  # many requests report it at once, perhaps for a moment: only health checks are counted
             return replace(health, reachable=False, suspect=True, reason=reason)
         case "request_failed":
             failed = replace(health, failed_requests=health.failed_requests + 1, suspect=True, reason=reason)
             return _bounded(failed, now, config)
-        case "probe_answered":
-            return replace(health, failed_probes=0, suspect=False, reachable=True)
-        case "probe_failed":
-            failed = replace(health, failed_probes=health.failed_probes + 1, suspect=True, reason=reason)
+        case "check_passed":
+            return replace(health, failed_checks=0, suspect=False, reachable=True)
+        case "check_failed":
+            failed = replace(health, failed_checks=health.failed_checks + 1, suspect=True, reason=reason)
             return _bounded(failed, now, config)
         case "dismissed" if health.state is State.SERVING:
             return _into(health, State.DRAINING, now)
@@ -102,6 +102,6 @@ def _into(health: Health, state: State, now: float) -> Health:
 
 def _bounded(health: Health, now: float, config: HealthConfig) -> Health:
     """Return DEAD once a count of successive failures reaches max_failures."""
-    if max(health.failed_probes, health.failed_requests, health.missed_syncs) < config.max_failures:
+    if max(health.failed_checks, health.failed_requests, health.missed_syncs) < config.max_failures:
         return health
     return _into(health, State.DEAD, now)

@@ -97,9 +97,9 @@ class Member:
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves
         self.has_warned = False  # that it waits for a placement
         self.capacity = 1.0  # as a share of the largest of the fleet
-        self.syncing = False  # its engine is paused, or its weights are not verified: no probes, no valid answers
-        self._probe: Any = None
-        self._probed_at = time.monotonic()
+        self.syncing = False  # its engine is paused, or its weights are not verified: no checks, no valid answers
+        self._check: Any = None
+        self._checked_at = time.monotonic()
         self._num_interrupts = 0
         self._changed = Notifier()  # `syncing` or the number of interrupts
         self._catching_up: asyncio.Future[None] | None = None
@@ -116,29 +116,29 @@ class Member:
         return len(self.restart_times)
 
     def end_sync(self) -> None:
-        """Resume requests and probes after a sync, once the state of the worker is set."""
+        """Resume requests and health checks after a sync, once the state of the worker is set."""
         self.syncing = False
         self._changed.notify()
 
-    def probed(self, now: float) -> bool:
-        """Return whether it has answered a probe since the last call, and send the next probe when it is due.
+    def poll_health_check(self, now: float) -> bool:
+        """Return whether it has passed a health check since the last call, and send the next check when it is due.
 
         Raises:
-            TimeoutError: The probe is late; other errors as `ray.get`.
+            TimeoutError: No answer within check_timeout_s; other errors as `ray.get`.
         """
         health = self._config.health
         if self.syncing:
-            self._probe = None
-        elif self._probe is None:
-            at_once = self.health.suspect and self.health.failed_probes == 0
-            if now - self._probed_at >= health.probe_every_s or at_once:
-                self._probe, self._probed_at = self.handle.probe.remote(), now
-        elif ray.wait([self._probe], timeout=0)[0]:
-            probe, self._probe = self._probe, None
-            ray.get(probe)
+            self._check = None
+        elif self._check is None:
+            at_once = self.health.suspect and self.health.failed_checks == 0
+            if now - self._checked_at >= health.check_interval_s or at_once:
+                self._check, self._checked_at = self.handle.check_health.remote(), now
+        elif ray.wait([self._check], timeout=0)[0]:
+            check, self._check = self._check, None
+            ray.get(check)
             return True
-        elif now - self._probed_at > health.probe_timeout_s:
-            self._probe = None
+        elif now - self._checked_at > health.check_timeout_s:
+            self._check = None
             raise TimeoutError
         return False
 

@@ -11,9 +11,9 @@ from t2g.interfaces import FeedbackSource
 from t2g.loop.scaling import WINDOW_STEPS, StepLoad, compute_target_workers
 from t2g.runs.control import Control, FleetStatus, Status, get_scalable_fleets, now, write_status
 
-CONTROL_S = 1.0  # between two looks at control.json
-STATUS_EVERY = 3  # looks between two pictures in status.json
-IDLE = "idle/"  # begins a metric; who idled follows
+CONTROL_S = 1.0  # between two reads of control.json
+STATUS_EVERY = 3  # reads of control.json for each write of status.json
+IDLE = "idle/"  # metrics prefix; the role follows
 FIELDS = {"rollout": "rollouts", "reward": "rewards"}  # role -> field of control.json
 
 
@@ -27,20 +27,20 @@ class Steering:
         self._loads: list[StepLoad] = []
         self._step, self._metrics = 0, dict[str, float]()
 
-    def duties(self) -> list[Coroutine[Any, Any, None]]:
+    def make_background_tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Return the background tasks of the trainer. They raise RunStopped if fewer than workers.min are left."""
         return [*(fleet.supervise() for fleet in self._fleets.values()), self._steer()]
 
     async def _steer(self) -> None:
-        looks = 0
+        num_reads = 0
         while True:
-            wanted = self._control.read_changes()
+            requested = self._control.read_changes()
             for role, fleet in self._fleets.items():
-                if FIELDS[role] in wanted:
-                    fleet.set_target_size(wanted[FIELDS[role]])
-            if looks % STATUS_EVERY == 0:
+                if FIELDS[role] in requested:
+                    fleet.set_target_size(requested[FIELDS[role]])
+            if num_reads % STATUS_EVERY == 0:
                 self.write_status()
-            looks += 1
+            num_reads += 1
             await asyncio.sleep(CONTROL_S)
 
     async def metrics(self) -> dict[str, float]:

@@ -130,8 +130,8 @@ class LearnerWorker:
             self._port.close()
         yield from self.parts["policy"].stream_weights(dtype, full, rendezvous)
 
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        return self.parts["policy"].probe_logprobs(ids)
+    def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+        return self.parts["policy"].compute_probe_logprobs(ids)
 
     def export(self, folder: Path) -> None:
         self.parts["policy"].export(folder)
@@ -239,7 +239,7 @@ class LearnerGroup:
         if self._lost is not None:  # ranks that hang would take every later call to its deadline again
             raise self._lost
         if not self._lock.acquire(timeout=timeout_s):
-            raise LearnerLost(f"the learner is late: the call before did not end within {timeout_s:g} s")
+            raise LearnerLost(f"the learner timed out: its previous call did not end within {timeout_s:g} s")
         try:
             yield
         except LearnerLost as lost:
@@ -407,7 +407,7 @@ class LearnerGroup:
                 if any_failed(ends[1:]):
                     ranks.collect(ends, "stream_weights", self._deadline())
                 if time.monotonic() > deadline:
-                    raise LearnerLost(f"learner rank 0 is late: no bucket of weights came within {timeout_s:g} s")
+                    raise LearnerLost(f"learner rank 0 timed out: no bucket of weights arrived within {timeout_s:g} s")
             try:
                 ref = next(stream)
             except StopIteration:
@@ -416,9 +416,9 @@ class LearnerGroup:
                 ranks.collect(ends, "stream_weights", self._deadline())
             yield ref
 
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+    def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return the logprobs of the probe, [N - 1] float32, at temperature 1; workers must return the same."""
-        return self._on_policy("probe_logprobs", lambda w: w.probe_logprobs.remote(ids))[0]
+        return self._on_policy("compute_probe_logprobs", lambda w: w.compute_probe_logprobs.remote(ids))[0]
 
     def save(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Write model, optimizer, scheduler and RNG of every rank into an existing empty folder that all ranks share.

@@ -371,7 +371,7 @@ class PolicyTrainer(ModelTrainer):
                 started = time.monotonic()
 
     @torch.no_grad()
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+    def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
         self.engine.eval()
         probe = TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1))

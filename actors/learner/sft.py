@@ -237,7 +237,7 @@ def _follow(
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
             raise RunStopped(
-                f"{LABEL} is late: nothing was heard of its ranks for {timeout_s:g} s, which is sft.timeout_s for "
+                f"{LABEL} timed out: its ranks reported nothing for {timeout_s:g} s, which is sft.timeout_s for "
                 f"each of {REPORT_EVERY} steps and for what comes before or after them; {where}"
             )
 

@@ -136,10 +136,10 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         """
         manifest = self._manifest
         if manifest is None or update_info.version != manifest.version:
-            raise ValueError(f"bucket {update_info.index} of version {update_info.version} was not announced")
+            raise ValueError(f"bucket {update_info.index} of version {update_info.version}: the manifest has another")
         wrong_names = [n for n in update_info.names if n not in self._missing]
         if wrong_names:
-            raise ValueError(f"bucket {update_info.index}: {_few(wrong_names)} not announced, or sent before")
+            raise ValueError(f"bucket {update_info.index}: {_few(wrong_names)} not in the manifest, or sent before")
         self._load(update_info, [manifest.shapes[name] for name in update_info.names], manifest.dtype)
         for name in update_info.names:
             del self._missing[name]
@@ -160,7 +160,7 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         if self._missing:
             raise ValueError(
                 f"weights of version {self._manifest.version} are refused: {len(self._missing)} of "
-                f"{len(self._manifest.shapes)} announced tensors never came ({_few([*self._missing])})"
+                f"{len(self._manifest.shapes)} tensors of the manifest are missing ({_few([*self._missing])})"
             )
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_weights()
@@ -198,7 +198,7 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
             for shape, at in zip(shapes, bucket.transport_meta["offsets"], strict=True)
         ]
         if hash_arrays(*views) != bucket.transport_meta["xxh3"]:
-            raise ValueError(f"bucket {bucket.index} of version {bucket.version} arrived with other bytes")
+            raise ValueError(f"bucket {bucket.index} of version {bucket.version} has another xxh3 hash than was sent")
         self.model.load_weights(self._tensors(bucket, views, getattr(torch, dtype)))
         self._own_pending()
 
@@ -209,7 +209,7 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
         for name, view, expected in zip(bucket.names, views, hashes, strict=True):
             tensor = torch.from_numpy(view).view(dtype).to(self.device)
             if expected and hash_arrays(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
-                raise ValueError(f"{name} of version {bucket.version} has other bytes than the learner's")
+                raise ValueError(f"{name} of version {bucket.version} has another xxh3 hash than the learner's")
             yield name, tensor
 
     def _own_pending(self) -> None:
@@ -251,7 +251,7 @@ class NcclBroadcastEngine(ManifestTransferEngine, NCCLWeightTransferEngine):
         with abort_when_stalled(group):
             NCCLWeightTransferEngine.receive_weights(self, info)
         if group.disabled:  # the loaded bytes are not weights
-            raise RuntimeError(f"the broadcast of bucket {bucket.index} of version {bucket.version} was broken off")
+            raise RuntimeError(f"the broadcast of bucket {bucket.index} of version {bucket.version} was aborted")
 
 
 class IpcSharedEngine(ManifestTransferEngine, IPCWeightTransferEngine):

@@ -48,7 +48,7 @@ def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline
     while absent := [member for i, member in enumerate(rendezvous.members) if not store.check([f"here/{i}"])]:
         if time.monotonic() > until:
             names = ", ".join(dict.fromkeys(absent))
-            raise RuntimeError(f"{names} did not come to the rendezvous within {deadline_s:g} s")
+            raise RuntimeError(f"{names} did not join the rendezvous within {deadline_s:g} s")
         time.sleep(JOIN_POLL_S)
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -66,7 +66,7 @@ def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline
             f"NCCL did not connect them within {deadline_s:g} s (NCCL_SOCKET_IFNAME in their environment, a firewall)"
         )
     if isinstance(group, str | RuntimeError):
-        raise RuntimeError(f"{len(rendezvous.members)} members came to the rendezvous, and {group}")
+        raise RuntimeError(f"{len(rendezvous.members)} members joined the rendezvous, and {group}")
     return group
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from actors.weights.round import EngineFleet, SyncTarget
 from t2g.errors import MissedSync, RunStopped
-from t2g.interfaces import Turn
+from t2g.interfaces import GpuUser
 
 
 class OffloadableLearner(Protocol):
@@ -32,25 +32,25 @@ class GpuTimeSharing:
         self._fleet, self._timeout_s = fleet, timeout_s
         self.sending = asyncio.Lock()  # the lock of the weight sync: no engine may sleep during a catch-up
 
-    async def take(self, turn: Turn) -> None:
+    async def switch_to(self, user: GpuUser) -> None:
         """Give the GPUs to the engines or to the learner, once the others have released them.
 
         Raises:
             RunStopped: An engine did not sleep or wake up; the message has its name.
         """
-        if turn != self._fleet.turn:
+        if user != self._fleet.gpu_user:
             async with self.sending:
-                await self._take(turn)
+                await self._switch_to(user)
 
-    async def _take(self, turn: Turn) -> None:
-        if turn == "engines" and self.learner is not None:
+    async def _switch_to(self, user: GpuUser) -> None:
+        if user == "engines" and self.learner is not None:
             await asyncio.to_thread(self.learner.offload_states)
-        errors = await asyncio.gather(*(self._switch(target, turn == "learner") for target in self._fleet.targets()))
+        errors = await asyncio.gather(*(self._switch(target, user == "learner") for target in self._fleet.targets()))
         if failures := [error for error in errors if error]:
-            raise RunStopped(f"engines and ranks cannot take turns on their GPUs: {'; '.join(failures)}")
-        if turn == "learner" and self.learner is not None:
+            raise RunStopped(f"engines and ranks cannot share their GPUs: {'; '.join(failures)}")
+        if user == "learner" and self.learner is not None:
             await asyncio.to_thread(self.learner.reload_states)
-        self._fleet.turn = turn
+        self._fleet.gpu_user = user
 
     async def _switch(self, target: SyncTarget, should_sleep: bool) -> str:
         """Have one engine sleep or wake up; return what failed, "" if nothing."""
@@ -63,5 +63,5 @@ class GpuTimeSharing:
         except MissedSync as error:
             return f"{target.name} {error}"
         except TimeoutError:
-            return f"{target.name} is late: {what} took it more than {self._timeout_s:g} s"
+            return f"{target.name} timed out: {what} took more than {self._timeout_s:g} s"
         return ""

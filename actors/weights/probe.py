@@ -37,37 +37,37 @@ def compute_gap(engine: np.ndarray, learner: np.ndarray) -> Gap:
     return Gap(largest=float(gaps.max()), p95=float(np.percentile(gaps, 95)), median=float(np.median(gaps)))
 
 
-def explain_refusal(gap: Gap, *, floor: float, baseline_gap: Gap | None) -> str:
+def explain_refusal(gap: Gap, *, tolerance: float, baseline_gap: Gap | None) -> str:
     """Return why a gap is too large, "" if it is not.
 
-    The largest difference may be `floor`, or SLACK x that of the baseline; the median MEDIAN_SHARE x `floor`, or SLACK
-    x that of the baseline.
+    The largest difference may be max(`tolerance`, SLACK x that of the baseline), and the median
+    max(MEDIAN_SHARE x `tolerance`, SLACK x that of the baseline).
 
     Args:
         baseline_gap: The gap at the checkpoint; None if it was never measured.
     """
     baseline = baseline_gap or Gap(largest=0.0, p95=0.0, median=math.inf)
     for what, value, base, minimum in (
-        ("at the most", gap.largest, baseline.largest, floor),
-        ("in the median", gap.median, baseline.median, floor * MEDIAN_SHARE),
+        ("largest", gap.largest, baseline.largest, tolerance),
+        ("median", gap.median, baseline.median, tolerance * MEDIAN_SHARE),
     ):
         if value > (limit := max(minimum, SLACK * base)):
-            allowed = f"allowed is {limit:.3g}, by learner.probe_tolerance={floor:g} and {base:.3g} on the checkpoint"
-            return f"{value:.3g} nats apart {what}; {allowed}"
+            origin = f"learner.probe_tolerance={tolerance:g}, and {base:.3g} on the checkpoint"
+            return f"the {what} difference is {value:.3g} nats, above {limit:.3g} ({origin})"
     return ""
 
 
-def is_stuck(scores: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], baseline_gap: Gap) -> bool:
+def is_stuck(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray], baseline_gap: Gap) -> bool:
     """Return whether an engine still computes with its old weights.
 
-    Its scores are then bitwise equal to the previous ones, although the learner's logprobs changed by more than the
+    Its logprobs are then bitwise equal to the previous ones, although the learner's logprobs changed by more than the
     baseline gap.
 
     Args:
-        scores: (previous, current) of the engine.
-        logprobs: (previous, current) of the learner.
+        engine: Its (previous, current) logprobs.
+        learner: Its (previous, current) logprobs.
     """
-    return bool(np.array_equal(*scores) and np.max(np.abs(np.subtract(*logprobs))) > baseline_gap.largest)
+    return bool(np.array_equal(*engine) and np.max(np.abs(np.subtract(*learner))) > baseline_gap.largest)
 
 
 def make_probe_ids(prompts: Sequence[np.ndarray], vocab_size: int, num_tokens: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from actors.weights.probe import Gap, compute_gap, explain_refusal, is_stuck
 from t2g.concurrency import cancel_all
 from t2g.config import LearnerConfig, RolloutConfig
 from t2g.errors import MissedSync
-from t2g.interfaces import Turn
+from t2g.interfaces import GpuUser
 
 MAX_BUCKETS_IN_FLIGHT = 2  # per worker: one is copied while the engine core loads the other
 GRACE_S = 30.0  # minimum time for the other workers after the first answer
@@ -48,10 +48,10 @@ class WeightSource(Protocol):
                 without waiting for the next request.
         """
 
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+    def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1.
 
-        `Engine.score` returns the same quantity.
+        `Engine.compute_logprobs` returns the same quantity.
         """
 
 
@@ -61,7 +61,7 @@ class SyncTarget(Protocol):
     name: str
     handle: Any
     version: int | None  # of its weights; None: those of the model's folder
-    syncing: bool  # its engine is paused, until `has_weights` or `missed` is called
+    syncing: bool  # its engine is paused, until `record_verified` or `record_missed_sync` is called
 
 
 class EngineFleet(Protocol):
@@ -69,7 +69,7 @@ class EngineFleet(Protocol):
 
     config: RolloutConfig
     vocab_size: int
-    turn: Turn  # which side has the GPUs with cluster.gpu_sharing=alternate; a fleet outlives the learners of its runs
+    gpu_user: GpuUser  # with cluster.gpu_sharing=alternate; a fleet outlives the learners of its runs
     baseline_gap: Gap | None  # between its engines and a learner on the checkpoint; later runs reuse it
 
     def targets(self) -> Sequence[SyncTarget]:
@@ -83,14 +83,14 @@ class EngineFleet(Protocol):
             LearnerLost: A bucket is lost.
         """
 
-    def has_weights(self, target: Any, version: int) -> None:
+    def record_verified(self, target: Any, version: int) -> None:
         """Record that the worker verified this version."""
 
-    def missed(self, target: Any, reason: str, *, late: bool = False) -> None:
+    def record_missed_sync(self, target: Any, reason: str, *, timed_out: bool = False) -> None:
         """Record that the worker missed the sync.
 
         Args:
-            late: Whether it timed out. It is no target again until it answers a probe or a request.
+            timed_out: Whether it timed out. It is no target until it passes a health check or answers a request.
         """
 
 
@@ -99,20 +99,20 @@ class Version:
     """One version of the weights: what a push needs, and the outcome so far."""
 
     number: int
-    made_at: int  # the learner's policy_version: once it changes, this version cannot be gathered again
+    learner_version: int  # the learner's policy_version: once it changes, this version cannot be gathered again
     shapes: Shapes
-    probe: np.ndarray  # [N] int32, the tokens that engines and learner score
-    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, computed once
-    scores: dict[str, np.ndarray] = field(default_factory=dict)  # of the probe, by worker name
+    probe: np.ndarray  # [N] int32, tokens of which engines and learner compute the logprobs
+    learner_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, computed once
+    engine_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # by worker name
     previous: "Version | None" = None  # the version sent before, without its buckets
     buckets: list[Any] = field(default_factory=list)  # references; none with ipc and nccl
     verified: list[SyncTarget] = field(default_factory=list)  # the workers that have it
     missed: dict[str, str] = field(default_factory=dict)  # worker name -> why it missed the version the last time
     num_calls: int = 1  # of workers and of the learner; the first was `get_manifest`
-    stages: dict[str, float] = field(default_factory=dict)  # seconds of work, of the slowest worker
+    timings: dict[str, float] = field(default_factory=dict)  # seconds of work, of the slowest worker
 
-    def add_seconds(self, stage: str, seconds: float) -> None:
-        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+    def add_seconds(self, name: str, seconds: float) -> None:
+        self.timings[name] = self.timings.get(name, 0.0) + seconds
 
 
 @dataclass
@@ -156,35 +156,35 @@ class Round:
                 "open",
                 lambda w: w.open_update.remote(self.id, version.number, engine.dtype, version.shapes),
                 "the start of a weight sync",
-                timeout_s=engine.health.probe_timeout_s * engine.health.max_failures,  # a slower worker hangs
+                timeout_s=engine.health.check_timeout_s * engine.health.max_failures,  # a slower worker hangs
             )
             async with aclosing(self._buckets()) as buckets:
                 async for ref in buckets:
                     tasks.append(asyncio.ensure_future(self._load(ref)))
                     if len(tasks) >= max_in_flight:
                         await tasks[-max_in_flight]
-            # The learner scores the probe while the engines load the last buckets.
+            # The learner computes its logprobs while the engines load the last buckets.
             tasks.append(asyncio.ensure_future(self._learner_logprobs()))
             await asyncio.gather(*tasks[:-1])
             await self._call_all_timed("close", lambda w: w.close_update.remote(self.id), "the end of a weight sync")
             version.add_seconds("pause", time.monotonic() - paused)
             return await self.verify(tasks[-1])
         except BaseException as error:
-            self._drop_all(f"got half a sync, which broke off: {str(error) or type(error).__name__}")
+            self._drop_all(f"the transfer was aborted: {str(error) or type(error).__name__}")
             raise
         finally:
             await cancel_all(tasks)
 
-    async def _call_all_timed(self, stage: str, submit: Callable[[Any], Any], what: str, **timeout: float) -> None:
+    async def _call_all_timed(self, name: str, submit: Callable[[Any], Any], what: str, **timeout: float) -> None:
         started = time.monotonic()
         await self._call_all(submit, what, **timeout)
-        self.version.add_seconds(stage, time.monotonic() - started)
+        self.version.add_seconds(name, time.monotonic() - started)
 
     async def _load(self, ref: Any) -> None:
-        """Have the workers load one bucket; each answers with its seconds by stage."""
+        """Have the workers load one bucket; each answers with the seconds of each part."""
         answers = await self._call_all(lambda w: w.load_bucket.remote(self.id, ref), "a bucket of weights")
-        for stage in answers[0][1] if answers else ():
-            self.version.add_seconds(stage, max(seconds[stage] for _, seconds in answers))
+        for name in answers[0][1] if answers else ():
+            self.version.add_seconds(name, max(seconds[name] for _, seconds in answers))
 
     async def _buckets(self) -> AsyncGenerator[Any, None]:
         """Yield the stored buckets, or else stream them from the learner and store them if they are replayable.
@@ -210,8 +210,8 @@ class Round:
         finally:
             _close(stream)
             await cancel_all(joining)
-        if self.learner.policy_version != version.made_at:
-            self._drop_all(f"was sent version {version.number} when the learner went on")
+        if self.learner.policy_version != version.learner_version:
+            self._drop_all(f"received version {version.number} after the learner had updated its weights")
 
     async def _form_group(self) -> tuple[Rendezvous, list["asyncio.Future[Any]"]]:
         """Return the rendezvous of this round, and the tasks of the engines that join it.
@@ -233,19 +233,20 @@ class Round:
 
     async def _learner_logprobs(self) -> np.ndarray:
         """Return the learner's logprobs of the probe, [N - 1] float32, computed once. Call it after the last bucket."""
-        if self.version.probe_logprobs is None:
+        if self.version.learner_logprobs is None:
             self.version.num_calls += 1
-            self.version.probe_logprobs = await asyncio.to_thread(self.learner.probe_logprobs, self.version.probe)
-        return self.version.probe_logprobs
+            compute = self.learner.compute_probe_logprobs
+            self.version.learner_logprobs = await asyncio.to_thread(compute, self.version.probe)
+        return self.version.learner_logprobs
 
     async def verify(self, expected: "asyncio.Future[np.ndarray] | None" = None) -> list[float]:
-        """Compare the scores of the workers with the learner's; return the gap of each worker that agrees.
+        """Compare the logprobs of the workers with the learner's; return the gap of each worker that agrees.
 
         Args:
             expected: The learner's logprobs of the probe; None if the version has them.
         """
         started = time.monotonic()
-        answers = await self._call_all(lambda w: w.score.remote(self.version.probe), "the probe")
+        answers = await self._call_all(lambda w: w.compute_logprobs.remote(self.version.probe), "the probe")
         if expected is not None:
             await expected
         gaps = self.accept(answers)
@@ -253,34 +254,37 @@ class Round:
         return gaps
 
     def accept(self, answers: Sequence[tuple[SyncTarget, np.ndarray]]) -> list[float]:
-        """Record each worker whose scores of the probe agree with the learner's; return their gaps."""
-        gaps, logprobs = [], self.version.probe_logprobs
-        assert logprobs is not None
-        for target, scores in answers:
-            gap = compute_gap(scores, logprobs)
-            if mismatch := self._find_mismatch(target, scores, logprobs, gap):
-                self._drop(target, f"does not compute what the learner computes: {mismatch}")
+        """Record each worker whose logprobs of the probe agree with the learner's; return their gaps."""
+        gaps, learner = [], self.version.learner_logprobs
+        assert learner is not None
+        for target, engine in answers:
+            gap = compute_gap(engine, learner)
+            if mismatch := self._find_mismatch(target, engine, learner, gap):
+                self._drop(target, f"has other logprobs than the learner: {mismatch}")
                 continue
             gaps.append(gap.largest)
-            self.version.scores[target.name] = scores
+            self.version.engine_logprobs[target.name] = engine
             self.version.verified.append(target)
-            self.fleet.has_weights(target, self.version.number)
+            self.fleet.record_verified(target, self.version.number)
         return gaps
 
-    def _find_mismatch(self, target: SyncTarget, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
+    def _find_mismatch(self, target: SyncTarget, engine: np.ndarray, learner: np.ndarray, gap: Gap) -> str:
         baseline_gap, previous = self.fleet.baseline_gap, self.version.previous
-        mismatch = explain_refusal(gap, floor=self.config.probe_floor(self.fleet.config), baseline_gap=baseline_gap)
-        if not mismatch and baseline_gap and previous and target.name in previous.scores:
-            assert previous.probe_logprobs is not None
-            if is_stuck((previous.scores[target.name], scores), (previous.probe_logprobs, logprobs), baseline_gap):
-                return f"it answers the probe as with version {previous.number}, to the bit, and the learner does not"
+        tolerance = self.config.resolve_probe_tolerance(self.fleet.config)
+        mismatch = explain_refusal(gap, tolerance=tolerance, baseline_gap=baseline_gap)
+        if not mismatch and baseline_gap and previous and target.name in previous.engine_logprobs:
+            assert previous.learner_logprobs is not None
+            engines = previous.engine_logprobs[target.name], engine
+            if is_stuck(engines, (previous.learner_logprobs, learner), baseline_gap):
+                return f"they equal those of version {previous.number} bit for bit: the new weights were not applied"
         return mismatch and f"on the probe of {len(self.version.probe)} tokens {mismatch}"
 
     async def measure_baseline_gap(self) -> tuple[Gap | None, list[tuple[SyncTarget, np.ndarray]]]:
-        """Return the gap to the learner on the checkpoint that both loaded, None without an answer, and the scores."""
-        answers = await self._call_all(lambda w: w.score.remote(self.version.probe), "the probe of the checkpoint")
-        logprobs = await self._learner_logprobs()
-        gaps = [compute_gap(scores, logprobs) for _, scores in answers]
+        """Return the gap on the checkpoint of both sides, None without an answer, and the engines' logprobs."""
+        what = "the probe of the checkpoint"
+        answers = await self._call_all(lambda w: w.compute_logprobs.remote(self.version.probe), what)
+        learner = await self._learner_logprobs()
+        gaps = [compute_gap(engine, learner) for _, engine in answers]
         return max(gaps, key=lambda gap: gap.median, default=None), answers
 
     async def _call_all(
@@ -313,8 +317,8 @@ class Round:
                     took_s = time.monotonic() - started
                     until = min(until, started + took_s + compute_grace_s(took_s))
             for task in pending:
-                reason = f"is late: {what} took it more than {time.monotonic() - started:.3g} s"
-                self._drop(requests[task], reason, late=True)
+                reason = f"timed out: {what} took more than {time.monotonic() - started:.3g} s"
+                self._drop(requests[task], reason, timed_out=True)
         finally:
             await cancel_all([*requests])
         return answers
@@ -323,13 +327,13 @@ class Round:
         for target in list(self.participants):
             self._drop(target, reason)
 
-    def _drop(self, target: SyncTarget, reason: str, *, late: bool = False) -> None:
+    def _drop(self, target: SyncTarget, reason: str, *, timed_out: bool = False) -> None:
         """Continue without this worker. A worker with two buckets in flight fails twice and is dropped once."""
         if target in self.participants:
             self.participants.remove(target)
             self.group.rendezvous = None
             self.version.missed[target.name] = reason
-            self.fleet.missed(target, reason, late=late)
+            self.fleet.record_missed_sync(target, reason, timed_out=timed_out)
 
 
 def compute_grace_s(first_s: float) -> float:

@@ -1,9 +1,9 @@
-"""Weight sync from the learner group to every rollout engine: versioned, checked by hashes, verified by a probe.
+"""Weight sync from the learner group to every rollout engine: versioned, and verified by a probe.
 
 In a round (`round`) the learner sends a manifest of names and shapes, and streams buckets (`buckets`). Every worker
-passes them to its engine (`engines.engine`) and then scores the same 64 tokens. The scores must match the learner's,
-since vLLM does not detect a failed sync. A worker that dies, times out or fails the probe drops out of the round: it is
-STALE, and catches up in a round of its own.
+passes them to its engine (`engines.engine`) and then computes the logprobs of the same 64 tokens. They must match the
+learner's, since vLLM does not detect a failed sync. A worker that dies, times out or fails the probe drops out of the
+round: it is STALE, and catches up in a round of its own.
 """
 
 import asyncio
@@ -74,9 +74,13 @@ class WeightSync:
         self._take_over()
         async with self.sending:
             started = time.monotonic()
-            shapes, made_at = await asyncio.to_thread(self._learner.get_manifest), self._learner.policy_version
+            shapes, learner_version = await asyncio.to_thread(self._learner.get_manifest), self._learner.policy_version
             version = Version(
-                number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe, previous=previous
+                number=policy_version,
+                learner_version=learner_version,
+                shapes=shapes,
+                probe=self._probe,
+                previous=previous,
             )
             gaps = await self._record_baseline_gap(version) if policy_version == 0 else []
             for _ in range(TRIES):
@@ -89,7 +93,7 @@ class WeightSync:
                         seconds=self._push_s,
                         bytes=num_bytes(shapes, self._fleet.config.dtype) if targets else 0,
                         probe_gap=max(gaps),
-                        stages=dict(version.stages),
+                        timings=dict(version.timings),
                         num_calls=version.num_calls,
                         missed=tuple(sorted(version.missed.keys() - {target.name for target in version.verified})),
                     )
@@ -111,12 +115,12 @@ class WeightSync:
         if fresh:
             round_ = self._round(version, fresh)
             gap, answers = await round_.measure_baseline_gap()
-            floor = self._config.probe_floor(self._fleet.config)
-            if gap is not None and gap.median > floor:
+            tolerance = self._config.resolve_probe_tolerance(self._fleet.config)
+            if gap is not None and gap.median > tolerance:
                 raise RunStopped(
-                    f"engines and learner loaded model.policy, and are {gap.median:.3g} nats apart in the median of "
-                    f"{len(self._probe)} tokens before anything was sent; learner.probe_tolerance={floor:g} allows no "
-                    "more: they compute different models"
+                    "engines and learner compute different models: both loaded model.policy, and before the first push "
+                    f"the median difference of {len(self._probe)} logprobs is {gap.median:.3g} nats, above "
+                    f"learner.probe_tolerance={tolerance:g}"
                 )
             self._fleet.baseline_gap = gap or self._fleet.baseline_gap
             if self._equals_model_files(version):
@@ -154,10 +158,10 @@ class WeightSync:
         """
         async with self.sending:
             version = self._sent
-            if version is None or target in version.verified or self._fleet.turn == "learner":
+            if version is None or target in version.verified or self._fleet.gpu_user == "learner":
                 return
             has_files = target.version is None and self._equals_model_files(version)
-            gathers_again = not self._config.is_replayable and self._learner.policy_version == version.made_at
+            gathers_again = not self._config.is_replayable and self._learner.policy_version == version.learner_version
             if not (has_files or version.buckets or gathers_again):
                 return
             timeout_s = compute_grace_s(self._push_s) if self._config.is_replayable else math.inf

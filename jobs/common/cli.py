@@ -189,7 +189,9 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the config")
     parser.add_argument("--dry-run", action="store_true", help="print what the job would do and what would stop it")
     parser.add_argument("--show-config", action="store_true", help="print the resolved config as YAML, nothing else")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file: rollout.temperature=0.6")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override a key of the file: rollout.temperature=0.6"
+    )
     return parser
 
 

@@ -210,7 +210,7 @@ def run_with_learner(
     alternates = config.cluster.gpu_sharing == "alternate"
     gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
     if gpu_sharing is not None:
-        asyncio.run(gpu_sharing.take("learner"))  # its models need the GPU memory
+        asyncio.run(gpu_sharing.switch_to("learner"))  # its models need the GPU memory
     loading = loaded_learner(learner_spec(config), feedback.fleet, rollouts, placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(log), closing(journaled), loading as learner, ExitStack() as engines:
@@ -246,7 +246,7 @@ def run_with_learner(
                 steering.on_step(step, metrics)
 
             trainer.on_step = on_step
-            state = asyncio.run(run_with_background(trainer.run(), *steering.duties()))
+            state = asyncio.run(run_with_background(trainer.run(), *steering.make_background_tasks()))
         if state.step == config.num_steps:
             with log_duration("writing the policy"):
                 learner.export(folder / "policy")

@@ -69,7 +69,9 @@ async def measure_teacher(
     async def compare_teachers(judged: JudgedResponse, *teachers: Prompt) -> tuple[list[Gaps], list[float]]:
         """Return the gaps of teacher and control, and the scores of policy, teacher and control."""
         prompt, response, feedback = judged
-        policy, *found = await gather_all(rollouts.score(p, response.response_ids) for p in (prompt, *teachers))
+        policy, *found = await gather_all(
+            rollouts.compute_logprobs(p, response.response_ids) for p in (prompt, *teachers)
+        )
         offsets = token_offsets(data.tokenizer, response.response_ids)
         deltas = token_rewards(offsets, feedback.spans, text=response.response_text)[: len(policy)]
         gaps = [split_teacher_gap(logprobs - policy, deltas) for logprobs in found]

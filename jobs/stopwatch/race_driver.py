@@ -43,10 +43,10 @@ class StubFleet(Fleet):
     actor = None
 
     def __init__(self, engines: int) -> None:
-        config = EngineConfig.model_validate({"workers": engines, "health": {"probe_every_s": 1e9}})
+        config = EngineConfig.model_validate({"workers": engines, "health": {"check_interval_s": 1e9}})
         no_processes = config.workers.model_copy(update={"initial": 0})
         super().__init__({}, config.model_copy(update={"workers": no_processes}), placement_timeout_s=1)
-        self.wanted = engines
+        self.target_size = engines
         loop = asyncio.get_running_loop()
         for number in range(engines):
             member: Any = Member(f"stub {number}", None, config)  # type: ignore[arg-type]

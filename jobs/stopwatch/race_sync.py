@@ -67,9 +67,9 @@ async def push(sync: WeightSync, fleet: RolloutFleet, versions: "itertools.count
     result = await sync.push(next(versions))
     if result.missed:
         raise RunStopped(f"version {result.policy_version} of the weights was missed by {', '.join(result.missed)}")
-    stages = {f"{stage}_s": seconds for stage, seconds in result.stages.items()}
+    timings = {f"{name}_s": seconds for name, seconds in result.timings.items()}
     amount = result.bytes * len(fleet.serving()) / GB
-    return Done(amount=amount, more=stages | {"calls": result.num_calls, "probe_gap": result.probe_gap})
+    return Done(amount=amount, more=timings | {"calls": result.num_calls, "probe_gap": result.probe_gap})
 
 
 async def learner_alone(learner: LearnerGroup, dtype: Any) -> Done:

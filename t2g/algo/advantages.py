@@ -7,7 +7,7 @@ import torch
 from t2g.algo.kl import kl_k1
 
 
-def step_rewards(
+def combine_rewards(
     token_rewards: torch.Tensor,
     outcome_rewards: torch.Tensor,
     logprobs: torch.Tensor,

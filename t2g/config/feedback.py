@@ -38,9 +38,9 @@ class WorkersConfig(Section):
 class HealthConfig(Section):
     """When a worker counts as unhealthy, and how often it is replaced; see `actors.fleet.health`."""
 
-    probe_every_s: float = Field(10, gt=0, description="interval between probes of a worker")
-    probe_timeout_s: float = Field(30, gt=0, description="deadline of a probe")
-    max_failures: int = Field(3, ge=1, description="consecutive failed probes, requests or syncs before a replacement")
+    check_interval_s: float = Field(10, gt=0, description="interval between health checks of a worker")
+    check_timeout_s: float = Field(30, gt=0, description="deadline of a health check")
+    max_failures: int = Field(3, ge=1, description="consecutive failed checks, requests or syncs before a replacement")
     max_restarts: int = Field(3, ge=0, description="replacements of one worker within restart_window_s")
     restart_window_s: float = Field(RESTART_WINDOW_S, gt=0, description="older replacements do not count")
 

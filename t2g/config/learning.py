@@ -255,7 +255,7 @@ class LearnerConfig(RoleConfig):
         """Return whether engines copy weights directly from the memory of ranks."""
         return self.sync_transport == "ipc" and not self.sends_adapters
 
-    def probe_floor(self, engine: EngineConfig) -> float:
+    def resolve_probe_tolerance(self, engine: EngineConfig) -> float:
         """Return learner.probe_tolerance, or the difference that rounding explains."""
         if self.probe_tolerance is not None:
             return self.probe_tolerance

@@ -26,6 +26,8 @@ REMOVED_KEYS = {
     "objective.teacher.where": "removed: the teacher's KL is over all tokens of a response",
     "objective.teacher.sibling": "removed: the teacher reads the critique alone",
     "cluster.colocate": "replaced by cluster.gpu_sharing=alternate for true, none for false",
+    "rollout.health.probe_every_s": "renamed to rollout.health.check_interval_s",
+    "rollout.health.probe_timeout_s": "renamed to rollout.health.check_timeout_s",
     "serve.then": "renamed to serve.command",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }

@@ -15,7 +15,7 @@ def format_status(name: str, status: Status, *, done: bool, now: datetime) -> st
     run own: step 12 of 100, 768 samples, as of 3 s ago
     idle in the last step: learner 25 %, rollout 10 %
 
-    rollout: 2 wanted, restarts left within 6 h 00 min
+    rollout: target size 2, restarts left within 6 h 00 min
       worker            state    version  restarts  left  load
       rollout worker 0  serving       12         1     2     8
 
@@ -49,7 +49,7 @@ def _fleet_lines(fleet: FleetStatus) -> list[str]:
         rows.append((_plain(w.name), _plain(w.state), version, str(w.restarts), left, str(w.load)))
     names, states = (max(len(row[i]) for row in rows) for i in (0, 1))
     window = fleet.restart_window_s and f", restarts left within {format_duration(fleet.restart_window_s)}"
-    lines = [f"{_plain(fleet.role)}: {fleet.wanted} wanted{window or ''}"]
+    lines = [f"{_plain(fleet.role)}: target size {fleet.target_size}{window or ''}"]
     lines += [
         f"  {n:<{names}}  {s:<{states}}  {v:>7}  {restarts:>8}  {left:>4}  {load:>4}"
         for n, s, v, restarts, left, load in rows

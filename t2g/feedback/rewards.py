@@ -131,7 +131,7 @@ def compute_step_ids(offsets: np.ndarray, text: str, pattern: str, *, starts: Se
 
 
 def apply_placement(
-    deltas: np.ndarray,
+    rewards: np.ndarray,
     placement: Placement,
     *,
     step_ids: np.ndarray,
@@ -139,32 +139,32 @@ def apply_placement(
     prompt_id: str = "",
     sample_index: int = 0,
 ) -> np.ndarray:
-    """Return the deltas of one response at the tokens where they are paid, [R] float32, with the same sum.
+    """Return the token rewards of one response at the tokens where they are paid, [R] float32, with the same sum.
 
     - span: unchanged.
     - step: the sum of each step at its last token.
     - scalar: the sum of all at the last token.
-    - shuffled: the same deltas at random tokens of the response, EOS included since it is an action. The draw depends
+    - shuffled: the same rewards at random tokens of the response, EOS included since it is an action. The draw depends
       on (seed, prompt_id, sample_index) only.
 
     Args:
-        deltas: [R].
+        rewards: [R].
         step_ids: [R], rising.
     """
-    if placement == "span" or len(deltas) == 0:
-        return deltas.astype(np.float32)
+    if placement == "span" or len(rewards) == 0:
+        return rewards.astype(np.float32)
     if placement == "shuffled":
         key = int(stable_id(f"{seed}\x1f{sample_index}\x1f{prompt_id}"), 16)
-        return np.random.default_rng(key).permutation(deltas).astype(np.float32)
-    steps = step_ids if placement == "step" else np.zeros(len(deltas))
+        return np.random.default_rng(key).permutation(rewards).astype(np.float32)
+    steps = step_ids if placement == "step" else np.zeros(len(rewards))
     first = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
-    paid = np.zeros(len(deltas), np.float32)
-    paid[np.append(first[1:], len(deltas)) - 1] = np.add.reduceat(deltas.astype(np.float64), first)
+    paid = np.zeros(len(rewards), np.float32)
+    paid[np.append(first[1:], len(rewards)) - 1] = np.add.reduceat(rewards.astype(np.float64), first)
     return paid
 
 
-def compute_label_shares(deltas: np.ndarray) -> dict[str, float]:
-    """Return the shares of good, poor and neutral tokens in deltas [N] before placement; all 0 if N is 0."""
-    count = max(len(deltas), 1)
-    good, poor = int((deltas > 0).sum()), int((deltas < 0).sum())
-    return {"good": good / count, "poor": poor / count, "neutral": (len(deltas) - good - poor) / count}
+def compute_label_shares(rewards: np.ndarray) -> dict[str, float]:
+    """Return the shares of good, poor and neutral tokens in rewards [N] before placement; all 0 if N is 0."""
+    count = max(len(rewards), 1)
+    good, poor = int((rewards > 0).sum()), int((rewards < 0).sum())
+    return {"good": good / count, "poor": poor / count, "neutral": (len(rewards) - good - poor) / count}

@@ -105,7 +105,7 @@ class Producer:
         generate_s = max(0.0, self._sampled_at.pop(step) - started)
         rollout, num_sampled = self._config.rollout, sum(len(group.samples) for group in groups)
         return JudgedStep(
-            pairs=tuple((group.prompt, *sample) for group in groups for sample in group.samples),
+            responses=tuple((group.prompt, *sample) for group in groups for sample in group.samples),
             generate_s=generate_s,
             feedback_s=time.monotonic() - started - generate_s,
             unsampled=unsampled,

@@ -35,7 +35,7 @@ JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
 class JudgedStep:
     """One step's samples before the learner sees them."""
 
-    pairs: tuple[JudgedResponse, ...]
+    responses: tuple[JudgedResponse, ...]
     generate_s: float  # wait for the last response
     feedback_s: float  # from then to the last feedback: feedback overlaps with sampling
     unsampled: Mapping[str, str] = field(default_factory=dict)  # prompt_id -> why the prompt has no response
@@ -65,12 +65,12 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: s
     Raises:
         RunStopped: More than `feedback.max_failed_share` of the step has no usable feedback.
     """
-    usable = [(p, r, f) for p, r, f in judged.pairs if f.usable]
-    num_requested = len(judged.pairs) + judged.num_unsampled
+    usable = [(p, r, f) for p, r, f in judged.responses if f.usable]
+    num_requested = len(judged.responses) + judged.num_unsampled
     lost_share = 1 - len(usable) / num_requested
     if lost_share > config.feedback.max_failed_share or not usable:
-        counts = {s: sum(f.status == s for _, _, f in judged.pairs) for s in ("failed", "unparsable")}
-        reason = next((f"; the first: {f.reason}" for _, _, f in judged.pairs if f.reason and not f.usable), "")
+        counts = {s: sum(f.status == s for _, _, f in judged.responses) for s in ("failed", "unparsable")}
+        reason = next((f"; the first: {f.reason}" for _, _, f in judged.responses if f.reason and not f.usable), "")
         unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
         raise RunStopped(
             f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
@@ -89,7 +89,7 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
             "sample_index": r.sample_index,
             "reason": f"feedback {f.status}" + (f": {f.reason}" if f.reason else ""),
         }
-        for _, r, f in judged.pairs
+        for _, r, f in judged.responses
         if not f.usable
     ]
 

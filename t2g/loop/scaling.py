@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from t2g.config import WorkersConfig
 
 WINDOW_STEPS = 3  # number of steps that are judged together
-STARVING = 0.3  # share of the window in which the learner waits for samples, from which it starves
-BUSY = 0.5  # rollout engines that are idle for a smaller share need another worker
-PILE = 1.0  # backlog, in steps' worth of finished samples that wait for feedback or for the learner
-SPARE = 1.25  # idle time, in workers' worth, that allows one less; above 1, or the smaller fleet would be too small
+MIN_LEARNER_IDLE = 0.3  # share of the window in which the learner waits for samples, from which one is added
+MAX_ROLLOUT_IDLE = 0.5  # rollout engines that are idle for a smaller share need another worker
+MAX_BACKLOG_STEPS = 1.0  # backlog, in steps' worth of finished samples that wait for feedback or for the learner
+MIN_SPARE_WORKERS = 1.25  # idle time, in workers' worth, that allows one less; at 1 the rest would be too few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,6 @@ def compute_target_workers(steps: Sequence[StepLoad], *, current: int, joining: 
     learner_idle = sum(step.seconds * step.learner_idle for step in last) / seconds
     rollout_idle = sum(step.seconds * step.rollout_idle for step in last) / seconds
     buffered = sum(step.buffered for step in last) / WINDOW_STEPS
-    if learner_idle >= STARVING and buffered < PILE:
-        return min(size + 1, workers.max) if rollout_idle < BUSY else size
-    return max(size - 1, workers.min) if rollout_idle * current >= SPARE else size
+    if learner_idle >= MIN_LEARNER_IDLE and buffered < MAX_BACKLOG_STEPS:
+        return min(size + 1, workers.max) if rollout_idle < MAX_ROLLOUT_IDLE else size
+    return max(size - 1, workers.min) if rollout_idle * current >= MIN_SPARE_WORKERS else size

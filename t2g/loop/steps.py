@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from t2g.algo.advantages import gae, group_advantages, step_rewards, whiten
+from t2g.algo.advantages import combine_rewards, gae, group_advantages, whiten
 from t2g.algo.corrections import MAX_LOG_RATIO
 from t2g.algo.kl import sequence_kl
 from t2g.config import ModelConfig, ObjectiveConfig
@@ -142,7 +142,7 @@ def make_train_samples(
     pad = partial(pad_sampled, scored)
     mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
     old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
-    rewards = step_rewards(
+    rewards = combine_rewards(
         pad([_move_rewards(s, objective, seed) for s in scored]),
         torch.tensor([s.outcome_reward + s.truncation_penalty for s in scored]),
         old,
@@ -257,7 +257,7 @@ def step_kl(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> flo
 
 
 def step_metrics(
-    pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback]],
+    judged: Sequence[tuple[Prompt, Rollout, SpanFeedback]],
     scored: Sequence[ScoredRollout],
     stats: Sequence[TokenStats],
     objective: ObjectiveConfig,
@@ -272,23 +272,23 @@ def step_metrics(
     gaps = np.concatenate(
         [(t.old_logprobs - s.rollout.rollout_logprobs)[m] for s, t, m in zip(scored, stats, masks, strict=True)]
     )
-    quotes = sum(f.num_quotes for _, _, f in pairs)
-    sources = [f.source for _, _, f in pairs]
+    quotes = sum(f.num_quotes for _, _, f in judged)
+    sources = [f.source for _, _, f in judged]
     shares = {f"tokens/{label}_share": share for label, share in compute_label_shares(deltas).items()}
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
-    modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
+    modes = [f.execution["mode"] for _, _, f in judged if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
-    shares |= _means(m.FEEDBACK_METRICS, [f.metrics for _, _, f in pairs])
+    shares |= _means(m.FEEDBACK_METRICS, [f.metrics for _, _, f in judged])
     # A response without an answer is not judged: it has no criteria, and counts as a reward of 0. A conversation that
     # has fewer turns than others does not count for the turns that it lacks.
-    for name in dict.fromkeys(name for _, _, f in pairs for name in f.criteria):
-        failed = [not f.criteria[name].usable for _, _, f in pairs if name in f.criteria]
+    for name in dict.fromkeys(name for _, _, f in judged for name in f.criteria):
+        failed = [not f.criteria[name].usable for _, _, f in judged if name in f.criteria]
         shares[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failed))
         found = [s for s in scored if name in s.feedback.criteria or not s.feedback.criteria]
         if found:
             criterion_rewards = [s.criterion_rewards.get(name, 0.0) for s in found]
             shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean(criterion_rewards))
-    if conversations := [(r, f) for _, r, f in pairs if r.conversation]:
+    if conversations := [(r, f) for _, r, f in judged if r.conversation]:
         shares |= _conversation_metrics(conversations)
     totals = [objective.span_coef * s.token_rewards.sum() + s.truncation_penalty + s.outcome_reward for s in scored]
     if objective.outcome_rewards:
@@ -301,12 +301,12 @@ def step_metrics(
         "policy/kl": kl,
         "policy/kl_coef": kl_coef,
         "policy/entropy": float(np.concatenate([t.entropy[mask] for t, mask in zip(stats, masks, strict=True)]).mean()),
-        "response/length_mean": float(np.mean([r.policy_mask.sum() for _, r, _ in pairs])),
-        m.TRUNCATED_SHARE: float(np.mean([r.is_truncated for _, r, _ in pairs])),
+        "response/length_mean": float(np.mean([r.policy_mask.sum() for _, r, _ in judged])),
+        m.TRUNCATED_SHARE: float(np.mean([r.is_truncated for _, r, _ in judged])),
         "gap/logprob_mean": float(np.abs(gaps).mean()),
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
-        "feedback/failed_share": 1 - len(scored) / len(pairs),
-        "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
+        "feedback/failed_share": 1 - len(scored) / len(judged),
+        "feedback/located_rate": sum(f.num_located for _, _, f in judged) / quotes if quotes else 1.0,
     }
 
 
@@ -328,7 +328,7 @@ def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]
     return {f"{prefix}{name}": float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
 
-def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback]]) -> dict[str, float]:
+def fault_recall(task: Task, judged: Sequence[tuple[Prompt, Rollout, SpanFeedback]]) -> dict[str, float]:
     """Return how well the feedback finds the faults that the task knows.
 
     Returns:
@@ -337,7 +337,7 @@ def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback
     """
     recalled: dict[str, list[bool]] = {}
     praised = []
-    for prompt, rollout, feedback in pairs:
+    for prompt, rollout, feedback in judged:
         first = rollout.answer_start  # None: not judged
         for kind, start, end in task.faults(prompt, rollout.answer) if feedback.usable and first is not None else ():
             labels = {s.label for s in feedback.spans if s.start < first + end and first + start < s.end}
@@ -406,7 +406,7 @@ def teacher_metrics(
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:
     """Return the metrics of a weight sync."""
-    return {f"sync/{stage}_s": seconds for stage, seconds in result.stages.items()} | {
+    return {f"sync/{name}_s": seconds for name, seconds in result.timings.items()} | {
         "time/sync_s": result.seconds,
         "sync/bytes": float(result.bytes),
         "sync/probe_gap": result.probe_gap,

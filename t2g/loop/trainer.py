@@ -24,7 +24,7 @@ from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_rewards
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.rewards import compute_step_ids
-from t2g.interfaces import FeedbackSource, GpuTimeSharing, Learner, RolloutSource, Turn, WeightSync
+from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
 from t2g.loop.producer import Producer
@@ -151,9 +151,9 @@ class Trainer:
         await self._give_gpus_to("engines")  # the caller expects engines that serve
         return self.state
 
-    async def _give_gpus_to(self, user: Turn) -> None:
+    async def _give_gpus_to(self, user: GpuUser) -> None:
         if self.gpu_time_sharing is not None:
-            await self.gpu_time_sharing.take(user)
+            await self.gpu_time_sharing.switch_to(user)
 
     async def _step(self, producer: Producer, recovered: dict[str, float]) -> bool:
         """Run one step. Returns False if `stop()` was set before the update: the step then has no effect."""
@@ -181,9 +181,11 @@ class Trainer:
         synced = await self.sync.push(result.policy_version)
 
         kl_coef = self.state.kl_coef
-        self._advance(step, result.policy_version, len(judged.pairs), kl)
-        metrics = steps.step_metrics(judged.pairs, scored, stats, self.config.objective, kl=kl, kl_coef=kl_coef)
-        metrics |= steps.fault_recall(self.task, judged.pairs) | result.metrics | steps.sync_metrics(synced) | recovered
+        self._advance(step, result.policy_version, len(judged.responses), kl)
+        metrics = steps.step_metrics(judged.responses, scored, stats, self.config.objective, kl=kl, kl_coef=kl_coef)
+        metrics |= (
+            steps.fault_recall(self.task, judged.responses) | result.metrics | steps.sync_metrics(synced) | recovered
+        )
         metrics |= await self.extra_metrics()
         step_s = time.monotonic() - started
         metrics |= {
@@ -191,7 +193,7 @@ class Trainer:
             "staleness/mean": float(ages.mean()),
             "staleness/max": float(ages.max()),
             "buffer/samples": float(producer.count_waiting()),
-            "dropped/samples": float(len(judged.pairs) - len(scored) + judged.num_unsampled),
+            "dropped/samples": float(len(judged.responses) - len(scored) + judged.num_unsampled),
             "dropped/prompts": float(len(judged.unsampled)),
             "idle/learner": max(0.0, 1 - (self._busy_s + synced.seconds) / step_s),
             "time/generate_s": judged.generate_s,
@@ -205,7 +207,7 @@ class Trainer:
                 metrics |= await self._evaluate(step=step)
         finally:  # the step is finished even if its evaluation fails
             self.log.write_samples(
-                step, "train", judged.pairs, scored, self.tokenizer, steps.make_token_columns(samples, stats)
+                step, "train", judged.responses, scored, self.tokenizer, steps.make_token_columns(samples, stats)
             )
             self.log.write_dropped(step, sampling.make_dropped_records(judged))
             self._log(step, metrics)

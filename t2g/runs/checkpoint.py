@@ -67,7 +67,7 @@ class CheckpointStore:
 
         def finish() -> Path:
             seal()
-            # A newer checkpoint must be torn, or the run would have resumed from it: it does not count among `keep`.
+            # A newer one must be incomplete, or the run would have resumed from it: it does not count among `keep`.
             for old in [folder for folder in self._list_steps() if folder <= final][self.keep :]:
                 _remove(old)
             return final
@@ -80,7 +80,7 @@ class CheckpointStore:
             state = _read_sealed(folder, STATE)
             if not isinstance(state, str):
                 return folder, state
-            log.warning("checkpoint %s is torn (%s) and is skipped", folder, state)
+            log.warning("checkpoint %s is incomplete (%s) and is skipped", folder, state)
         return None
 
     def find_step_after(self, step: int) -> int | None:
@@ -101,7 +101,7 @@ class CheckpointStore:
 
         number = int(best[0].name.removeprefix("best-")) + 1 if best else 1
         final = self.folder / f"best-{number:04d}"
-        _remove(final)  # torn, or the run ended between the seal and the move of the link
+        _remove(final)  # incomplete, or the run ended between the seal and the move of the link
         self._fill(final, export, SCORE, {"step": step, "score": score}, f"the best policy of step {step}")()
         link = self.folder / f"{TEMPORARY_PREFIX}best-link"
         _remove(link)
@@ -117,7 +117,7 @@ class CheckpointStore:
         return True
 
     def best(self) -> tuple[Path, float] | None:
-        """Return the folder of the best policy and its score, or None. A torn folder is skipped with a warning."""
+        """Return the folder of the best policy and its score, or None. An incomplete one is skipped with a warning."""
         link = self.folder / "best"
         if not link.is_symlink():
             return None
@@ -126,11 +126,11 @@ class CheckpointStore:
         score = content if isinstance(content, str) else content.get("score")
         if isinstance(score, float | int):
             return folder, score
-        log.warning("the best policy %s is torn (%s) and is skipped", folder, score)
+        log.warning("the best policy %s is incomplete (%s) and is skipped", folder, score)
         return None
 
     def _list_steps(self) -> list[Path]:
-        """Return the folders of checkpoints, newest first, torn ones included."""
+        """Return the folders of checkpoints, newest first, incomplete ones included."""
         if not self.folder.is_dir():
             return []
         return sorted((p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)), reverse=True)

@@ -50,7 +50,7 @@ class WorkerStatus(Section):
 
 class FleetStatus(Section):
     role: str
-    wanted: int
+    target_size: int
     restart_window_s: float | None = None  # older restarts do not count
     workers: tuple[WorkerStatus, ...]
 

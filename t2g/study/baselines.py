@@ -150,7 +150,7 @@ def ilf(arm: Arm) -> Metrics:
     tags = find_thinking_tags(arm.tokenizer, arm.job.model.thinking_tags)
     examples = imitation_examples(best, arm.tokenizer)
     trained = arm.train([end_thinking(example, arm.tokenizer, tags) for example in examples])
-    metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(step.pairs) for step in steps)}
+    metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(step.responses) for step in steps)}
     metrics["ilf/fixed_share"] = mean(not response.rollout.policy_versions for response in best)
     metrics |= run_metrics(arm.job, [*steps, *revised], best, learn_s=time.monotonic() - began)
     return metrics | score_result(arm)
@@ -222,7 +222,7 @@ async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutS
             ]
             pairs = await judge(arm, feedback, candidates)
             feedback_s = time.monotonic() - sampled_at
-            revised.append(JudgedStep(pairs=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
+            revised.append(JudgedStep(responses=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
             bar.advance()
     return revised
 
@@ -290,7 +290,7 @@ def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], trained: Sequence[S
         trained: The responses that the policy was trained on.
     """
     rollout = job.rollout
-    responses = [pair for step in steps for pair in step.pairs]
+    responses = [pair for step in steps for pair in step.responses]
     generate_s, feedback_s = sum(step.generate_s for step in steps), sum(step.feedback_s for step in steps)
     return {
         "samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt),
@@ -315,7 +315,7 @@ def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Sc
     objective, weights = arm.job.objective, arm.job.feedback.weights
     groups: dict[tuple[int, str], list[Scored]] = defaultdict(list)
     for step, judged in enumerate(steps, start=1):
-        has_samples = judged.pairs or judged.unsampled
+        has_samples = judged.responses or judged.unsampled
         for p, r, f in select_usable(judged, arm.job, step=step, source=arm.feedback.name) if has_samples else ():
             offsets = token_offsets(tokenizer, r.response_ids)
             rewards = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards, weights=weights)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.algo import gae
-from t2g.algo.advantages import group_advantages, step_rewards, whiten
+from t2g.algo.advantages import combine_rewards, group_advantages, whiten
 
 
 def row(*numbers: float) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_shapes_that_differ_are_refused() -> None:
 
 def test_step_rewards_mix_spans_end_and_k1() -> None:
     nan = float("nan")
-    rewards = step_rewards(
+    rewards = combine_rewards(
         torch.tensor([[1, 0, -1, 5], [0, 2, 0, 0]], dtype=torch.float64),
         torch.tensor([1.5, -3.0], dtype=torch.float64),
         torch.tensor([[-1, -2, -3, 0], [-1, -1, -1, -1]], dtype=torch.float64),
@@ -110,10 +110,10 @@ def test_step_rewards_mix_spans_end_and_k1() -> None:
 def test_an_empty_response_is_paid_nothing_at_its_end() -> None:
     ragged = torch.zeros(2, 3)
     mask = torch.tensor([[0.0, 0, 0], [1, 0, 0]])
-    paid = step_rewards(ragged, torch.ones(2), ragged, ragged, mask, span_coef=1.0, kl_coef=0.0)
+    paid = combine_rewards(ragged, torch.ones(2), ragged, ragged, mask, span_coef=1.0, kl_coef=0.0)
     assert paid.tolist() == [[0, 0, 0], [1, 0, 0]]
     none = torch.zeros(2, 0)
-    assert step_rewards(none, torch.ones(2), none, none, none, span_coef=1.0, kl_coef=0.0).shape == (
+    assert combine_rewards(none, torch.ones(2), none, none, none, span_coef=1.0, kl_coef=0.0).shape == (
         2,
         0,
     )

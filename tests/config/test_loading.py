@@ -381,12 +381,12 @@ def test_the_probe_allows_for_the_rounding_of_either_side(
     tmp_path: Path, overrides: list[str], expected: float
 ) -> None:
     job = load(tmp_path, GOOD, *overrides)
-    assert job.learner.probe_floor(job.rollout) == expected
+    assert job.learner.resolve_probe_tolerance(job.rollout) == expected
     assert loading.load(PolicyJob, loading.write(job, tmp_path / "run"), environ={}) == job
     (tmp_path / "demo.yaml").write_text("num_steps: 1\n")
     demo = loading.load(DemoJob, tmp_path / "demo.yaml", overrides, environ={}, cwd=tmp_path)
-    assert demo.learner.probe_floor(demo.rollout) == expected
-    assert LearnerConfig(dtype="bfloat16").probe_floor(RolloutConfig()) == 0.25, "without a job as well"
+    assert demo.learner.resolve_probe_tolerance(demo.rollout) == expected
+    assert LearnerConfig(dtype="bfloat16").resolve_probe_tolerance(RolloutConfig()) == 0.25, "without a job as well"
 
 
 def test_a_wrong_learner_is_one_sentence(tmp_path: Path) -> None:

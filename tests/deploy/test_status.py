@@ -15,8 +15,8 @@ WORKERS = (
 STATUS = Status(
     step=12, num_steps=100, samples=768, updated=THEN, idle={"learner": 0.25, "rollout": 0.1},
     fleets=(
-        FleetStatus(role="rollout", wanted=2, restart_window_s=21_600, workers=WORKERS),
-        FleetStatus(role="reward", wanted=1, workers=()),
+        FleetStatus(role="rollout", target_size=2, restart_window_s=21_600, workers=WORKERS),
+        FleetStatus(role="reward", target_size=1, workers=()),
     ),
 )  # fmt: skip
 
@@ -26,13 +26,13 @@ def test_the_table() -> None:
         "run own: step 12 of 100, 768 samples, as of 3 s ago",
         "idle in the last step: learner 25%, rollout 10%",
         "",
-        "rollout: 2 wanted, restarts left within 6 h 00 min",
+        "rollout: target size 2, restarts left within 6 h 00 min",
         "  worker             state     version  restarts  left  load",
         "  rollout worker 0   serving        12         4     2     8",
         "  rollout worker 10  starting        -         0     -     0",
         "  rollout worker 10 waits for a place",
         "",
-        "reward: 1 wanted",
+        "reward: target size 1",
         "  worker  state  version  restarts  left  load",
     ]
 
@@ -59,7 +59,7 @@ def test_a_finished_run_reports_no_engines_and_needs_no_driver() -> None:
 def test_nothing_in_the_file_steers_the_terminal() -> None:
     evil = WorkerStatus(name="\x1b[2J\x07", state="\u202eup", reason="a\nb")
     status = STATUS.model_copy(
-        update={"fleets": (FleetStatus(role="r\r", wanted=1, workers=(evil,)),), "idle": {"\x1b": 1.0}}
+        update={"fleets": (FleetStatus(role="r\r", target_size=1, workers=(evil,)),), "idle": {"\x1b": 1.0}}
     )
     words = format_status("own", status, done=False, now=THEN)
     assert all(c.isprintable() or c == "\n" for c in words)

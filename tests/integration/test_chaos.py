@@ -34,7 +34,7 @@ from jobs.common.policy_runs import read_data, train
 from jobs.common.run_folder import begin_folder
 from t2g.config import PolicyJob, loading
 from t2g.errors import Stopped
-from t2g.loop.scaling import STARVING, WINDOW_STEPS
+from t2g.loop.scaling import MIN_LEARNER_IDLE, WINDOW_STEPS
 from t2g.loop.steps import select_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:
     random_model(folder / "reward", "qwen2", seed=2)
     prompts = [json.dumps({"prompt": f"Say what is wrong, {i}."}) for i in range(NUM_PROMPTS)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
-    health = "{probe_every_s: 0.5, probe_timeout_s: 3, max_failures: 2, max_restarts: 4}"
+    health = "{check_interval_s: 0.5, check_timeout_s: 3, max_failures: 2, max_restarts: 4}"
     engine = f"cpus: 0.5, memory_gib: 0.2, start_timeout_s: 240, request_timeout_s: 120, health: {health}"
     values = {
         "run": f"{{root: {folder / 'runs'}, name: chaos, seed: {SEED}}}",
@@ -241,7 +241,7 @@ def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
     assert sum(line.get("reward/restarts", 0) for line in metrics) >= 1
     assert {line["turns/mean"] for line in metrics if line["step"] > 0} == {2}, "each conversation is whole"
     slowest = max(line["time/generate_s"] for line in metrics)
-    assert slowest < job.rollout.request_timeout_s, "the hung worker is found by its probes, not by its requests"
+    assert slowest < job.rollout.request_timeout_s, "the hung worker is found by its health checks, not by its requests"
     for name in ("rollout/recovery_s", "reward/recovery_s", "recovery/learner_s"):
         assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name)) and recovered(metrics, name)
     assert not (stage.folder / "policy" / BREAK_SYNC).exists(), "somebody got half a sync"
@@ -284,7 +284,7 @@ def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_
     grown = sizes.index(2)
     assert sizes[:grown] == [1] * grown and sizes[-1] == 1 and set(sizes) == {1, 2}
     waited_s = sum(line["idle/learner"] * line["time/step_s"] for line in metrics[:grown])
-    assert waited_s >= STARVING * sum(line["time/step_s"] for line in metrics[:grown])
+    assert waited_s >= MIN_LEARNER_IDLE * sum(line["time/step_s"] for line in metrics[:grown])
     piled = metrics[grown + WINDOW_STEPS - 1 : -1]
     assert any(line["buffer/samples"] >= PROMPTS_PER_STEP * SAMPLES for line in piled)
     assert all(line["dropped/samples"] == 0 and line["rollout/restarts"] == 0 for line in metrics)

@@ -159,7 +159,7 @@ def test_a_run_is_submitted_scaled_stopped_and_submitted_again(
         head.said(project, "jobs.deploy", "scale", "--run", "own", "--root", root, "--rollouts", 2)
         until(lambda: serving() == 2, f"the second rollout worker {status()}", timeout_s=RUN_S, log=log)
         words = head.said(project, "jobs.deploy", "status", "--run", "own", "--root", root)
-        assert "rollout: 2 wanted" in words and words.count("serving") == 2
+        assert "rollout: target size 2" in words and words.count("serving") == 2
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=RUN_S) == 130, log.read_text()[-4000:]
     assert "stopped by SIGTERM: the same command goes on from here" in log.read_text()

@@ -21,7 +21,7 @@ from t2g.errors import LearnerLost, SamplingFailed, UserError
 
 CONFIG = EngineConfig(
     workers=WorkersConfig(initial=2, min=1, max=4), cpus=0.1, memory_gib=0.1, max_num_seqs=4,
-    health=HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2),
+    health=HealthConfig(check_interval_s=0.2, check_timeout_s=1.0, max_failures=2, max_restarts=2),
     start_timeout_s=30, request_timeout_s=20,
 )  # fmt: skip
 PATIENCE_S = 20
@@ -96,7 +96,7 @@ def test_an_exception_of_a_worker_reaches_the_caller(fleet: Fleet, begin: Callab
         asyncio.run(fleet.call(lambda w: w.stumble.remote(), timeout_s=20, what="x"))
     with pytest.raises(UserError, match=r"^prompt 7 is rubbish$"):
         asyncio.run(fleet.call(lambda w: w.refuse.remote(), timeout_s=20, what="x"))
-    with pytest.raises(SamplingFailed, match=r"^late: (no answer by test worker \d within 0\.3 s.*){3}$"):
+    with pytest.raises(SamplingFailed, match=r"^late: (no answer from test worker \d within 0\.3 s.*){3}$"):
         asyncio.run(fleet.call(lambda w: w.work.remote(60), timeout_s=0.3, what="late"))
     with pytest.raises(UserError, match=r"^model\.policy is no model$"):
         begin(actor=Unwilling).wait_ready()

@@ -47,13 +47,13 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     fleet = Engines("model", rollout, seed=1, placement_timeout_s=20, transport="ipc", can_sleep=True)
     fleet.wait_ready()
     turns = GpuTimeSharing(fleet, timeout_s=10)
-    asyncio.run(turns.take("learner"))
+    asyncio.run(turns.switch_to("learner"))
     spec = LearnerSpec(model=ModelConfig(policy="model"), learner=learner, num_updates=1, seed=1, loss="supervised")
     turns.learner = group = Group(spec, placement_timeout_s=20)
 
     async def rounds() -> None:
-        for turn in ("engines", "learner", "engines"):
-            await turns.take(turn)
+        for user in ("engines", "learner", "engines"):
+            await turns.switch_to(user)
 
     asyncio.run(rounds())
     engines, ranks = [member.handle for member in fleet.serving()], group.parts["policy"].workers
@@ -66,12 +66,12 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     ]  # fmt: skip
     assert [what for _, what in events] == [what for what in order for _ in range(NUM_GPUS)]
 
-    asyncio.run(turns.take("learner"))
+    asyncio.run(turns.switch_to("learner"))
     ray.get(engines[1].nap.remote(60))
     impatient = GpuTimeSharing(fleet, timeout_s=0.5)
     impatient.learner = group
-    late = r"cannot take turns on their GPUs: rollout worker 1 is late: its wake-up took it more than 0\.5 s$"
+    late = r"cannot share their GPUs: rollout worker 1 timed out: its wake-up took more than 0\.5 s$"
     with pytest.raises(RunStopped, match=late):
-        asyncio.run(impatient.take("engines"))
+        asyncio.run(impatient.switch_to("engines"))
     group.close()
     fleet.close()

@@ -141,7 +141,7 @@ def test_a_restored_group_makes_the_same_next_update(
     assert group.policy_version == version
     if group.spec.learner.offload == "none":
         group.offload_states()  # as in a turn of the engines, in which weights are sent, scored and written
-        assert np.isfinite(group.probe_logprobs(np.arange(9, dtype=np.int32))).all() and sent_weights(group)
+        assert np.isfinite(group.compute_probe_logprobs(np.arange(9, dtype=np.int32))).all() and sent_weights(group)
         group.reload_states()
     second = group.update(batch)
     again = sent_weights(group)
@@ -168,7 +168,7 @@ def test_stream_announcement_and_export_agree(
     with torch.no_grad():
         logprobs = model(input_ids=torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(-1, torch.from_numpy(ids[1:, None]))[:, 0].numpy()
-    np.testing.assert_allclose(group.probe_logprobs(ids), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(group.compute_probe_logprobs(ids), expected, rtol=1e-5, atol=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "policy").eos_token_id is not None
 
     bits = sent_weights(group, "bfloat16")

@@ -161,7 +161,7 @@ def test_the_merged_weights_compute_what_the_probe_says(group: LearnerGroup, tra
     with torch.no_grad():
         logprobs = model(input_ids=torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(-1, torch.from_numpy(ids[1:, None]))[:, 0].numpy()
-    np.testing.assert_allclose(group.probe_logprobs(ids), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(group.compute_probe_logprobs(ids), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_gradient_is_that_of_the_objective_written_out(

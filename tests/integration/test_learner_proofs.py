@@ -395,7 +395,7 @@ def pair(
 def test_engine_and_learner_agree_at_any_temperature(pair: Pair) -> None:
     """The learner takes the very tokens that the engine drew: nothing is left of the gap but rounding."""
     cold, warm = pair.sample(ENGINE_TEMPERATURE), pair.sample(1.0)
-    scores = [pair.group.probe_logprobs(np.concatenate([r.prompt_ids, r.response_ids])) for r in warm[:12]]
+    scores = [pair.group.compute_probe_logprobs(np.concatenate([r.prompt_ids, r.response_ids])) for r in warm[:12]]
     at_one = [s[-len(r.response_ids) :] - r.rollout_logprobs for s, r in zip(scores, warm[:12], strict=True)]
     for gaps in (np.abs(pair.gaps(cold)), np.abs(np.concatenate(at_one))):
         assert gaps.size > 100

@@ -41,7 +41,7 @@ TEMPERATURE = 0.7
 
 
 class TorchLearner:
-    """A `WeightOwner` around a torch model. `withheld` is announced, never sent; `stale` is sent as `before` has it;
+    """A `WeightOwner` around a torch model. `withheld` is only in the manifest; `stale` is sent as `before` has it;
     its ranks die before bucket `lost_at`."""
 
     policy_version = 0
@@ -75,7 +75,7 @@ class TorchLearner:
             tensors = [self.sent[n].numpy() for n in names]
             yield ray.put(make_bucket(index, names, tensors, full=full, started=time.monotonic()))
 
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+    def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         return logprobs_of(self.model, ids, temperature=1.0)
 
 
@@ -194,7 +194,7 @@ def test_scores_are_those_of_transformers_also_in_a_full_window(
     for asked, length in ((prompt(0), 5), (prompt(1, length=608), 32), (prompt(2), 1)):
         response_ids = prompt(3, length=length).prompt_ids
         want = logprobs_of(policies[0], np.concatenate([asked.prompt_ids, response_ids]), temperature=1.0)
-        scores = asyncio.run(fleet.score(asked, response_ids))
+        scores = asyncio.run(fleet.compute_logprobs(asked, response_ids))
         np.testing.assert_allclose(scores, want[len(asked.prompt_ids) - 1 : -1], atol=1e-4)
 
 
@@ -293,7 +293,7 @@ def test_adapters_are_sent_instead_of_weights_also_under_a_response(cluster: Non
         assert largest_gap(learner.model, now) < 1e-4 and now[0].policy_versions[0][2] == 2
         learner.train(seed=3)
         learner.sent["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] = torch.zeros(128, 4)
-        with pytest.raises(RunStopped, match=r"version 3 of the weights, sent twice: .* does not compute what"):
+        with pytest.raises(RunStopped, match=r"version 3 of the weights, sent twice: .* has other logprobs"):
             asyncio.run(sync.push(3))
         learner.train(seed=3)
         assert asyncio.run(sync.push(4)).probe_gap < 1e-4
@@ -306,7 +306,7 @@ def test_the_probe_catches_a_tensor_that_was_not_updated(
     learner = TorchLearner(new, stale="model.layers.1.mlp.down_proj.weight", before=old)
     with pytest.raises(
         RunStopped,
-        match=r"version 9 of the weights, sent twice: rollout worker 0 does not compute",
+        match=r"version 9 of the weights, sent twice: rollout worker 0 has other logprobs",
     ):
         push(learner, fleet, 9)
     assert push(TorchLearner(old), fleet, 10).probe_gap < 1e-4
@@ -327,7 +327,7 @@ def test_half_a_sync_is_refused_and_the_next_whole_one_mends_it(
         push(TorchLearner(new, lost_at=1), fleet, 11)
     assert not fleet.serving()
     withheld = TorchLearner(new, withheld="model.layers.0.self_attn.k_proj.weight")
-    with pytest.raises(RunStopped, match=r"1 of 20 announced tensors never came \(model\.layers\.0\.self_attn\.k_proj"):
+    with pytest.raises(RunStopped, match=r"1 of 20 tensors .* are missing \(model\.layers\.0\.self_attn\.k_proj"):
         push(withheld, fleet, 11)
     assert push(TorchLearner(old), fleet, 12).probe_gap < 1e-4
     assert largest_gap(old, sample(fleet, [prompt(0)])[0]) < 1e-4
@@ -387,10 +387,10 @@ class OneEngine:
     async def request(self, target: Any, submit: Callable[[Any], Any], what: str) -> Any:
         return await submit(target.handle)
 
-    def has_weights(self, target: Any, version: int) -> None:
+    def record_verified(self, target: Any, version: int) -> None:
         self.heard.append(version)
 
-    def missed(self, target: Any, reason: str, *, late: bool = False) -> None:
+    def record_missed_sync(self, target: Any, reason: str, *, timed_out: bool = False) -> None:
         self.heard.append(reason)
 
 
@@ -408,7 +408,7 @@ async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: Llama
     with pytest.raises(LearnerLost):
         await WeightSync(GlooLearner(old, lost_at=1), fleet, config).push(2)
     assert (await WeightSync(GlooLearner(old), fleet, config).push(3)).probe_gap < 1e-4
-    assert fleet.heard == [1, "got half a sync, which broke off: learner rank 0 died during stream_weights", 3]
+    assert fleet.heard == [1, "the transfer was aborted: learner rank 0 died during stream_weights", 3]
     sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=1)
     asked = prompt(0).prompt_id, prompt(0).prompt_ids, sampling
     rollouts = await asyncio.gather(*(worker.sample(*asked, index) for index in range(sampling.num_samples)))

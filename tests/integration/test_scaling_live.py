@@ -27,7 +27,7 @@ def serving(run: Path) -> int:
 
 
 def asked(run: Path) -> int:
-    return next(fleet["wanted"] for fleet in status(run)["fleets"] if fleet["role"] == "rollout")
+    return next(fleet["target_size"] for fleet in status(run)["fleets"] if fleet["role"] == "rollout")
 
 
 def scale(root: Path, number: int) -> None:

@@ -51,8 +51,8 @@ def engine(kind: type[Any]) -> tuple[Any, Recorder]:
 
 
 def open_version(transfer: Any) -> None:
-    announced = {"version": 5, "dtype": "bfloat16", "shapes": SHAPES}
-    transfer.init_transfer_engine(transfer.parse_init_info(announced))
+    manifest = {"version": 5, "dtype": "bfloat16", "shapes": SHAPES}
+    transfer.init_transfer_engine(transfer.parse_init_info(manifest))
 
 
 def over_the_wire(info: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_a_participant_missing_from_the_rendezvous_is_named_and_the_others_wait_
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(join_group, rendezvous, rank, CPU, 3) for rank in (0, 1)]
         for here in waiting:
-            with pytest.raises(RuntimeError, match=r"^w1 did not come to the rendezvous within 3 s$"):
+            with pytest.raises(RuntimeError, match=r"^w1 did not join the rendezvous within 3 s$"):
                 here.result(10)
     with pytest.raises(RuntimeError, match=r"^the learner did not open the rendezvous within 3 s$"):
         join_group(rendezvous_of("w0"), 1, CPU, 3)
@@ -143,7 +143,7 @@ def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPat
     """All have come, and still no connection: a firewall, a wrong interface."""
     never = threading.Event()
     monkeypatch.setattr(transports, "communicator", lambda *given: never.wait(20))
-    with pytest.raises(RuntimeError, match=r"^1 members came to the rendezvous, and NCCL did not connect .* 3 s"):
+    with pytest.raises(RuntimeError, match=r"^1 members joined the rendezvous, and NCCL did not connect .* 3 s"):
         join_group(rendezvous_of(), 0, CPU, 3)
     never.set()
 
@@ -151,7 +151,7 @@ def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("NCCL error: unhandled system error")
 
     monkeypatch.setattr(transports, "communicator", refused)
-    with pytest.raises(RuntimeError, match="came to the rendezvous, and NCCL error: unhandled"):
+    with pytest.raises(RuntimeError, match="joined the rendezvous, and NCCL error: unhandled"):
         join_group(rendezvous_of(), 0, CPU, 3)
 
 
@@ -162,7 +162,7 @@ def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> Nccl
     def joined(*given: Any) -> Fallible:
         group = next(coming)
         if group is None:
-            raise RuntimeError("w0 did not come")
+            raise RuntimeError("w0 did not join")
         return group
 
     monkeypatch.setattr(transports, "join_group", joined)
@@ -212,10 +212,10 @@ def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_ro
         transfer.receive_weights(part)
     transfer.model_update_group = broken = Fallible(hangs=True)
     threading.Timer(0.1, broken.destroy).start()
-    with pytest.raises(RuntimeError, match="broadcast of bucket 0 of version 5 was broken off"):
+    with pytest.raises(RuntimeError, match="broadcast of bucket 0 of version 5 was aborted"):
         transfer.receive_weights(part)
     open_version(transfer)
-    with pytest.raises(ValueError, match="3 of 3 announced tensors never came"):
+    with pytest.raises(ValueError, match="3 of 3 tensors of the manifest are missing"):
         transfer.finish_weight_update()
     assert model.loaded.keys() == set(NAMES), "what it loaded from the broken group was never committed"
 
@@ -233,8 +233,8 @@ def test_an_engine_gets_its_group_with_the_manifests() -> None:
     info = transfer.parse_init_info(told[0])
     assert info.rank_offset == 2 and tuple(info.rendezvous["members"]) == rendezvous.members
     assert (info.rendezvous["host"], info.rendezvous["port"]) == ("10.0.0.1", rendezvous.port)
-    announced = {"version": 1, "dtype": "float32", "shapes": {}}
-    assert isinstance(transfer.parse_init_info(announced), WeightManifest)
+    manifest = {"version": 1, "dtype": "float32", "shapes": {}}
+    assert isinstance(transfer.parse_init_info(manifest), WeightManifest)
 
 
 class Memories:

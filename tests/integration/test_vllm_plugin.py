@@ -49,7 +49,7 @@ def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object
     return BucketInfo(**(part | of_part), transport_meta=transport_meta | changes)
 
 
-def test_tensors_have_announced_shapes_and_the_learners_bytes(tmp_path: Path) -> None:
+def test_tensors_have_the_manifests_shapes_and_the_learners_bytes(tmp_path: Path) -> None:
     transfer, model = engine()
     each = [hash_arrays(part) for part in PARTS.values()]
     transfer.receive_weights(bucket(tmp_path, tensor_xxh3=each))
@@ -57,22 +57,22 @@ def test_tensors_have_announced_shapes_and_the_learners_bytes(tmp_path: Path) ->
     assert model.loaded["a"].tolist() == [[1, 2], [3, 4]] and model.loaded["b"].tolist() == [5, 6, 7]
 
 
-def test_what_was_not_announced_or_came_twice_or_changed_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_in_the_manifest_or_came_twice_or_changed_is_refused(tmp_path: Path) -> None:
     transfer, model = engine()
     for changes, sentence in (
-        ({"names": ["a", "c"]}, "bucket 0: c not announced, or sent before"),
-        ({"version": 6}, "bucket 0 of version 6 was not announced"),
-        ({"xxh3": "0" * 16}, "bucket 0 of version 5 arrived with other bytes"),
-        ({"offsets": [0, 66]}, "bucket 0 of version 5 arrived with other bytes"),
-        ({"tensor_xxh3": ["0" * 16, "0" * 16]}, "a of version 5 has other bytes than the learner's"),
+        ({"names": ["a", "c"]}, "bucket 0: c not in the manifest, or sent before"),
+        ({"version": 6}, "bucket 0 of version 6: the manifest has another"),
+        ({"xxh3": "0" * 16}, "bucket 0 of version 5 has another xxh3 hash than was sent"),
+        ({"offsets": [0, 66]}, "bucket 0 of version 5 has another xxh3 hash than was sent"),
+        ({"tensor_xxh3": ["0" * 16, "0" * 16]}, "a of version 5 has another xxh3 hash than the learner's"),
     ):
         with pytest.raises(ValueError, match=sentence):
             transfer.receive_weights(bucket(tmp_path, **changes))
     assert not model.loaded
     transfer.receive_weights(bucket(tmp_path, names=["b"]))
-    with pytest.raises(ValueError, match="b not announced, or sent before"):
+    with pytest.raises(ValueError, match="b not in the manifest, or sent before"):
         transfer.receive_weights(bucket(tmp_path))
-    with pytest.raises(ValueError, match=r"version 5 are refused: 1 of 2 announced tensors never came \(a\)"):
+    with pytest.raises(ValueError, match=r"version 5 are refused: 1 of 2 tensors of the manifest are missing \(a\)"):
         transfer.finish_weight_update()
 
 
@@ -93,7 +93,7 @@ def test_what_vllm_keeps_for_later_outlives_the_arena(tmp_path: Path) -> None:
     assert kept == {"a": [[1, 2]], "b": [5]}
 
 
-def test_a_round_that_broke_off_is_over_when_the_next_version_is_announced(tmp_path: Path) -> None:
+def test_a_round_that_was_aborted_is_over_when_the_next_version_has_a_manifest(tmp_path: Path) -> None:
     transfer, model = engine()
     transfer.receive_weights(bucket(tmp_path, names=["b"]))
     open_version(transfer)

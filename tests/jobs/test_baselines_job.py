@@ -136,8 +136,8 @@ def test_the_base_is_scored_at_step_0_and_sampled_as_ppo_samples_it(world: World
     shares = [rollout.response_text.count("a") / 4 for _, rollout in held_out]
     assert len(shares) == NUM_HELD_OUT
     assert (line["step"], line["eval/score"]) == (0, pytest.approx(np.mean(shares)))
-    assert [len(step.pairs) for step in steps] == [6, 6, 6]
-    seen = [prompt.prompt_id for step in steps for prompt, _, _ in step.pairs[::3]]
+    assert [len(step.responses) for step in steps] == [6, 6, 6]
+    seen = [prompt.prompt_id for step in steps for prompt, _, _ in step.responses[::3]]
     assert sorted(seen) == sorted(p.prompt_id for p in world.arm.prompts)
 
 
@@ -146,7 +146,7 @@ def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world
     again = World(tmp_path / "again")
     with closing(again.log):
         _, steps = again.from_base(3)  # a function of the seed: the same samples
-    groups = [[r for _, r, _ in step.pairs[i : i + 3]] for step in steps for i in (0, 3)]
+    groups = [[r for _, r, _ in step.responses[i : i + 3]] for step in steps for i in (0, 3)]
     expected = [(max(map(worth, group)), min(map(worth, group))) for group in groups]
     a, b, _ = world.base.ids
     learnt = [
@@ -210,9 +210,9 @@ def test_ilf_judges_as_many_responses_as_ppo_with_and_without_fixes(world: World
     world.arm = replace(world.arm, feedback=feedback)
     _, steps = world.from_base(1)
     revised = world.serve(world.arm.reviser, world.job.rollout, partial(revise_steps, world.arm, steps))
-    assert [len(step.pairs) for step in steps] == [2] * NUM_STEPS
-    assert [len(step.pairs) for step in revised] == [4] * NUM_STEPS  # as PPO: 3 samples of 2 prompts
-    texts = [[rollout.response_text for _, rollout, _ in step.pairs[i : i + 2]] for step in revised for i in (0, 2)]
+    assert [len(step.responses) for step in steps] == [2] * NUM_STEPS
+    assert [len(step.responses) for step in revised] == [4] * NUM_STEPS  # as PPO: 3 samples of 2 prompts
+    texts = [[rollout.response_text for _, rollout, _ in step.responses[i : i + 2]] for step in revised for i in (0, 2)]
     assert {row[-1] for row in texts} == ({"aaab"} if source is FakeFeedback else {"aaab", "aaaa"})
 
 
@@ -226,10 +226,10 @@ def test_of_revisions_worth_the_same_the_first_is_imitated(world: World) -> None
 def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:
     _, steps = world.from_base(1)
     revised = world.serve(world.arm.reviser, world.job.rollout, partial(revise_steps, world.arm, steps))
-    for (_, rollout, _), (text, _) in zip(steps[0].pairs, world.reviser.asked, strict=False):
+    for (_, rollout, _), (text, _) in zip(steps[0].responses, world.reviser.asked, strict=False):
         assert f"given:\n{rollout.response_text}\n" in text
         assert "a yes, b no" in text
-    assert [prompt for prompt, _, _ in revised[0].pairs[::2]] == [prompt for prompt, _, _ in steps[0].pairs]
+    assert [prompt for prompt, _, _ in revised[0].responses[::2]] == [prompt for prompt, _, _ in steps[0].responses]
 
 
 def test_a_response_without_usable_feedback_is_not_revised(world: World) -> None:

@@ -79,14 +79,14 @@ def take_step(tmp_path: Path, *, fails: bool) -> tuple[Any, list[str]]:
 def test_a_response_is_judged_before_the_others_are_sampled_and_once(tmp_path: Path) -> None:
     step, judged = take_step(tmp_path, fails=False)
     assert judged == ["response 1", "response 0"]
-    assert [(r.sample_index, r.response_text, f.usable) for _, r, f in step.pairs] == [
+    assert [(r.sample_index, r.response_text, f.usable) for _, r, f in step.responses] == [
         (0, "response 0", True), (1, "response 1", True),
     ]  # fmt: skip
 
 
 def test_a_prompt_whose_sampling_fails_has_no_samples(tmp_path: Path) -> None:
     step, judged = take_step(tmp_path, fails=True)
-    assert (step.pairs, judged) == ((), ["response 1"])
+    assert (step.responses, judged) == ((), ["response 1"])
     assert step.unsampled == {"p": "prompt p: no answer"}
 
 
@@ -163,13 +163,13 @@ def test_a_step_of_default_size_is_judged_in_rounds_of_sixteen_calls(name: str) 
     """64 judgements of 1 s need four rounds, 4 s: each round waits for all its calls."""
     assert CONCURRENCY == 16
     step, _ = judge_step(name)
-    assert [feedback.critique for _, _, feedback in step.pairs] == ["judged"] * NUM_PROMPTS * NUM_SAMPLES
+    assert [feedback.critique for _, _, feedback in step.responses] == ["judged"] * NUM_PROMPTS * NUM_SAMPLES
 
 
 def test_a_blocking_async_function_delays_no_heartbeat() -> None:
     """The function blocks its loop until the driver's loop has beaten twenty times."""
     step, beats = judge_step("blocking_in_step")
-    assert {feedback.critique for _, _, feedback in step.pairs} == {"True"} and beats >= 20
+    assert {feedback.critique for _, _, feedback in step.responses} == {"True"} and beats >= 20
 
 
 def test_wrong_answers_of_some_calls_lose_no_other() -> None:
@@ -181,8 +181,8 @@ def test_wrong_answers_of_some_calls_lose_no_other() -> None:
         "no key 'poor'",
         "the feedback function gave no answer within feedback.timeout_s=1",
     ]
-    assert len(step.pairs) == NUM_PROMPTS * NUM_SAMPLES
-    for _, sampled, feedback in step.pairs:
+    assert len(step.responses) == NUM_PROMPTS * NUM_SAMPLES
+    for _, sampled, feedback in step.responses:
         assert feedback.reason.startswith(reasons[sampled.sample_index])
         assert feedback.usable is (sampled.sample_index == 0) is (feedback.metrics == {"tone": 0.5})
     assert len(make_dropped_records(step)) == NUM_PROMPTS * 3

@@ -144,11 +144,11 @@ def test_a_learner_that_is_lost_too_often_ends_the_run() -> None:
 
     def attempt(lost_at: float | None) -> None:
         attempts.append(lost_at)
-        raise LearnerLost("learner rank 0 is late")
+        raise LearnerLost("learner rank 0 timed out")
 
     twice = LearnerConfig(max_restarts=2)
     sentence = r"learner\.max_restarts=2 in 21600 s \(learner\.restart_window_s\) allows no other start"
-    with pytest.raises(RunStopped, match=rf"^learner rank 0 is late; {sentence}$"):
+    with pytest.raises(RunStopped, match=rf"^learner rank 0 timed out; {sentence}$"):
         with_restarts(attempt, twice, StopFlag())
     assert attempts[0] is None and len(attempts) == 3 and None not in attempts[1:]
 

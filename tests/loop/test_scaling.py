@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from t2g.config import WorkersConfig
 from t2g.loop import scaling
-from t2g.loop.scaling import SPARE, WINDOW_STEPS, StepLoad, compute_target_workers
+from t2g.loop.scaling import MIN_SPARE_WORKERS, WINDOW_STEPS, StepLoad, compute_target_workers
 
 WORKERS = WorkersConfig(min=1, max=4)
 SHORT = {"seconds": 2.0, "learner_idle": 0.4, "rollout_idle": 0.0, "buffered": 0.0}
@@ -49,7 +49,7 @@ def test_the_worked_example() -> None:
         ([], 2),
         ([{**SHORT, "rollout_idle": 0.6}] * 3, 2),  # the engines wait as well: feedback or sync is what is slow
         ([{**SHORT, "buffered": 1.0}] * 3, 2),  # samples are there, and wait for feedback
-        ([{**AMPLE, "rollout_idle": 0.6}] * 3, 2),  # 2 x .6: less than SPARE
+        ([{**AMPLE, "rollout_idle": 0.6}] * 3, 2),  # 2 x .6: less than MIN_SPARE_WORKERS
         ([{**AMPLE, "learner_idle": 0.4}] * 3, 1),  # it waits for feedback, not for rollouts
         ([{**AMPLE, "learner_idle": 0.4, "buffered": 0.0}] * 3, 2),  # it waits for rollouts, whose engines wait too
     ],
@@ -147,7 +147,7 @@ def test_a_fleet_whose_load_follows_its_size_comes_to_rest(
 
 def test_a_step_that_takes_the_learner_longer_than_the_engines_frees_those_that_are_too_many() -> None:
     """30 s of generation by one worker against 20 s of learning: 2 are enough, 4 idle for 1.5 of them more."""
-    assert overlapped(4, 30, 20)["rollout_idle"] * 4 == pytest.approx(2.5) and SPARE < 2.5
+    assert overlapped(4, 30, 20)["rollout_idle"] * 4 == pytest.approx(2.5) and MIN_SPARE_WORKERS < 2.5
     assert decide(*[overlapped(4, 30, 20)] * 3, current=4) == 3
     assert decide(*[overlapped(3, 30, 20)] * 3, current=3) == 2
     assert decide(*[overlapped(2, 30, 20)] * 3, current=2) == 2

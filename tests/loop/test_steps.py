@@ -92,7 +92,7 @@ def test_each_token_is_as_stale_as_the_updates_since_its_weights() -> None:
 
 def test_a_weight_sync_tells_all_its_numbers() -> None:
     result = WeightSyncResult(
-        policy_version=4, seconds=2.0, bytes=48, probe_gap=0.5, stages={"load": 0.25}, num_calls=7, missed=("w0", "w2")
+        policy_version=4, seconds=2.0, bytes=48, probe_gap=0.5, timings={"load": 0.25}, num_calls=7, missed=("w0", "w2")
     )
     assert sync_metrics(result) == {
         "time/sync_s": 2.0,

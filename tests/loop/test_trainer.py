@@ -434,11 +434,11 @@ def test_minibatches_are_weighted_by_the_config(tokenizer: Any, tmp_path: Path, 
 
 def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenizer: Any, tmp_path: Path) -> None:
     class Recorded:
-        turn, taken = "learner", 0
+        gpu_user, taken = "learner", 0
 
-        async def take(self, turn: str) -> None:
-            self.taken += turn != self.turn
-            self.turn = turn
+        async def switch_to(self, user: str) -> None:
+            self.taken += user != self.gpu_user
+            self.gpu_user = user
 
     plain = Bench(tmp_path / "plain", tokenizer, job())
     plain.run()
@@ -447,12 +447,12 @@ def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenize
     allowed = {"forward": "learner", "update": "learner", "save": "learner", "push": "engines"}
 
     def before_call(call: str) -> None:
-        assert turns.turn == allowed.get(call, turns.turn), call  # an export needs the weights alone
+        assert turns.gpu_user == allowed.get(call, turns.gpu_user), call  # an export needs the weights alone
 
     def before_sample(prompt: Prompt) -> None:
-        assert turns.turn == "engines"
+        assert turns.gpu_user == "engines"
 
     bench.learner.before_call, bench.rollouts.before_sample = before_call, before_sample
     assert bench.run().step == NUM_STEPS and bench.metrics() == plain.metrics()
-    assert turns.turn == "engines", "the next caller needs engines that serve"
+    assert turns.gpu_user == "engines", "the next caller needs engines that serve"
     assert turns.taken == 1 + 2 * (NUM_STEPS + NUM_STEPS // 2), "to and fro for a step, and for a checkpoint"

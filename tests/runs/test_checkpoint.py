@@ -180,14 +180,14 @@ def test_torn_checkpoint_is_skipped_and_written_again(
 ) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     good = store.write(5, weights("five"), {"step": 5})
-    torn = store.write(10, weights("ten"), {"step": 10})
-    damage(torn)
+    damaged = store.write(10, weights("ten"), {"step": 10})
+    damage(damaged)
     with caplog.at_level(logging.WARNING):
         assert store.latest() == (good, {"step": 5})
-    assert "step-00000010 is torn" in caplog.text
+    assert "step-00000010 is incomplete" in caplog.text
     assert word in caplog.text
-    assert store.write(10, weights("ten again"), {"step": 10}) == torn
-    assert store.latest() == (torn, {"step": 10})
+    assert store.write(10, weights("ten again"), {"step": 10}) == damaged
+    assert store.latest() == (damaged, {"step": 10})
 
 
 def test_a_disk_that_gives_a_checkpoint_back_no_more_is_one_to_skip(
@@ -360,7 +360,7 @@ def test_a_torn_best_is_none_and_the_next_one_takes_its_place(
     CheckpointStore(tmp_path, keep=1).keep_best(1, lambda folder: (folder / "w").write_text("one"), 0.75)
     damage((tmp_path / "best").resolve())
     store = CheckpointStore(tmp_path, keep=1)
-    assert store.best() is None and "is torn" in caplog.text
+    assert store.best() is None and "is incomplete" in caplog.text
     assert store.keep_best(2, lambda folder: (folder / "w").write_text("two"), 0.5)
     assert store.best() == ((tmp_path / "best").resolve(), 0.5)
 

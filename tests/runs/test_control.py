@@ -184,7 +184,7 @@ STATUS = Status(
     fleets=(
         FleetStatus(
             role="rollout",
-            wanted=2,
+            target_size=2,
             workers=(WorkerStatus(name="rollout worker 0", state="serving", version=12, restarts=1, load=8),),
         ),
     ),

@@ -122,7 +122,7 @@ def test_a_line_that_was_cut_off_is_judged_again_and_the_others_are_kept(tmp_pat
 
 
 def test_only_files_that_a_resume_can_need_are_kept(tmp_path: Path) -> None:
-    """With two checkpoints kept, a torn last one leaves the one before: what was judged since is still there."""
+    """With two checkpoints kept, a damaged last one leaves the one before: what was judged since is still there."""
     source = NumberedFeedback()
 
     async def run(journaled: JournaledFeedback) -> None:
@@ -184,7 +184,7 @@ def test_a_criterion_that_fails_does_not_lose_the_judgement_of_another(tmp_path:
 def test_a_resume_from_an_older_checkpoint_keeps_the_files_of_all_kept_checkpoints(
     tmp_path: Path, resumed: int
 ) -> None:
-    """The checkpoints of the steps 15 and 20, or also 10, are torn; one checkpoint is kept."""
+    """The checkpoints of the steps 15 and 20, or also 10, are damaged; one checkpoint is kept."""
 
     async def run(journaled: JournaledFeedback, *steps: int) -> None:
         for step in steps:

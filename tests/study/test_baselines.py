@@ -80,7 +80,7 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
     judged = make_feedback("x", ["aa"], [{"quote": "b", "severity": 2}], "aabc", source="program", version="v")
     rule = {"poor": (-1.0, -0.5, -1.0)}
     pairs = ((prompt(), rollout(ids, text="aabc"), judged), (prompt("q"), rollout(ids[1:], text="abc"), judged))
-    steps = [JudgedStep(pairs=pairs, generate_s=0, feedback_s=0)] * 2
+    steps = [JudgedStep(responses=pairs, generate_s=0, feedback_s=0)] * 2
     for unit, worth in (("span", 0.5), ("token", 1.5)):
         own = job(objective={"rewards": rule | {"unit": unit}})
         groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
@@ -88,7 +88,7 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
         assert groups[0][0].reward == groups[2][0].reward == worth
     (whole, cut), own = pairs, job(objective={"rewards": rule, "truncation_penalty": -0.25})
     truncated = (cut[0], replace(cut[1], finish_reason="length"), cut[2])
-    steps = [JudgedStep(pairs=(whole, truncated), generate_s=0, feedback_s=0)]
+    steps = [JudgedStep(responses=(whole, truncated), generate_s=0, feedback_s=0)]
     groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
     assert [group[0].reward for group in groups] == [0.5, 0.5 - 0.25]
     learnt = [one for group in groups for one in group]

@@ -71,7 +71,7 @@ def test_unused_gpus_are_reported_first(monkeypatch: pytest.MonkeyPatch, caplog:
     connect(ClusterConfig(), {"rollout": RoleConfig(gpus=1)})
     assert caplog.messages == []
     connect(ClusterConfig(), ROLES)
-    assert caplog.messages == ["2 GPUs are there, and this job runs on CPUs: rollout.gpus=auto takes them"]
+    assert caplog.messages == ["Ray has 2 GPUs, and this job runs on CPUs: install the GPU packages: `make gpu`"]
 
 
 def test_ranks_of_a_node_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from actors.fleet.member import Member
 from t2g.config import EngineConfig, HealthConfig, WorkersConfig
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
 
-HEALTH = HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2)
+HEALTH = HealthConfig(check_interval_s=0.2, check_timeout_s=1.0, max_failures=2, max_restarts=2)
 CONFIG = EngineConfig(
     workers=WorkersConfig(initial=2, min=1, max=4), health=HEALTH, cpus=0.1, memory_gib=0.1, max_num_seqs=4,
     start_timeout_s=30, request_timeout_s=20,
@@ -119,7 +119,9 @@ def test_a_worker_that_dies_again_and_again_is_given_up_and_the_floor_stops_the_
 
 
 def test_an_unanswered_request_fails_and_names_its_workers(fleet: Fleet) -> None:
-    with pytest.raises(SamplingFailed, match=r"^work: no answer by test worker \d within 0\.3 s; no answer by test w"):
+    with pytest.raises(
+        SamplingFailed, match=r"^work: no answer from test worker \d within 0\.3 s; no answer from test w"
+    ):
         asyncio.run(work(fleet, seconds=60, timeout_s=0.3))
     with pytest.raises(SamplingFailed, match=r"^x: (test worker \d failed: .*cannot do it.*){3}$"):
         asyncio.run(fleet.call(lambda w: w.stumble.remote(), timeout_s=20, what="x"))
@@ -128,7 +130,9 @@ def test_an_unanswered_request_fails_and_names_its_workers(fleet: Fleet) -> None
 
 
 def test_a_late_worker_is_passed_over_until_it_answers(begin: Callable[..., Fleet]) -> None:
-    patient = HEALTH.model_copy(update={"probe_every_s": 60, "probe_timeout_s": PATIENCE_S})  # none is on its way now
+    patient = HEALTH.model_copy(
+        update={"check_interval_s": 60, "check_timeout_s": PATIENCE_S}
+    )  # none is on its way now
     fleet = ready(begin(CONFIG.model_copy(update={"health": patient})))
     first = fleet.started()[0]
     become(first, "zero", "deaf")
@@ -147,7 +151,7 @@ def test_a_late_worker_is_passed_over_until_it_answers(begin: Callable[..., Flee
     assert again == ["test worker 1"] * 2 + ["zero"] * 2
 
 
-def test_probes_find_a_hanging_worker_long_before_request_timeouts(fleet: Fleet) -> None:
+def test_health_checks_find_a_hanging_worker_long_before_request_timeouts(fleet: Fleet) -> None:
     first = fleet.started()[0]
     become(first, "zero", "deaf")
 
@@ -159,7 +163,7 @@ def test_probes_find_a_hanging_worker_long_before_request_timeouts(fleet: Fleet)
         return answers
 
     assert asyncio.run(run()) == ["test worker 1"] * 2
-    assert first.health.reason == "did not answer a probe within 1 s"
+    assert first.health.reason == "did not answer a health check within 1 s"
 
 
 def test_workers_join_and_leave_while_requests_go_on_and_no_call_waits_for_the_joiner(
@@ -201,17 +205,17 @@ def test_only_a_synced_worker_serves_and_a_failed_one_catches_up(
 
     async def catch_up(member: Member) -> None:
         brought.append(member.name)
-        fleet.has_weights(member, 7)
+        fleet.record_verified(member, 7)
 
     async def run() -> list[str]:
         first, second = fleet.serving()  # what they loaded
         first.syncing = second.syncing = True
-        fleet.has_weights(second, 6)
+        fleet.record_verified(second, 6)
         become(first, "zero", "late")
         asked = asyncio.gather(work(fleet), work(fleet))
         await asyncio.sleep(0.3)
-        fleet.missed(first, "died during a bucket")
-        assert not first.syncing and not second.syncing, "the sync is over for both: they are probed again"
+        fleet.record_missed_sync(first, "died during a bucket")
+        assert not first.syncing and not second.syncing, "the sync is over for both: they are checked again"
         answers = await asked  # at once, not when they are late
         assert [m.name for m in fleet.serving()] == ["test worker 1"]
         fleet.catch_up = catch_up
@@ -231,12 +235,12 @@ def test_what_is_answered_in_a_sync_counts_once_the_weights_are_proved(fleet: Fl
         asked = [asyncio.ensure_future(work(fleet)) for _ in range(2)]
         await asyncio.sleep(0.5)
         assert not any(request.done() for request in asked)
-        fleet.missed(first, "computes something else")
-        fleet.has_weights(second, 7)
+        fleet.record_missed_sync(first, "computes something else")
+        fleet.record_verified(second, 7)
         return await asyncio.gather(*asked)
 
     assert asyncio.run(run()) == ["test worker 1"] * 2
-    fleet.has_weights(fleet.started()[0], 7)
+    fleet.record_verified(fleet.started()[0], 7)
     assert asyncio.run(run()) == ["test worker 1"] * 2, "in another event loop as well"
 
 
@@ -262,8 +266,8 @@ def test_an_answer_in_a_sync_is_delivered_once_the_weights_are_verified(fleet: F
         request = asyncio.ensure_future(fleet.calls(submits, timeout_s=20, what="work", on_answer=delivered.append))
         await asyncio.sleep(0.2)
         assert delivered == []
-        fleet.missed(first, "computes something else")
-        fleet.has_weights(second, 7)
+        fleet.record_missed_sync(first, "computes something else")
+        fleet.record_verified(second, 7)
         assert await request == delivered
         return delivered
 
@@ -286,7 +290,7 @@ def test_a_lost_answer_is_retried_elsewhere_and_costs_no_worker(fleet: Fleet) ->
     assert answer == second.name and first.health.suspect and first.restarts == second.restarts == 0
 
 
-def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_probes(fleet: Fleet) -> None:
+def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_health_checks(fleet: Fleet) -> None:
     """Which it answers here: until then requests wait, though it is the only one."""
     fleet.set_target_size(1)
     fleet.tick()
@@ -294,7 +298,7 @@ def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_probes
 
     async def run() -> str:
         for _ in range(3 * HEALTH.max_failures):
-            fleet.failed(only, ActorUnavailableError("no route", b"\0" * 16))
+            fleet.record_failure(only, ActorUnavailableError("no route", b"\0" * 16))
         assert only.health.state is State.SERVING and only.health.suspect
         return await work(fleet)
 
@@ -304,21 +308,21 @@ def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_probes
 
 def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     first, second = fleet.serving()
-    fleet.failed(first, ActorUnavailableError("no route", b"\0" * 16))
+    fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
     for _ in range(3):
         assert RolloutFleet.targets(fleet) == [second]
     assert first.health.state is State.STALE and first.health.missed_syncs == 1
 
 
-def test_a_worker_lost_between_catch_up_and_push_is_probed_and_gets_the_next_weights(
+def test_a_worker_lost_between_catch_up_and_push_is_checked_and_gets_the_next_weights(
     fleet: Fleet,
 ) -> None:
     first, second = fleet.serving()
 
     async def run() -> None:
-        fleet.missed(first, "was behind")
+        fleet.record_missed_sync(first, "was behind")
         first.syncing = True
-        fleet.failed(first, ActorUnavailableError("no route", b"\0" * 16))
+        fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
         assert RolloutFleet.targets(fleet) == [second]
         await until(fleet, lambda: RolloutFleet.targets(fleet) == [first, second])
 
@@ -326,12 +330,12 @@ def test_a_worker_lost_between_catch_up_and_push_is_probed_and_gets_the_next_wei
     assert first.restarts == 0
 
 
-def test_a_worker_that_timed_out_in_a_sync_gets_no_weights_until_it_answers_a_probe(fleet: Fleet) -> None:
+def test_a_worker_that_timed_out_in_a_sync_gets_no_weights_until_it_passes_a_health_check(fleet: Fleet) -> None:
     first, second = fleet.serving()
 
     async def run() -> None:
         become(first, "zero", "deaf")
-        fleet.missed(first, "is late", late=True)
+        fleet.record_missed_sync(first, "timed out", timed_out=True)
         assert RolloutFleet.targets(fleet) == [second]
         become(first, "zero")
         await until(fleet, lambda: RolloutFleet.targets(fleet) == [first, second])
@@ -346,7 +350,7 @@ def test_no_worker_is_removed_during_a_weight_sync(fleet: Fleet) -> None:
     fleet.set_target_size(1)
     fleet.tick()
     assert len(fleet.serving()) == 2
-    fleet.missed(fleet.serving()[0], "computes something else")
+    fleet.record_missed_sync(fleet.serving()[0], "computes something else")
     fleet.tick()
     (left,) = fleet.started()
     assert left.syncing and left.health.state is State.SERVING
@@ -468,8 +472,8 @@ def test_a_run_without_serving_workers_stops_and_names_them(begin: Callable[...,
     fleet = ready(begin())
     fleet.catch_up, fleet._replacement_timeout_s = in_vain, 2.0
     for member in fleet.serving():
-        fleet.missed(member, "was behind")
-    with pytest.raises(RunStopped, match=r"^no test worker came to serve within 2 s: test worker 0 is stale; test wor"):
+        fleet.record_missed_sync(member, "was behind")
+    with pytest.raises(RunStopped, match=r"^no test worker became ready within 2 s: test worker 0 is stale; test wor"):
         asyncio.run(work(fleet))
 
 

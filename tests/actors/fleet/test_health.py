@@ -35,14 +35,14 @@ def life(*events: Event) -> list[Health]:
         (("started", "sync_missed", "weights_verified", "sync_missed"), "stale stale serving stale"),
         (("started", "weights_verified", "request_failed", "request_failed"), "stale serving serving dead"),
         (
-            ("started", "weights_verified", "request_failed", "probe_answered", "request_failed"),
-            "stale serving serving serving dead",  # probes say nothing about requests
+            ("started", "weights_verified", "request_failed", "check_passed", "request_failed"),
+            "stale serving serving serving dead",  # health checks say nothing about requests
         ),
         (
             ("started", "weights_verified", "request_failed", "request_answered", "request_failed"),
             "stale serving serving serving serving",
         ),
-        (("started", "probe_failed", "probe_answered", "probe_failed", "probe_failed"), "stale stale stale stale dead"),
+        (("started", "check_failed", "check_passed", "check_failed", "check_failed"), "stale stale stale stale dead"),
         (("started", "weights_verified", *["unreachable"] * 3), "stale serving serving serving serving"),
         (("dismissed",), "dead"),
         (("started", "dismissed"), "stale dead"),
@@ -54,14 +54,14 @@ def test_lives(events: tuple[Event, ...], states: str) -> None:
     assert [str(h.state) for h in life(*events)[1:]] == states.split()
 
 
-@pytest.mark.parametrize("answer", ["probe_answered", "request_answered"])
+@pytest.mark.parametrize("answer", ["check_passed", "request_answered"])
 def test_where_nothing_arrives_no_request_is_sent_until_something_is_answered(answer: Event) -> None:
-    lived = life("started", "weights_verified", "unreachable", "probe_failed", answer)
+    lived = life("started", "weights_verified", "unreachable", "check_failed", answer)
     assert [h.reachable for h in lived] == [True, True, True, False, False, True]
 
 
 def test_what_failed_makes_it_suspect_until_it_answers_and_the_last_reason_is_kept() -> None:
-    lived = life("started", "weights_verified", "request_failed", "probe_answered")
+    lived = life("started", "weights_verified", "request_failed", "check_passed")
     assert [h.suspect for h in lived] == [False, False, False, True, False]
     assert lived[-1].reason == "r3" and lived[-1].failed_requests == 1
 
@@ -77,7 +77,7 @@ def test_death_is_final_and_time_in_a_state_starts_when_it_changes(events: list[
         else:
             assert now.since == number
         if now.state is not State.DEAD:
-            assert max(now.failed_probes, now.failed_requests, now.missed_syncs) < CONFIG.max_failures
+            assert max(now.failed_checks, now.failed_requests, now.missed_syncs) < CONFIG.max_failures
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=30))

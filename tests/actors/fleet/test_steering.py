@@ -19,19 +19,19 @@ STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0, "time/st
 
 
 class FakeFleet:
-    def __init__(self, role: str, wanted: int) -> None:
-        self.role, self.wanted, self.joining = role, wanted, False
+    def __init__(self, role: str, target_size: int) -> None:
+        self.role, self.target_size, self.joining = role, target_size, False
         self.given_up = 0
         self.asked: list[int] = []
         self.failure: Exception | None = None
 
     def set_target_size(self, number: int) -> None:
         self.asked.append(number)
-        self.wanted, self.given_up = number, 0
+        self.target_size, self.given_up = number, 0
 
     @property
     def expected(self) -> int:
-        return self.wanted - self.given_up
+        return self.target_size - self.given_up
 
     async def supervise(self) -> None:
         if self.failure is not None:
@@ -40,7 +40,7 @@ class FakeFleet:
 
     def report(self) -> dict[str, Any]:
         worker = {"name": f"{self.role} worker 0", "state": "serving", "version": 3, "restarts": 1, "load": 2}
-        return {"role": self.role, "wanted": self.wanted, "workers": [worker]}
+        return {"role": self.role, "target_size": self.target_size, "workers": [worker]}
 
     async def engine_metrics(self) -> dict[str, float]:
         return {"tokens_per_s": 800.0}
@@ -73,17 +73,17 @@ def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Pa
     steered = Steering(config, rollouts, feedback)  # type: ignore[arg-type]
 
     async def run() -> None:
-        duties = [asyncio.ensure_future(duty) for duty in steered.duties()]
-        assert len(duties) == 3
+        tasks = [asyncio.ensure_future(task) for task in steered.make_background_tasks()]
+        assert len(tasks) == 3
         await asyncio.sleep(0.05)
         assert rollouts.asked == []
         write_target_sizes(config.run.folder, TargetSizes(rollouts=3))
         async with asyncio.timeout(10):
             while 3 not in rollouts.asked:
                 await asyncio.sleep(0.01)
-        for duty in duties:
-            duty.cancel()
-        await asyncio.gather(*duties, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
     assert set(rollouts.asked) == {3} and feedback.fleet.asked == []
@@ -95,7 +95,10 @@ def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Pa
     steered.on_step(4, STARVED | asyncio.run(steered.metrics()))
     status = read_status(config.run.folder)
     assert (status.step, status.samples, status.num_steps) == (4, 32, config.num_steps)
-    assert [(f.role, f.wanted, f.workers[0].version) for f in status.fleets] == [("rollout", 3, 3), ("reward", 1, 3)]
+    assert [(f.role, f.target_size, f.workers[0].version) for f in status.fleets] == [
+        ("rollout", 3, 3),
+        ("reward", 1, 3),
+    ]
     assert status.idle == {"rollout": 0.1, "reward": 0.1, "learner": 0.6}
     assert rollouts.asked[-1] == 3  # a run that does not scale itself leaves its size alone
 
@@ -105,7 +108,7 @@ def test_a_run_that_scales_itself_grows_when_its_learner_starves(tmp_path: Path)
     steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
     for step in range(1, 8):
         steered.on_step(step, STARVED | asyncio.run(steered.metrics()))
-    assert rollouts.wanted == 3  # once after three steps, and once after three more with the new size
+    assert rollouts.target_size == 3  # once after three steps, and once after three more with the new size
 
 
 def test_a_worker_that_was_given_up_does_not_stop_a_run_from_scaling_itself(tmp_path: Path) -> None:
@@ -123,7 +126,7 @@ def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:
     steered = Steering(job(tmp_path), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
 
     async def run() -> None:
-        care, steer = steered.duties()
+        care, steer = steered.make_background_tasks()
         steer.close()
         await care
 

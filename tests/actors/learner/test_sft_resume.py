@@ -76,7 +76,7 @@ def test_an_end_without_a_report_has_no_progress() -> None:
 
 def test_ranks_that_fall_silent_are_late_in_a_sentence() -> None:
     ranks = Ranks(pause_s=0, then_silent=True)
-    with pytest.raises(RunStopped, match=r"late: nothing was heard .* for 0\.5 s.*stood at step 30 of 40"):
+    with pytest.raises(RunStopped, match=r"timed out: its ranks reported nothing for 0\.5 s.*stood at step 30 of 40"):
         _follow(ranks.read, 0.5, lambda step, progress: None)
     with pytest.raises(RunStopped, match=r"no rank has reported yet"):
         _follow(lambda: ([], False), 0, lambda step, progress: None)

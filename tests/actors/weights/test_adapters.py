@@ -40,7 +40,7 @@ def test_all_buckets_in_any_order_are_a_file_with_the_learners_bits(tmp_path: Pa
     assert (config["r"], config["lora_alpha"]) == (2, 6)
 
 
-def test_what_is_not_the_announced_version_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_the_version_of_the_manifest_is_refused(tmp_path: Path) -> None:
     adapters, refused = (
         version(),
         r"^adapters of version 7 are refused: {} tensors are missing, or not in the manifest .*{}",
@@ -51,7 +51,7 @@ def test_what_is_not_the_announced_version_is_refused(tmp_path: Path) -> None:
     broken = bucket(2, "a.lora_B.weight", "b.lora_A.weight")
     broken.tensors[1][0, 0] ^= 1
     adapters.add(broken)
-    with pytest.raises(ValueError, match=r"^bucket 2 of version 7 arrived with other bytes$"):
+    with pytest.raises(ValueError, match=r"^bucket 2 of version 7 has another xxh3 hash than was sent$"):
         adapters.write(tmp_path)
     adapters.add(make_bucket(3, ["c.lora_A.weight"], [np.zeros((1, 1), np.uint16)], full=False, started=0.0))
     with pytest.raises(ValueError, match=refused.format(1, r"\(c\.lora_A\.weight\)")):

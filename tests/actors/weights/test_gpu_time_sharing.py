@@ -27,7 +27,7 @@ class Engine:
 
 
 class Fleet:
-    turn = "engines"
+    gpu_user = "engines"
 
     def __init__(self, *engines: Engine) -> None:
         self.engines = engines
@@ -49,8 +49,8 @@ def share(fleet: Any, log: list[str], timeout_s: float = 5) -> GpuTimeSharing:
 
 def take(which: GpuTimeSharing, *order: Any) -> None:
     async def run() -> None:
-        for turn in order:
-            await which.take(turn)
+        for user in order:
+            await which.switch_to(user)
 
     asyncio.run(run())
 
@@ -67,7 +67,7 @@ def test_engines_sleep_before_there_is_a_learner_and_the_next_learner_finds_them
     log: list[str] = []
     fleet = Fleet(Engine("w0", log))
     take(GpuTimeSharing(fleet, timeout_s=5), "learner")
-    assert log == ["w0 sleep"] and fleet.turn == "learner"
+    assert log == ["w0 sleep"] and fleet.gpu_user == "learner"
     take(share(fleet, log), "learner", "engines")
     assert log == ["w0 sleep", "offload", "w0 wake"]
 
@@ -75,7 +75,7 @@ def test_engines_sleep_before_there_is_a_learner_and_the_next_learner_finds_them
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"hangs_at": "wake"}, r"w1 is late: its wake-up took it more than 0\.2 s$"),
+        ({"hangs_at": "wake"}, r"w1 timed out: its wake-up took more than 0\.2 s$"),
         ({"fails_at": "wake"}, r"w1 refused its wake: CUDA out of memory$"),
     ],
 )
@@ -84,4 +84,4 @@ def test_an_engine_that_does_not_wake_stops_the_run_with_its_name(how: dict[str,
     fleet = Fleet(Engine("w0", log), Engine("w1", log, **how))
     with pytest.raises(RunStopped, match=r"cannot take turns on their GPUs: " + reason):
         take(share(fleet, log, timeout_s=0.2), "learner", "engines")
-    assert fleet.turn == "learner"
+    assert fleet.gpu_user == "learner"

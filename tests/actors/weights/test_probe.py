@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.weights.probe import Gap, compute_gap, explain_refusal, is_stuck, make_probe_ids
 
 IDS = make_probe_ids([], 300, 64)
-FLOORS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-DTYPES = pytest.mark.parametrize("dtype", FLOORS, ids=["float32", "bfloat16"])
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=["float32", "bfloat16"])
 
 
 def model(kernel: str, dtype: torch.dtype) -> Any:
@@ -52,13 +52,16 @@ def wrong_layers(engine: Any) -> None:
 def test_rounding_passes_and_wrong_weights_do_not(dtype: torch.dtype, plant: Callable[[Any], None]) -> None:
     engine, learner = model("eager", dtype), model("sdpa", dtype)
     usual = compute_gap(scores(engine), scores(learner))
-    assert 0 < usual.median <= usual.p95 <= usual.largest < FLOORS[dtype]
+    assert 0 < usual.median <= usual.p95 <= usual.largest < TOLERANCES[dtype]
     for trained in (engine, learner):
         move(trained, 0.05)
-    assert explain_refusal(compute_gap(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual) == ""
+    assert (
+        explain_refusal(compute_gap(scores(engine), scores(learner)), tolerance=TOLERANCES[dtype], baseline_gap=usual)
+        == ""
+    )
     plant(engine)
-    assert "nats apart" in explain_refusal(
-        compute_gap(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual
+    assert "nats, above" in explain_refusal(
+        compute_gap(scores(engine), scores(learner)), tolerance=TOLERANCES[dtype], baseline_gap=usual
     )
 
 
@@ -70,7 +73,7 @@ def test_an_engine_that_kept_its_old_weights_is_seen_where_the_gap_is_too_small(
     step = 1e-5 if dtype is torch.float32 else 0.006
     move(learner, step)
     moved = scores(learner)
-    assert explain_refusal(compute_gap(before, moved), floor=FLOORS[dtype], baseline_gap=usual) == "", (
+    assert explain_refusal(compute_gap(before, moved), tolerance=TOLERANCES[dtype], baseline_gap=usual) == "", (
         "by its size alone"
     )
     assert is_stuck((before, scores(engine)), (expected, moved), usual)
@@ -82,10 +85,10 @@ def test_an_engine_that_kept_its_old_weights_is_seen_where_the_gap_is_too_small(
 def test_a_model_that_rounds_much_has_its_own_measure() -> None:
     """A mixture of experts: .4 at the most, where the floor is .25; but the median says that it is the same model."""
     found = Gap(largest=0.9, p95=0.2, median=0.02)
-    assert "at the most" in explain_refusal(found, floor=0.25, baseline_gap=None)
-    assert explain_refusal(found, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
+    assert "largest" in explain_refusal(found, tolerance=0.25, baseline_gap=None)
+    assert explain_refusal(found, tolerance=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
     shifted = Gap(largest=0.9, p95=0.5, median=0.1)
-    assert "in the median" in explain_refusal(shifted, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01))
+    assert "median" in explain_refusal(shifted, tolerance=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01))
 
 
 def test_the_three_numbers_of_a_gap() -> None:
@@ -93,7 +96,7 @@ def test_the_three_numbers_of_a_gap() -> None:
     assert (found.largest, found.median) == (0.5, 0.25) and found.p95 == pytest.approx(0.475)
     for broken in ([-1, np.nan], [-1, -np.inf]):
         wrong = compute_gap(np.float32(broken), np.float32([-1, -2]))
-        assert wrong.largest == wrong.median == np.inf and explain_refusal(wrong, floor=9e9, baseline_gap=None)
+        assert wrong.largest == wrong.median == np.inf and explain_refusal(wrong, tolerance=9e9, baseline_gap=None)
 
 
 def test_the_probe_is_made_of_prompts_and_filled_up() -> None:

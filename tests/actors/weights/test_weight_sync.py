@@ -54,7 +54,7 @@ class FakeWorker:
         self.join_group = Remote(self._join)
         self.rounds, self.log, self.aboard, self.most_aboard = [], [], 0, 0
         self.open_update, self.load_bucket = Remote(self._open), Remote(self._load)
-        self.close_update, self.score = Remote(self._close), Remote(self._score)
+        self.close_update, self.compute_logprobs = Remote(self._close), Remote(self._score)
 
     async def _open(self, round_id: str, version: int, dtype: str, shapes: Shapes) -> None:
         await asyncio.sleep(60 if self.hangs_at_open else 0)
@@ -71,7 +71,7 @@ class FakeWorker:
     async def _load(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         assert round_id == self.rounds[-1]
         if self.group is not None and (gone := self.group.gone):
-            raise ValueError(f"the broadcast was broken off: {gone} is gone")
+            raise ValueError(f"the broadcast was aborted: {gone} is gone")
         self.aboard += 1
         self.most_aboard = max(self.most_aboard, self.aboard)
         await asyncio.sleep(0.02)
@@ -105,9 +105,9 @@ class SyncTarget:
 class FakeFleet:
     """Who was late is no target any more."""
 
-    config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(probe_timeout_s=0.5, max_failures=2))
+    config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(check_timeout_s=0.5, max_failures=2))
     vocab_size = 50
-    turn = "engines"
+    gpu_user = "engines"
     baseline_gap: Gap | None = None
 
     def __init__(self, **workers: FakeWorker) -> None:
@@ -124,13 +124,13 @@ class FakeFleet:
         except ValueError as error:
             raise MissedSync(f"refused {what}: {error}") from error
 
-    def has_weights(self, target: SyncTarget, version: int) -> None:
+    def record_verified(self, target: SyncTarget, version: int) -> None:
         target.version = version
         self.heard.append((target.name, version))
 
-    def missed(self, target: SyncTarget, reason: str, *, late: bool = False) -> None:
+    def record_missed_sync(self, target: SyncTarget, reason: str, *, timed_out: bool = False) -> None:
         self.heard.append((target.name, reason))
-        if late:
+        if timed_out:
             self.members = [member for member in self.members if member is not target]
 
 
@@ -189,11 +189,11 @@ class FakeLearner:
         finally:
             self.streaming = False
 
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+    def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         assert len(ids) == 31  # 64 do not fit into the window of 32, which needs room for one more
         self.calls.append("probe")
         if self.lost_at == NUM_BUCKETS:
-            raise LearnerLost("learner rank 1 died during probe_logprobs")
+            raise LearnerLost("learner rank 1 died during compute_probe_logprobs")
         assert self.scored is None or self.scored.wait(5), "no worker was asked meanwhile"
         return np.full(len(ids) - 1, 7 + 1e-4, np.float32)
 
@@ -219,8 +219,8 @@ def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
     assert sorted(fleet.heard) == [("w0", 3), ("w1", 3)]
     assert learner.calls == ["get_manifest", "stream", "probe"]
     assert result.num_calls == 3 + 2 * (1 + 3 + 1 + 1)  # of each worker: open, three buckets, close, the probe
-    assert result.stages["hand_over"] == 3 * 0.25 and result.stages["load"] == 3 * 0.5
-    assert set(result.stages) == {"open", "gather", "hand_over", "load", "close", "verify", "pause"}
+    assert result.timings["hand_over"] == 3 * 0.25 and result.timings["load"] == 3 * 0.5
+    assert set(result.timings) == {"open", "gather", "hand_over", "load", "close", "verify", "pause"}
 
 
 @pytest.mark.parametrize(("max_staleness", "num_gathered"), [(0, 0), (1, NUM_BUCKETS)])
@@ -244,7 +244,7 @@ def test_engines_with_requests_are_not_paused_for_the_gather(max_staleness: int,
     fleet.config = fleet.config.model_copy(update={"max_staleness": max_staleness})  # type: ignore[misc]
     result = push(fleet, Slow())
     assert fleet.members[0].handle.log == [num_gathered, *BUCKETS, "close"]
-    assert (result.stages["pause"] < 0.3) == (max_staleness > 0) and result.seconds > 0.3
+    assert (result.timings["pause"] < 0.3) == (max_staleness > 0) and result.seconds > 0.3
 
 
 def test_a_worker_has_at_most_two_buckets_aboard() -> None:
@@ -267,7 +267,7 @@ def test_a_worker_that_hangs_is_waited_for_no_longer_than_the_grace() -> None:
     assert result.seconds < 10 and result.missed == ("w1",)
     assert fleet.members[0].handle.log == ONCE
     (name, reason), verified = fleet.heard
-    assert name == "w1" and reason.startswith("is late: a bucket of weights took it more than ")
+    assert name == "w1" and reason.startswith("timed out: a bucket of weights took more than ")
     assert verified == ("w0", 3)
 
 
@@ -285,7 +285,7 @@ def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its
 
     assert asyncio.run(replaced()).missed == ()
     (name, reason), verified = fleet.heard
-    assert name == "w0" and reason.startswith("is late: ") and verified == ("w0", 3)
+    assert name == "w0" and reason.startswith("timed out: ") and verified == ("w0", 3)
 
 
 def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() -> None:
@@ -300,7 +300,7 @@ def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() 
 
 def test_a_run_whose_workers_are_all_wrong_twice_stops_with_their_reasons() -> None:
     fleet = FakeFleet(w0=FakeWorker(deaf=2), w1=FakeWorker(breaks=(2, 2), deaf=1))
-    words = r"sent twice: w0 does not compute .* 2 nats apart .*probe_tolerance=0\.001 .*; w1 refused a bucket"
+    words = r"sent twice: w0 has other logprobs .* 2 nats.*probe_tolerance=0\.001, .*; w1 refused a bucket"
     with pytest.raises(RunStopped, match=r"no rollout worker got version 3 of the weights, " + words):
         push(fleet)
 
@@ -312,9 +312,9 @@ def test_the_learner_and_the_workers_score_the_probe_at_the_same_time() -> None:
 
 def test_a_learner_lost_in_the_probe_verifies_no_worker() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    with pytest.raises(LearnerLost, match="died during probe_logprobs"):
+    with pytest.raises(LearnerLost, match="died during compute_probe_logprobs"):
         push(fleet, FakeLearner(lost_at=NUM_BUCKETS))
-    assert fleet.heard == [("w0", "got half a sync, which broke off: learner rank 1 died during probe_logprobs")]
+    assert fleet.heard == [("w0", "the transfer was aborted: learner rank 1 died during compute_probe_logprobs")]
 
 
 @pytest.mark.parametrize("lost_at", [0, 2])
@@ -324,7 +324,7 @@ def test_a_learner_that_dies_leaves_every_worker_stale_and_no_stream_open(lost_a
         push(fleet, learner)
     assert not learner.streaming, "while the error, which keeps every frame alive, is still held"
     del caught
-    words = "got half a sync, which broke off: learner rank 1 died during stream_weights"
+    words = "the transfer was aborted: learner rank 1 died during stream_weights"
     assert sorted(fleet.heard) == [("w0", words), ("w1", words)]
 
 
@@ -340,7 +340,7 @@ def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open()
         assert not learner.streaming
 
     asyncio.run(cancelled())
-    assert fleet.heard == [("w0", "got half a sync, which broke off: CancelledError")]
+    assert fleet.heard == [("w0", "the transfer was aborted: CancelledError")]
 
 
 def test_a_late_joiner_catches_up_from_what_is_held() -> None:
@@ -398,12 +398,12 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
         sync, turns = WeightSync(FakeLearner(), fleet, CONFIG), GpuTimeSharing(sleepers := Sleepers(), timeout_s=5)
         turns.sending = sync.sending
         await sync.push(3)
-        fleet.turn = "learner"
+        fleet.gpu_user = "learner"
         await sync.catch_up(joiner)
         assert joiner.handle.log == []
-        fleet.turn = "engines"
-        await asyncio.gather(sync.catch_up(joiner), turns.take("learner"))
-        assert sleepers.turn == "learner" and slept == [joiner.handle.log] and fleet.heard[-1] == ("w1", 3)
+        fleet.gpu_user = "engines"
+        await asyncio.gather(sync.catch_up(joiner), turns.switch_to("learner"))
+        assert sleepers.gpu_user == "learner" and slept == [joiner.handle.log] and fleet.heard[-1] == ("w1", 3)
 
     asyncio.run(meet())
 
@@ -478,7 +478,7 @@ def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
 
     asyncio.run(join())
     (_, (name, reason)) = fleet.heard
-    assert name == "w1" and reason.startswith("is late: the start of a weight sync took it more than ")
+    assert name == "w1" and reason.startswith("timed out: the start of a weight sync took more than ")
 
 
 def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
@@ -549,19 +549,19 @@ def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
 def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_group_without_it() -> None:
     fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1))), FakeLearner()
     members = list(fleet.members)
-    lose = fleet.missed
+    lose = fleet.record_missed_sync
 
-    def missed(target: SyncTarget, reason: str, *, late: bool = False) -> None:
-        lose(target, reason, late=late)
+    def record_missed_sync(target: SyncTarget, reason: str, *, timed_out: bool = False) -> None:
+        lose(target, reason, timed_out=timed_out)
         if target.name == "w1":
             fleet.members = members[:1]  # it is dead
 
-    fleet.missed = missed
+    fleet.record_missed_sync = record_missed_sync
     result = push(fleet, learner, config=NCCL)
     assert joins(members[0].handle) == [(1, 3), (1, 2)] and joins(members[1].handle) == [(2, 3)]
     assert learner.calls == ["get_manifest", "address", "stream", "probe", "address", "stream"]
     assert result.missed == ("w1",) and fleet.heard[-1] == ("w0", 3)
-    assert ("w0", "refused a bucket of weights: the broadcast was broken off: one is gone") in fleet.heard
+    assert ("w0", "refused a bucket of weights: the broadcast was aborted: one is gone") in fleet.heard
 
 
 @pytest.mark.parametrize("config", [NCCL, IPC])
@@ -571,7 +571,7 @@ def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: 
     assert learner.calls.count("stream") == 2 and learner.calls.count("probe") == 1
     assert [entry for entry in fleet.members[0].handle.log if entry[0] != "join"] == [OPEN, *ONCE]
     hopeless = FakeFleet(w0=FakeWorker(deaf=2))
-    with pytest.raises(RunStopped, match="sent twice: w0 does not compute"):
+    with pytest.raises(RunStopped, match="sent twice: w0 has other logprobs"):
         push(hopeless, config=config)
 
 
@@ -607,7 +607,7 @@ def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> Non
         await sync.catch_up(joiner)
 
     asyncio.run(join())
-    assert fleet.heard == [("w0", 3), ("w1", "was sent version 3 when the learner went on")]
+    assert fleet.heard == [("w0", 3), ("w1", "received version 3 after the learner had updated its weights")]
     assert "close" not in joiner.handle.log
 
 
@@ -648,7 +648,7 @@ def test_a_learner_lost_during_a_catch_up_is_reported_and_closes_its_stream() ->
             await sync.catch_up(joiner)
 
     asyncio.run(join())
-    assert fleet.heard[-1] == ("w1", "got half a sync, which broke off: learner rank 1 died during stream_weights")
+    assert fleet.heard[-1] == ("w1", "the transfer was aborted: learner rank 1 died during stream_weights")
     assert not learner.streaming
 
 
@@ -692,7 +692,7 @@ def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Pat
 
     result = asyncio.run(join())
     assert [m.handle.log[1:] for m in (*fleet.members, joiner)] == [[], ONCE[1:], []] and result.bytes == 24
-    assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)] and "0.5 nats apart" in fleet.heard[3][1]
+    assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)] and "difference is 0.5 nats" in fleet.heard[3][1]
 
 
 @pytest.mark.parametrize("learner", [{"lora": LoRAConfig()}, {"dtype": "bfloat16"}])
@@ -711,7 +711,7 @@ def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: 
 
 def test_engines_of_another_model_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
     fleet = FakeFleet(w0=Loaded(off=0.5))
-    with pytest.raises(RunStopped, match=r"0\.5 nats apart in the median .*probe_tolerance=0\.001 .*different models"):
+    with pytest.raises(RunStopped, match=r"different models: .* 0\.5 nats, above learner\.probe_tolerance=0\.001$"):
         asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "probe.json").push(0))
     assert fleet.members[0].handle.log == [] and not (tmp_path / "probe.json").exists()
 
@@ -720,8 +720,8 @@ def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> N
     """The learner moves by a fifth of the tolerance: the gap alone would let version 0 pass for version 1."""
 
     class Moving(FakeLearner):
-        def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-            return super().probe_logprobs(ids) + np.float32(1.5e-4 * self.calls.count("stream"))
+        def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+            return super().compute_probe_logprobs(ids) + np.float32(1.5e-4 * self.calls.count("stream"))
 
     fleet = FakeFleet(w0=Loaded())
 
@@ -730,5 +730,5 @@ def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> N
         await sync.push(0)
         await sync.push(1)
 
-    with pytest.raises(RunStopped, match=r"w0 .* answers the probe as with version 0, to the bit"):
+    with pytest.raises(RunStopped, match=r"w0 .* equal those of version 0 bit for bit"):
         asyncio.run(twice())
