@@ -9,6 +9,7 @@ feedback function annotates and the facts measure; every sample of PPO is judged
 import json
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from jobs.common.cli import main, print_outputs, stop_flag
@@ -97,7 +98,9 @@ def run(demo: DemoJob) -> None:
     if report_steps_done(*jobs.values()):
         return
     with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
-        stages = make_stages(demo, fleets)
+        # Engines that the arms cannot use would keep GPUs and memory that these need.
+        with nullcontext(fleets) if all(map(serves_stages, jobs.values())) else Fleets() as others:
+            stages = make_stages(demo, others)
         data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all
         arms = dict[str, dict[str, Any]]()
         for arm, job in jobs.items():
@@ -106,6 +109,12 @@ def run(demo: DemoJob) -> None:
     finish(demo, summarise(demo, stages, arms))
     print(f"all phases: {format_duration(time.monotonic() - started)}")
     print_outputs(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
+
+
+def serves_stages(job: PolicyJob) -> bool:
+    """Return whether the rollout engines of an arm are those of the stages before it; see `Fleets`."""
+    learner = job.learner
+    return learner.sync_transport == "store" and learner.lora is None and job.cluster.gpu_sharing == "none"
 
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:

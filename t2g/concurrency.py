@@ -19,6 +19,16 @@ async def cancel_all(tasks: Sequence["asyncio.Future[Any]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def finish_in_thread(call: Callable[..., Result], *args: Any) -> Result:
+    """Return the result of call(*args) in a thread. A cancelled caller waits for the end of the thread first."""
+    thread = asyncio.ensure_future(asyncio.to_thread(call, *args))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait([thread])
+        raise
+
+
 async def gather_all(works: Iterable[Work[Result]]) -> list[Result]:
     """Return the results in order. The first exception is raised after the other coroutines are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]

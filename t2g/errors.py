@@ -17,6 +17,10 @@ class RunStopped(RuntimeError):
     """The run stopped to protect its results: NaN, failed feedback, too few workers. Exit code 3."""
 
 
+class Diverged(RunStopped):
+    """A loss, a gradient or a number of a token is not finite, as with a learning rate that is too high."""
+
+
 class LearnerLost(RunStopped):
     """A learner rank died or does not answer; its group can be restarted from the last checkpoint."""
 

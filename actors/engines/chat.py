@@ -7,7 +7,7 @@ import numpy as np
 import ray
 
 from actors.engines.engine import Engine
-from actors.fleet.fleet import TRIES, Fleet
+from actors.fleet.fleet import Fleet
 from t2g.config import SourceConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
@@ -61,8 +61,7 @@ class ChatFleet(Fleet):
             )
         self.model = f"{config.llm.model}@{config.llm.revision or 'local'}"
         self.name = f"{config.llm.model} on own engines"
-        # The caller waits for llm.request_timeout_s.
-        self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / TRIES)
+        self._timeout_s = config.llm.request_timeout_s
         super().__init__({"config": config, "seed": seed}, config.engine, placement_timeout_s=placement_timeout_s)
 
     async def complete(self, question: ChatRequest) -> Completion:

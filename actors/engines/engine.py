@@ -33,6 +33,7 @@ MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
 PLUGIN = "t2g_store"  # the entry point of actors.vllm_compat.plugin
 SCHEDULERS = [f"actors.vllm_compat.scheduler.Joining{kind}Scheduler" for kind in ("", "Async")]
 CORE_POLL_S = 1.0
+OVERRIDES_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # a variable that overrides kv_cache_memory_bytes, in steps of 1 GiB
 LOG = "the worker's log in Ray's folder"
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ class Engine:
         Raises:
             UserError: vLLM refuses the model or the settings, or as `check_tokenizer`.
         """
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides kv_cache_memory_bytes, in steps of 1 GiB
+        os.environ.pop(OVERRIDES_CACHE, None)
         receives = self._transport is not None
         os.environ.update(engine_environment(self._config, owner=os.getpid(), receives_weights=receives))
         os.environ.update(listening_environment(os.environ))

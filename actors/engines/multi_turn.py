@@ -48,14 +48,16 @@ class Conversations(RolloutSource):
         )
 
     def _converse(self, prompt: Prompt, sampling: Sampling, index: int, worker: Any) -> Coroutine[Any, Any, Rollout]:
+        deadline_s = self._fleet.config.compute_deadline_s(sampling.max_new_tokens)
+
         async def sample_turn(context: np.ndarray, number: int) -> Rollout:
             turn_sampling = replace(sampling, seed=sampling.seed + number)  # equal seeds would repeat random numbers
             request = worker.sample.remote(prompt.prompt_id, context, turn_sampling, index)
             answer = asyncio.wrap_future(request.future())
             try:
-                await asyncio.wait([answer], timeout=self._fleet.config.deadline_s)
+                await asyncio.wait([answer], timeout=deadline_s)
                 if not answer.done():
-                    raise RequestTimedOut(self._fleet.config.deadline_s)
+                    raise RequestTimedOut(deadline_s)
                 return answer.result()
             finally:
                 if not answer.done():

@@ -14,6 +14,7 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from actors.cluster.fanout import first_line
 from actors.engines.engine import Engine
 from actors.fleet.fleet import Fleet
+from actors.fleet.health import State
 from actors.fleet.member import DIED, Member, describe_loss
 from actors.weights.probe import Gap
 from actors.weights.weight_receiver import WeightReceiver
@@ -119,7 +120,7 @@ class RolloutFleet(Fleet):
         request = prompt.prompt_id, prompt.prompt_ids, sampling
         return await self.calls(
             [lambda worker, i=i: worker.sample.remote(*request, i) for i in range(sampling.num_samples)],
-            timeout_s=self.config.deadline_s,
+            timeout_s=self.config.compute_deadline_s(sampling.max_new_tokens),  # runs share fleets
             what=f"prompt {prompt.prompt_id}",
             on_answer=on_rollout,
         )
@@ -136,6 +137,18 @@ class RolloutFleet(Fleet):
             what=f"prompt {prompt.prompt_id}",
         )
         return logprobs[len(prompt.prompt_ids) - 1 :]
+
+    def _may_restart(self, member: Member) -> bool:
+        return self.gpu_user == "engines" and super()._may_restart(member)  # a start would fail on a rank's GPU
+
+    def _check_min_workers(self, now: float) -> None:
+        if self.gpu_user == "engines":
+            super()._check_min_workers(now)
+
+    @property
+    def is_starting(self) -> bool:
+        """Return whether a worker loads its model."""
+        return any(m.health.state is State.STARTING for m in self._members)
 
     def targets(self) -> list[Member]:
         """Return the targets of the next weight sync. An unreachable worker misses it, and catches up later."""

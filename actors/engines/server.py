@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from actors.cluster.placement import listening_environment
-from actors.engines.engine import Engine, engine_environment
+from actors.engines.engine import OVERRIDES_CACHE, Engine, engine_environment
 from t2g.config import ServeJob
 from t2g.errors import RunStopped, UserError
 from t2g.files import write_atomic
@@ -75,8 +75,9 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
         listen["chat_template"] = str(log.parent / TEMPLATE_FILE)
     environment = engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
     environment |= listening_environment(os.environ)
+    inherited = {name: value for name, value in os.environ.items() if name != OVERRIDES_CACHE}
     command = [sys.executable, "-m", MODULE, *options(engine.arguments() | listen)]
-    with log.open("wb") as output, ended(command, os.environ | environment, stdout=output, stderr=output) as process:
+    with log.open("wb") as output, ended(command, inherited | environment, stdout=output, stderr=output) as process:
         url = f"http://{host}:{port}"
         deadline = time.monotonic() + job.engine.start_timeout_s
         while not _answers(f"{url}/health"):

@@ -18,6 +18,7 @@ from t2g.config import EngineConfig
 
 # No answer will come: the worker died, Ray's memory monitor killed it, or a lost node had its answer.
 DIED = (RayActorError, OutOfMemoryError, ObjectLostError)
+MAX_CALLS = 100_000  # at once; with Ray's 1,000 a health check or weight sync would wait behind requests
 UNREACHABLE = (ActorUnavailableError, ObjectLostError)  # a subset of DIED: the node may come back with its workers
 
 
@@ -106,7 +107,8 @@ class Member:
 
     def start_process(self, actor: Any, arguments: Mapping[str, Any]) -> None:
         """Start the process in its placement group."""
-        self.handle = actor.options(**placement.actor_options(self._config, self.placement_group)).remote(**arguments)
+        options = placement.actor_options(self._config, self.placement_group)
+        self.handle = actor.options(max_concurrency=MAX_CALLS, **options).remote(**arguments)
         self.starting = self.handle.start.remote()
         self.health = Health(since=time.monotonic())
 

@@ -25,7 +25,7 @@ from actors.cluster.toolkit import build_environment
 from actors.learner import lora
 from actors.learner.full_weights import FullWeights
 from t2g.config import Dtype, OptimConfig
-from t2g.errors import RunStopped
+from t2g.errors import Diverged
 from t2g.files import match_folder_permissions
 from t2g.resources.memory import BUCKET_NUMEL
 
@@ -222,7 +222,7 @@ def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunctio
             averages gradients over ranks; the factor world_size cancels that.
 
     Raises:
-        RunStopped: A loss or the gradient is not finite, on every rank; the step is not applied.
+        Diverged: A loss or the gradient is not finite, on every rank; the step is not applied.
     """
     assert microbatches, "a rank without tokens needs an empty microbatch: backward is a collective"
     engine.train()
@@ -240,10 +240,10 @@ def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunctio
     totals = _reduce(totals, engine.device)
     if totals.pop("bad_losses"):
         engine.optimizer.zero_grad()
-        raise RunStopped(f"{label}: the loss is not finite; the optimizer step was not applied")
+        raise Diverged(f"{label}: the loss is not finite; the optimizer step was not applied")
     engine.step()
     if not engine.was_step_applied():
-        raise RunStopped(f"{label}: the gradient is not finite; the optimizer step was not applied")
+        raise Diverged(f"{label}: the gradient is not finite; the optimizer step was not applied")
     return StepResult(metrics=totals, grad_norm=float(engine.get_global_grad_norm()), lr=lr)
 
 

@@ -12,6 +12,8 @@ from actors.weights.round import EngineFleet, SyncTarget
 from t2g.errors import MissedSync, RunStopped
 from t2g.interfaces import GpuUser
 
+START_POLL_S = 0.2
+
 
 class OffloadableLearner(Protocol):
     """The learner group. The calls block and raise LearnerLost."""
@@ -45,6 +47,8 @@ class GpuTimeSharing:
     async def _switch_to(self, user: GpuUser) -> None:
         if user == "engines" and self.learner is not None:
             await asyncio.to_thread(self.learner.offload_states)
+        while user == "learner" and self._fleet.is_starting:  # it cannot sleep yet; the fleet limits its start
+            await asyncio.sleep(START_POLL_S)
         errors = await asyncio.gather(*(self._switch(target, user == "learner") for target in self._fleet.targets()))
         if failures := [error for error in errors if error]:
             raise RunStopped(f"engines and ranks cannot share their GPUs: {'; '.join(failures)}")

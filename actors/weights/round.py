@@ -17,7 +17,7 @@ import numpy as np
 
 from actors.weights.buckets import Rendezvous, Shapes
 from actors.weights.probe import Gap, compute_gap, explain_refusal, is_stuck
-from t2g.concurrency import cancel_all
+from t2g.concurrency import cancel_all, finish_in_thread
 from t2g.config import LearnerConfig, RolloutConfig
 from t2g.errors import MissedSync
 from t2g.interfaces import GpuUser
@@ -71,6 +71,10 @@ class EngineFleet(Protocol):
     vocab_size: int
     gpu_user: GpuUser  # with cluster.gpu_sharing=alternate; a fleet outlives the learners of its runs
     baseline_gap: Gap | None  # between its engines and a learner on the checkpoint; later runs reuse it
+
+    @property
+    def is_starting(self) -> bool:
+        """Return whether a worker loads its model."""
 
     def targets(self) -> Sequence[SyncTarget]:
         """Return the workers that have started and can be reached."""
@@ -202,13 +206,13 @@ class Round:
         full = self.config.sync_verify == "full"
         stream = self.learner.stream_weights(self.fleet.config.dtype, full=full, rendezvous=rendezvous)
         try:
-            while (ref := await asyncio.to_thread(next, stream, None)) is not None:
+            while (ref := await finish_in_thread(next, stream, None)) is not None:
                 await asyncio.gather(*joining)
                 if self.config.is_replayable:
                     version.buckets.append(ref)
                 yield ref
         finally:
-            _close(stream)
+            stream.close()  # now: the learner is locked until then
             await cancel_all(joining)
         if self.learner.policy_version != version.learner_version:
             self._drop_all(f"received version {version.number} after the learner had updated its weights")
@@ -339,11 +343,3 @@ class Round:
 def compute_grace_s(first_s: float) -> float:
     """Return the seconds that the other workers have after the first one answered in first_s."""
     return max(GRACE_S, GRACE_RATIO * first_s)
-
-
-def _close(stream: Generator[Any, None, None]) -> None:
-    """Close the stream now: the garbage collector would close it after Ray has shut down."""
-    try:
-        stream.close()
-    except ValueError:  # a cancelled thread still waits in it for the next bucket: it ends with the process
-        return

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
 
     timing, num_steps = summary["timing"], config.num_steps
     step_s = timing["steps_s"] / summary["steps"]
-    # A smoke run has the first evaluation and the last.
-    evaluations_s = timing["evaluations_s"] / 2 * (1 + num_steps / config.eval.every)
+    made, planned = (1 + ceil(steps / config.eval.every) for steps in (summary["steps"], num_steps))
+    evaluations_s = timing["evaluations_s"] / made * planned
     text = (
         f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
         f"{num_steps} steps will take about {format_duration(step_s * num_steps + evaluations_s)}"
@@ -223,7 +224,7 @@ def run_reward(config: EvaluateJob, records: Any, what: str) -> dict[str, Any]:
 
 def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import read_data
+    from jobs.common.policy_runs import read_data, run_references
     from jobs.common.run_folder import begin_folder, sole_process
     from jobs.common.stages import demo_of, make_stages, resolve_stages
     from jobs.common.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
@@ -233,11 +234,13 @@ def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
     resolved = resolve_stages(config, demo)
     with sole_process(config.run.folder):
         folder = begin_folder(config)
-        with on_cluster(resolved), Fleets() as fleets:
+        with on_cluster(resolved):
             if demo:
-                make_stages(demo, fleets, reward="reward_model" in resolved.feedback.models)
-            data = data or read_data(resolved)
-            result = evaluate_teacher(resolved, data, *fleets.for_policy(resolved, data.task))
+                with Fleets() as fleets:
+                    make_stages(demo, fleets, reward="reward_model" in resolved.feedback.models)
+            data = run_references(resolved, data or read_data(resolved))
+            with Fleets() as fleets:
+                result = evaluate_teacher(resolved, data, *fleets.for_policy(resolved, data.task))
             write_json(folder / TEACHER_FILE, result)
     print(format_result(result))
     print_outputs(numbers=folder / TEACHER_FILE)

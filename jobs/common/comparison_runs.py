@@ -30,6 +30,7 @@ from jobs.common.policy_runs import (
     make_rollout_source,
     read_data,
     run_baseline,
+    run_references,
     train,
 )
 from jobs.common.stages import base_model, once, positions, reward_job
@@ -37,7 +38,7 @@ from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, RunConfig, Sty
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
-from t2g.errors import RunStopped, Stopped
+from t2g.errors import Diverged, Stopped
 from t2g.feedback.parse import read_judgement
 from t2g.feedback.records import AnnotatedRecord, load_annotated, make_annotated_record, write_annotated
 from t2g.files import write_atomic
@@ -178,11 +179,11 @@ class Session:
         return summary
 
     def score(self, name: str, arm: PolicyJob) -> float | None:
-        """Make a run and return its score; None if it stopped itself, as with a too high learning rate."""
+        """Make a run and return its score; None if it diverged."""
         try:
             self.run(name, arm, data=self.search_data)
-        except RunStopped as error:
-            logger.warning("%s ended by itself: %s", arm.run.folder, error)
+        except Diverged as error:
+            logger.warning("%s diverged: %s", arm.run.folder, error)
             return None
         shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
         return load_run(arm).score
@@ -228,11 +229,12 @@ def engine_groups(arms: Arms) -> list[list[str]]:
 def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
     """Return the data with the held-out prompts that follow the reported ones, or with these if there are no others."""
     assert job.eval_data is not None
-    records = load_records(job.eval_data)[job.eval.num_prompts : 2 * job.eval.num_prompts]
+    config, room = job.eval_data, job.rollout.max_prompt_tokens
+    records = load_records(config, "eval_data")[job.eval.num_prompts : 2 * job.eval.num_prompts]
     if not records:
         return data
-    prompts = make_prompts(records, data.task, data.tokenizer, job.rollout.max_prompt_tokens)
-    return replace(data, eval_prompts=prompts)
+    prompts = make_prompts(records, data.task, data.tokenizer, room, too_long=config.too_long, key="eval_data")
+    return run_references(job, replace(data, eval_prompts=prompts))
 
 
 def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:

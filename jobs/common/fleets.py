@@ -99,7 +99,7 @@ class Fleets(ExitStack):
         if isinstance(job, PolicyJob) and job.learner.sends_adapters and model == job.model:
             how["lora"] = job.learner.lora
         if isinstance(job, PolicyJob) and job.cluster.gpu_sharing == "alternate":
-            config, how = job.reserved[0], how | {"can_sleep": True}
+            config, how = config.model_copy(update={"gpus": job.reserved[0].gpus}), how | {"can_sleep": True}
         key = ("rollout", model.policy, *map(str, how.values()), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 

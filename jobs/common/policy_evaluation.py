@@ -149,7 +149,8 @@ class Evaluation:
             return {content_key(far.url, far.model, p.prompt_id, messages, *temperature): p for p, messages in pairs}
         model, room = self._models[name], self.config.rollout.max_prompt_tokens
         tokenizer = load_policy_tokenizer(model)
-        prompts = make_prompts([*self._records.values()], self.task, tokenizer, room)
+        too_long = self.config.data.too_long
+        prompts = make_prompts([*self._records.values()], self.task, tokenizer, room, too_long=too_long)
         version = served_version(self.config.served[name]), name in self.config.reflections, *temperature
         if (tags := find_thinking_tags(tokenizer, model.thinking_tags)) is not None:
             version = *version, tags

@@ -131,6 +131,10 @@ class EngineConfig(ProcessConfig):
         """Return the factor of a request's deadline."""
         return 1.0
 
+    def compute_deadline_s(self, max_new_tokens: int) -> float:
+        """Return the deadline of a request for a number of new tokens."""
+        return max(1.0, max_new_tokens / ANSWER_TOKENS) * self.request_timeout_s
+
     @property
     def deadline_s(self) -> float:
         """Return the deadline of a request."""

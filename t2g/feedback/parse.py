@@ -24,6 +24,7 @@ from t2g.config.validation_errors import format_first_error
 from t2g.data.load import describe_unserializable
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate, locate_all
+from t2g.text.segments import printable
 from t2g.types import MAX_FIX_CHARS, FinishReason, Severity, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # of an answer, critique or execution; longer ones are rejected
@@ -293,7 +294,7 @@ def make_failed_feedback(
     status: Literal["unparsable", "failed"], *, source: str, version: str, reason: str = ""
 ) -> SpanFeedback:
     """Return feedback that cannot be used, with the reason, such as an untrusted exception's text, as a sentence."""
-    reason = replace_surrogates(reason)
+    reason = printable(replace_surrogates(reason))  # it is printed to terminals
     return SpanFeedback(critique="", spans=(), status=status, source=source, version=version, reason=reason)
 
 

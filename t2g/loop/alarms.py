@@ -51,8 +51,8 @@ def _find_reward_hacking(history: Sequence[Step], count: int) -> list[str]:
     The fall since the reward began to rise exceeds 2 standard errors of a difference of two evaluations. The prompts
     are the same, so that the error is an upper bound.
     """
-    if not history or history[-1].get(m.HELD_OUT_SCORE) is None or m.HELD_OUT_FAILED in history[-1]:
-        return []  # no evaluation, or the score is the feedback's own
+    if not history or history[-1].get(m.HELD_OUT_SCORE) is None or m.HELD_OUT_ERROR not in history[-1]:
+        return []  # no evaluation, or the score is the feedback's own, which has no standard error
     pairs = m.pair_evaluations(history, m.HELD_OUT_SCORE)
     errors = [step.get(m.HELD_OUT_ERROR) for step in history if step.get(m.HELD_OUT_SCORE) is not None]
     errors = [inf if error is None else error for error in errors[-len(pairs) :]]  # None: not known

@@ -13,7 +13,7 @@ from t2g.algo.advantages import combine_rewards, gae, group_advantages, whiten
 from t2g.algo.corrections import MAX_LOG_RATIO
 from t2g.algo.kl import sequence_kl
 from t2g.config import ModelConfig, ObjectiveConfig
-from t2g.errors import RunStopped, UserError
+from t2g.errors import Diverged, RunStopped, UserError
 from t2g.feedback.rewards import apply_placement, compute_label_shares
 from t2g.runs import metrics as m
 from t2g.tasks.base import Task
@@ -101,7 +101,7 @@ def pad_sampled(scored: Sequence[ScoredRollout], rows: Sequence[np.ndarray]) -> 
 
 
 def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
-    """Raise RunStopped for the first number that is not finite, with its step, prompt, sample and token."""
+    """Raise Diverged for the first number that is not finite, with its step, prompt, sample and token."""
     for s, t in zip(scored, stats, strict=True):
         columns = {
             "reward": s.token_rewards,
@@ -112,7 +112,7 @@ def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[Tok
         for name, values in columns.items():
             bad = np.flatnonzero(~np.isfinite(values))
             if bad.size:
-                raise RunStopped(
+                raise Diverged(
                     f"step {step}: prompt {s.rollout.prompt_id}, sample {s.rollout.sample_index}: the {name} of token "
                     f"{bad[0]} is {values[bad[0]]}; the last good checkpoint is kept"
                 )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t2g.algo.kl import adapt_kl_coef
+from t2g.concurrency import finish_in_thread
 from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -278,12 +279,8 @@ class Trainer:
         A cancelled call waits for the end of the thread: the ranks can run one call at a time.
         """
         started = time.monotonic()
-        thread = asyncio.ensure_future(asyncio.to_thread(call, *args))
         try:
-            return await asyncio.shield(thread)
-        except asyncio.CancelledError:
-            await asyncio.wait([thread])
-            raise
+            return await finish_in_thread(call, *args)
         finally:
             self._busy_s += time.monotonic() - started
 

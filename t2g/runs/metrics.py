@@ -11,7 +11,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | reward/outcome_mean                        | mean weighted sum of objective.outcome_rewards, if there are any       |
 | reward/outcome/<source>                    | mean of one of them before its weight, where it applies                |
 | reward/total_mean                          | mean over responses: span_coef x spans + penalty + outcome rewards     |
-| tokens/{good,poor,neutral}_share           | response tokens in spans worth > 0, < 0, and all others                |
+| tokens/{good,poor,neutral}_share           | answer tokens in spans worth > 0, < 0, and all others                  |
 | policy/kl                                  | to the reference, nats per sequence: mean of the sum over tokens       |
 | policy/kl_coef                             | beta of this step                                                      |
 | policy/entropy                             | nats per token                                                         |
@@ -39,6 +39,8 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
 | importance/truncated_share                 | tokens whose weight rollout_correction_cap changed                     |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
+| feedback/source/<name>                     | share of the responses that this source judged                         |
+| sandbox/<mode>_share                       | share of the code responses whose tests ran in this mode               |
 | criterion_reward/                          | + criterion: mean over responses of the sum of its token rewards       |
 | criterion_failed/                          | + criterion: responses without usable feedback of it                   |
 | feedback/located_rate                      | quotes found in their response                                         |
@@ -108,7 +110,7 @@ RECALL = "feedback/recall_"  # prefix
 FEEDBACK_METRICS = "feedback/metrics/"  # prefix
 CRITERION_REWARD, CRITERION_FAILED = "criterion_reward/", "criterion_failed/"  # prefixes
 EVAL = "eval/"  # prefix
-HELD_OUT_SCORE, HELD_OUT_ERROR, HELD_OUT_FAILED = "eval/score", "eval/score_se", "eval/failed_share"
+HELD_OUT_SCORE, HELD_OUT_ERROR = "eval/score", "eval/score_se"
 
 _LINE = (  # parts of a step's terminal line: metric and template
     (TOKEN_REWARD, "reward {:+.3f}"),

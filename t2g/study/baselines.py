@@ -142,10 +142,14 @@ def ilf(arm: Arm) -> Metrics:
     steps = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 1))[1]
     revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, steps))
     groups = score(arm, revised, arm.reviser_tokenizer)
-    answered = [[r for r in group if r.rollout.answer_start is not None] for group in groups]
+    answered = [
+        [r for r in group if r.rollout.answer_start is not None and not r.rollout.is_truncated] for group in groups
+    ]
     best = [max(group, key=lambda r: r.reward) for group in answered if group]
     if not best:
-        raise RunStopped("ilf has nothing to imitate: no response has a critique that fits the reviser's context")
+        raise RunStopped(
+            "ilf has nothing to imitate: every revision is truncated, or no critique fits the reviser's context"
+        )
     began = time.monotonic()
     tags = find_thinking_tags(arm.tokenizer, arm.job.model.thinking_tags)
     examples = imitation_examples(best, arm.tokenizer)
@@ -319,7 +323,9 @@ def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Sc
         for p, r, f in select_usable(judged, arm.job, step=step, source=arm.feedback.name) if has_samples else ():
             offsets = token_offsets(tokenizer, r.response_ids)
             rewards = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards, weights=weights)
-            reward = float(rewards.sum()) + (objective.truncation_penalty if r.is_unfinished else 0.0)
+            reward = objective.span_coef * float(rewards.sum()) + (
+                objective.truncation_penalty if r.is_unfinished else 0.0
+            )
             groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, reward=reward))
     return list(groups.values())
 

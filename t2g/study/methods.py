@@ -206,6 +206,10 @@ class Arms:
             )
         source = job.feedback.source
         for name, method in self.methods.items():
+            if any(self.arm(name, 0, lr).learner.policy.lr != lr for lr in config.lr_grid):
+                raise UserError(
+                    f"compare.methods has {name}, which sets learner.policy.lr; compare.lr_grid sets it for all methods"
+                )
             style = _style_changes(method)
             for sources in (READS_STYLE[key.removeprefix("feedback.style.")] for key in style):
                 if source not in sources:

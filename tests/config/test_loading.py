@@ -174,7 +174,7 @@ def test_the_environment_of_engines_and_ranks_is_text_without_secrets(tmp_path: 
 @pytest.mark.parametrize(("tokens", "deadline_s"), [(16, 90), (256, 90), (1024, 360)])
 def test_a_longer_output_limit_has_a_longer_deadline(tokens: int, deadline_s: float) -> None:
     engine = RewardEngineConfig(max_new_tokens=tokens, request_timeout_s=90)
-    assert engine.deadline_s == deadline_s
+    assert engine.deadline_s == engine.compute_deadline_s(tokens) == deadline_s
 
 
 @pytest.mark.parametrize(

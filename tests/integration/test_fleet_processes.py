@@ -73,6 +73,13 @@ async def until(fleet: Fleet, holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
+def test_a_health_check_does_not_wait_behind_thousands_of_requests(fleet: Fleet) -> None:
+    worker = fleet.serving()[0].handle
+    requests = [worker.work.remote(PATIENCE_S) for _ in range(2_000)]
+    ray.get(worker.check_health.remote(), timeout=PATIENCE_S / 2)
+    assert not ray.wait(requests, timeout=0)[0]
+
+
 def test_a_dead_workers_requests_go_elsewhere_and_another_takes_its_place(fleet: Fleet) -> None:
     first = fleet.started()[0]
     ray.get(first.handle.become.remote("zero", "mortal"), timeout=PATIENCE_S)

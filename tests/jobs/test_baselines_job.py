@@ -43,7 +43,7 @@ class Reviser:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.asked: list[tuple[str, Sampling]] = []
-        self.texts = ["aaaa", "aaab", "aabb"]
+        self.texts, self.truncated = ["aaaa", "aaab", "aabb"], set[str]()
 
     async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
         self.asked.append((self.tokenizer.decode(prompt.prompt_ids), sampling))
@@ -56,7 +56,7 @@ class Reviser:
                 response_ids=np.array(self.tokenizer(text)["input_ids"], np.int32),
                 rollout_logprobs=np.zeros(4, np.float32),
                 response_text=text,
-                finish_reason="stop",
+                finish_reason="length" if text in self.truncated else "stop",
                 policy_versions=((0, 4, 0),),
             )
             for i, text in enumerate(texts)
@@ -221,6 +221,19 @@ def test_of_revisions_worth_the_same_the_first_is_imitated(world: World) -> None
     ilf(world.arm)
     targets = {world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt}
     assert targets == {"abab"}
+
+
+def test_a_truncated_revision_is_not_imitated(world: World) -> None:
+    """The policy would learn to stop in the middle of a sentence."""
+    world.reviser.truncated = {"aaaa"}
+    ilf(world.arm)
+    assert {world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt} == {"aaab"}
+
+
+def test_with_truncated_revisions_alone_nothing_is_imitated(world: World) -> None:
+    world.reviser.truncated = {"aaaa", "aaab", "aabb"}
+    with pytest.raises(RunStopped, match="every revision is truncated"):
+        ilf(world.arm)
 
 
 def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:

@@ -27,7 +27,7 @@ from jobs.common.policy_runs import PolicyData
 from jobs.common.run_folder import begin_folder
 from jobs.compare import check, describe, run
 from t2g.config import CompareJob, PolicyJob, loading
-from t2g.errors import Stopped, UserError
+from t2g.errors import Diverged, RunStopped, Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
 from t2g.study.result_lines import Results
@@ -226,6 +226,32 @@ def test_rates_are_chosen_on_other_held_out_prompts(tmp_path: Path) -> None:
     assert [p.prompt_text for p in others(2).eval_prompts] == ["Post 2.", "Post 3."]
     assert [p.prompt_text for p in others(3).eval_prompts] == ["Post 3.", "Post 4."]
     assert others(5) is data  # there are no others
+
+
+def test_the_search_reads_its_prompts_as_the_evaluation_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its long prompts are truncated or left out, and its records run their reference solutions."""
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"prompt": "a" * n}) + "\n" for n in (1, 2, 5000, 3)))
+    referenced: list[str] = []
+
+    def run_references(job: CompareJob, data: PolicyData) -> PolicyData:
+        referenced.extend(p.prompt_text for p in data.eval_prompts)
+        return data
+
+    monkeypatch.setattr("jobs.common.comparison_runs.run_references", run_references)
+    held_out = f"eval_data={{path: {tmp_path / 'held.jsonl'}, too_long: skip}}"
+    job = the_job(tmp_path, held_out, "eval.num_prompts=2", "compare.reference_prompts=2")
+    data = PolicyData(task=get_task("prompts"), tokenizer=letter_tokenizer(tmp_path), prompts=[], eval_prompts=[])
+    assert make_search_data(job, data).eval_prompts and referenced == ["aaa"]
+
+
+def test_only_a_run_that_diverged_counts_as_a_bad_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is down would choose another rate."""
+    arms = arms_of(tmp_path)
+    ends: list[RunStopped] = [Diverged("the loss is not finite"), RunStopped("no rollout worker is left")]
+    monkeypatch.setattr(Session, "run", lambda *_, **__: (_ for _ in ()).throw(ends.pop(0)))
+    assert session(arms).score("span", arms.search("span", 101, 0.4)) is None
+    with pytest.raises(RunStopped, match="no rollout worker"):
+        session(arms).score("span", arms.search("span", 101, 0.4))
 
 
 def test_one_rate_is_not_searched(tmp_path: Path) -> None:

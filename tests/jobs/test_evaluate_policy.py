@@ -477,6 +477,7 @@ def test_bad_data_is_refused_before_an_engine_starts(
     [
         ({"policies": {}}, "at least one name"),
         ({"pass_at": [2]}, "pass_at"),
+        ({"data": {"path": "d", "too_long": "skip"}}, r"data\.too_long=skip would leave out other prompts"),
         ({"judges": {"j": {"model": "m"}}}, "judges.j needs url and model"),
         (
             {"policies": {"a": {"policy": "p"}}, "judges": {"j": {"model": "m", "url": "http://x"}}},
@@ -487,6 +488,18 @@ def test_bad_data_is_refused_before_an_engine_starts(
 def test_a_config_that_makes_no_sense(tmp_path: Path, models: Path, fields: dict[str, Any], fact: str) -> None:
     with pytest.raises(ValueError, match=fact):
         job(tmp_path, models, **fields)
+
+
+def test_long_prompts_are_truncated_where_the_data_say_so(tmp_path: Path, models: Path) -> None:
+    records = [PLAIN[0], PLAIN[1] | {"prompt": "post " * 400}]
+    short = {"max_model_len": 256, "max_new_tokens": 64}
+    with pytest.raises(UserError, match=r"data\.too_long"):
+        run(job(tmp_path, models, records, task="prompts", rollout=short), {"whole": Engine(9), "cut": Engine(9)})
+    config = job(tmp_path, models, records, task="prompts", rollout=short)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"too_long": "truncate"})})
+    whole = Engine(9)
+    run(config, {"whole": whole, "cut": Engine(9)})
+    assert len(whole.asked) == len(records)
 
 
 def test_a_model_that_is_not_there_is_refused_before_an_engine_starts(tmp_path: Path, models: Path) -> None:

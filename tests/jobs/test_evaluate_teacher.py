@@ -45,7 +45,7 @@ class Policy:
             )
         ]  # fmt: skip
 
-    async def score(self, prompt: Prompt, response_ids: np.ndarray) -> np.ndarray:
+    async def compute_logprobs(self, prompt: Prompt, response_ids: np.ndarray) -> np.ndarray:
         critique = self.tokenizer.decode(prompt.prompt_ids)
         number = prompt.prompt_id.removeprefix("p").removesuffix("/teacher")
         factor = 0.0 if "write " not in critique else 1.0 if f"of {number} " in critique else -0.25

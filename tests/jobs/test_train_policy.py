@@ -51,6 +51,8 @@ def test_a_smoke_run_says_what_the_whole_run_takes(tmp_path: Path) -> None:
     assert format_smoke_summary(job, summary) == (
         "smoke run done: 2.0 samples/s, 4.0 s a step; 10 steps will take about 55 s"
     )
+    often = job.model_copy(update={"eval": job.eval.model_copy(update={"every": 1})})  # 3 and 11 evaluations
+    assert "will take about 1 min 17 s" in format_smoke_summary(often, summary)
 
 
 def test_a_smoke_run_of_a_function_that_quotes_nothing_says_so(tmp_path: Path) -> None:

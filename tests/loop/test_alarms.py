@@ -145,13 +145,18 @@ def test_a_reward_that_rises_while_the_held_out_measure_falls_is_reward_hacking(
         ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.85), (4.0, 0.7)], {}),  # the measure rose
         ([(1.0, 0.9), (2.0, 0.8), (1.5, 0.7), (3.0, 0.6)], {}),  # the reward fell
         ([(1.0, 0.9), (1.0, 0.8), (1.0, 0.7), (1.0, 0.6)], {}),
-        ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6)], {"eval/failed_share": 0.0}),  # the feedback's own score
         ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6)], {"eval/score_se": 0.11}),  # 0.3 < 2 sqrt(2) 0.11
         ([(1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6)], {"eval/score_se": None}),
     ],
 )
 def test_no_reward_hacking(pairs: list[tuple[float, float]], more: dict[str, Any]) -> None:
     assert alarmed(evaluations(*pairs, **more)) == []
+
+
+def test_a_score_of_the_feedback_itself_is_no_evidence_of_reward_hacking() -> None:
+    falling = evaluations((1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6), **{"eval/failed_share": 0.0})
+    assert alarmed(falling) == [4], "with an environment too, the task measures"
+    assert alarmed([{k: v for k, v in step.items() if k != "eval/score_se"} for step in falling]) == []
 
 
 def test_a_slow_fall_is_reported_once_it_exceeds_the_noise() -> None:

@@ -91,6 +91,9 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
     steps = [JudgedStep(responses=(whole, truncated), generate_s=0, feedback_s=0)]
     groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
     assert [group[0].reward for group in groups] == [0.5, 0.5 - 0.25]
+    halved = job(objective={"rewards": rule, "truncation_penalty": -0.25, "span_coef": 0.5})
+    groups_halved = score(SimpleNamespace(job=halved, feedback=SimpleNamespace(name="program")), steps, tokenizer)
+    assert [group[0].reward for group in groups_halved] == [0.25, 0.25 - 0.25]
     learnt = [one for group in groups for one in group]
     metrics = run_metrics(own, steps, learnt, learn_s=0)
     assert (metrics["response/truncated_share"], metrics["reward/response_mean"]) == (0.5, 0.375)

@@ -189,6 +189,7 @@ def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monk
             "compare.methods has bad: objective.rewards.placment is unknown; did you mean objective.rewards.placement?",
         ),
         ("about: A.\noverrides: {objective.kl_coef: much}\n", 'objective.kl_coef: got "much"'),
+        ("about: A.\noverrides: {learner.policy.lr: 0.5}\n", "compare.methods has bad, which sets learner.policy.lr"),
         ("about: A.\noverrides: {num_steps.a: 1}\n", "compare.methods has bad: num_steps.a=1: num_steps is a value"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from t2g.config.python_functions import import_object
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import FailureLog, PerLoop
+from t2g.text.segments import printable
 
 MAX_TIMEOUTS = 3  # in a row
 MAX_REASON_CHARS = 300
@@ -117,7 +118,7 @@ class UserFunction:
         if isinstance(error, FunctionFailed):
             return error
         message = traceback.format_exception_only(error)[-1].strip()  # str(error) may raise
-        return FunctionFailed(f"raised {shorten(message)}{self._log_traceback(error)}")
+        return FunctionFailed(f"raised {shorten(printable(message))}{self._log_traceback(error)}")
 
     def _log_traceback(self, error: BaseException) -> str:
         """Write the traceback of the first error of its type to the log; return a reference to it, or ''."""

@@ -399,6 +399,25 @@ def test_a_successor_that_cannot_start_at_first_is_started_again(begin: Callable
     assert sorted(m.restarts for m in fleet.serving()) == [0, 2]
 
 
+def test_an_engine_lost_while_ranks_have_its_gpu_is_replaced_once_they_leave_it(ray: FakeRay) -> None:
+    """A start on a full GPU would fail, and use up the restart budget."""
+    shared = {"role": "test", "actor": ray.actor(Mortal), "__init__": Fleet.__init__}
+    config: Any = CONFIG.model_copy(update={"workers": WorkersConfig(initial=2, min=2, max=2)})
+    fleet = ready(type("Shared", (RolloutFleet,), shared)({"gate": None}, config, placement_timeout_s=PATIENCE_S))
+    fleet.gpu_user = "learner"
+    fleet.serving()[0].handle.die()
+
+    async def run() -> None:
+        await until(fleet, lambda: len(fleet.started()) == 1)
+        for _ in range(3):
+            fleet.tick()
+        assert not fleet.is_starting
+        fleet.gpu_user = "engines"
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_first_start_that_fails_before_any_other_is_tried_again(
     begin: Callable[..., Fleet], tmp_path: Path, workers: int

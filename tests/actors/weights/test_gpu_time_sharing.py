@@ -27,7 +27,7 @@ class Engine:
 
 
 class Fleet:
-    gpu_user = "engines"
+    gpu_user, is_starting = "engines", False
 
     def __init__(self, *engines: Engine) -> None:
         self.engines = engines
@@ -53,6 +53,22 @@ def take(which: GpuTimeSharing, *order: Any) -> None:
             await which.switch_to(user)
 
     asyncio.run(run())
+
+
+def test_ranks_take_the_gpus_once_a_starting_engine_sleeps_too() -> None:
+    log: list[str] = []
+    fleet = Fleet(Engine("w0", log))
+
+    async def run() -> None:
+        fleet.is_starting = True
+        switch = asyncio.ensure_future(share(fleet, log).switch_to("learner"))
+        await asyncio.sleep(0.05)
+        assert not log
+        fleet.engines, fleet.is_starting = (*fleet.engines, Engine("w1", log)), False
+        await switch
+
+    asyncio.run(run())
+    assert sorted(log) == ["reload", "w0 sleep", "w1 sleep"] and log[-1] == "reload"
 
 
 def test_the_next_side_waits_until_the_other_side_has_left() -> None:
@@ -82,6 +98,6 @@ def test_engines_sleep_before_there_is_a_learner_and_the_next_learner_finds_them
 def test_an_engine_that_does_not_wake_stops_the_run_with_its_name(how: dict[str, str], reason: str) -> None:
     log: list[str] = []
     fleet = Fleet(Engine("w0", log), Engine("w1", log, **how))
-    with pytest.raises(RunStopped, match=r"cannot take turns on their GPUs: " + reason):
+    with pytest.raises(RunStopped, match=r"cannot share their GPUs: " + reason):
         take(share(fleet, log, timeout_s=0.2), "learner", "engines")
     assert fleet.gpu_user == "learner"

@@ -107,7 +107,7 @@ class FakeFleet:
 
     config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(check_timeout_s=0.5, max_failures=2))
     vocab_size = 50
-    gpu_user = "engines"
+    gpu_user, is_starting = "engines", False
     baseline_gap: Gap | None = None
 
     def __init__(self, **workers: FakeWorker) -> None:
@@ -343,6 +343,32 @@ def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open()
     assert fleet.heard == [("w0", "the transfer was aborted: CancelledError")]
 
 
+def test_a_sync_that_is_cancelled_during_a_gather_waits_for_it_and_closes_the_stream() -> None:
+    """An open stream would keep the learner locked."""
+
+    class Slow(FakeLearner):
+        def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
+            for bucket in (stream := super().stream_weights(dtype, full=full, rendezvous=rendezvous)):
+                time.sleep(0.3)
+                try:
+                    yield bucket
+                finally:
+                    stream.close()
+
+    fleet, learner = FakeFleet(w0=FakeWorker()), Slow()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(WeightSync(learner, fleet, CONFIG).push(3))
+        while not learner.streaming:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not learner.streaming
+
+    asyncio.run(cancelled())
+
+
 def test_a_late_joiner_catches_up_from_what_is_held() -> None:
     fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), SyncTarget("w1", FakeWorker())
 
@@ -371,7 +397,7 @@ def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
 
     with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):
         asyncio.run(joins())
-    assert fleet.heard[-1][0] == "w1" and "got half a sync" in fleet.heard[-1][1]
+    assert fleet.heard[-1][0] == "w1" and "the transfer was aborted" in fleet.heard[-1][1]
 
 
 def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -> None:

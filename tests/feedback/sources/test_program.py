@@ -44,6 +44,10 @@ def raising(prompt: str, response: str) -> None:
     raise KeyError("facts")
 
 
+def quoting(prompt: str, response: str) -> None:
+    raise ValueError("no number in \x1b]52;c;eA==\x07")
+
+
 def leaving(prompt: str, response: str) -> None:
     sys.exit(3)
 
@@ -263,6 +267,7 @@ def test_an_empty_response() -> None:
     ("name", "reason"),
     [
         ("raising", "raised KeyError: 'facts'"),
+        ("quoting", "raised ValueError: no number in ␛]52;c;eA==␇"),  # a terminal would execute it
         ("leaving", "raised SystemExit: 3"),
         ("invalid", "returned a critique alone: feedback.align=llm"),
         ("raising_later", "raised OSError: the connection is gone"),
