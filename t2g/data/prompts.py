@@ -4,7 +4,9 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_PROBLEMS = 3  # invalid records that an error message describes
 ENCODED_AT_ONCE = 1000  # prompts
 
-Draft = tuple[int, Record, Sequence[Message], str]  # the record's number, the record, its messages, their text
+Draft = tuple[int, Record, Sequence[Message]]  # the record's number, the record, its messages
 
 
 class PromptTooLongError(ValueError):
@@ -55,22 +57,28 @@ def make_prompts(
     repeats: Counter[tuple[str, str]] = Counter()
     skipped: list[int] = []
     problems: dict[int, str] = {}
-    for number, record in enumerate(records, start=1):
-        try:
-            messages = task.policy_messages(record)
-            content = stable_id(json.dumps(messages, ensure_ascii=False))
-            prompt_id = task.prompt_id(record) or content
-            repeats[prompt_id, content] += 1
-            if (repeat := repeats[prompt_id, content]) > 1:
-                prompt_id = f"{prompt_id}-{repeat}"
-            if prompt_id in drafts:
-                raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
-            drafts[prompt_id] = number, record, messages, render(messages)
-        except ValueError as error:
-            problems[number] = str(error)
+
+    def render_drafts() -> Iterator[str]:
+        for number, record in enumerate(records, start=1):
+            try:
+                messages = task.policy_messages(record)
+                content = stable_id(json.dumps(messages, ensure_ascii=False))
+                prompt_id = task.prompt_id(record) or content
+                repeats[prompt_id, content] += 1
+                if (repeat := repeats[prompt_id, content]) > 1:
+                    prompt_id = f"{prompt_id}-{repeat}"
+                if prompt_id in drafts:
+                    raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
+                text = render(messages)
+            except ValueError as error:
+                problems[number] = str(error)
+            else:
+                drafts[prompt_id] = number, record, messages
+                yield text
+
     prompts: list[Prompt] = []
-    encoded = _encode([text for *_, text in drafts.values()], tokenizer)
-    for (prompt_id, (number, record, messages, _)), ids in zip(drafts.items(), encoded, strict=True):
+    encoded = _encode(render_drafts(), tokenizer)
+    for (prompt_id, (number, record, messages)), ids in zip(drafts.items(), encoded, strict=True):
         try:
             if len(ids) > max_prompt_tokens:
                 ids = encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=too_long == "truncate")
@@ -84,7 +92,7 @@ def make_prompts(
                     messages=tuple(messages),
                     is_chat=isinstance(chat, list),
                     data_file=getattr(record, "file", ""),
-                    prompt_ids=np.asarray(ids, np.int32),
+                    prompt_ids=ids,
                 )
             )
         except ValueError as error:
@@ -105,10 +113,16 @@ def make_prompts(
     return prompts
 
 
-def _encode(texts: Sequence[str], tokenizer: Any) -> Iterator[Sequence[int]]:
-    for start in range(0, len(texts), ENCODED_AT_ONCE):
-        batch = texts[start : start + ENCODED_AT_ONCE]
-        yield from encode_texts(tokenizer, batch) if tokenizer is not None else [()] * len(batch)
+def _encode(texts: Iterator[str], tokenizer: Any) -> list[np.ndarray]:
+    """Return the token ids of each text, [P] int32; a thread encodes a batch while the next one is rendered."""
+
+    def encode(batch: list[str]) -> list[np.ndarray]:
+        ids = encode_texts(tokenizer, batch) if tokenizer is not None else [()] * len(batch)
+        return [np.asarray(row, np.int32) for row in ids]
+
+    with ThreadPoolExecutor(1) as pool:
+        batches = [pool.submit(encode, batch) for batch in iter(lambda: [*islice(texts, ENCODED_AT_ONCE)], [])]
+    return [ids for batch in batches for ids in batch.result()]
 
 
 def encode_policy_prompt(

@@ -1,5 +1,6 @@
 """Encode messages with the tokenizer's own chat template; message texts cannot forge its control tokens."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +83,11 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of chats as text; a fast tokenizer divides them among the cores."""
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template has added BOS
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template has added BOS
+    tokenizer("", add_special_tokens=False)  # resets truncation, padding and split_special_tokens of earlier calls
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def chat_renderer(tokenizer: Any) -> Callable[[Sequence[Message]], str]:
@@ -100,8 +105,11 @@ def chat_renderer(tokenizer: Any) -> Callable[[Sequence[Message]], str]:
     check_chat_template(tokenizer)
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longer = sorted(token for token in special | set(tokenizer.all_special_tokens) if len(token) > 1)
+    find_any = re.compile("|".join(map(re.escape, longer)) or "(?!)").search
 
     def escape(text: str) -> str:
+        if find_any(text) is None:
+            return text
         for token in longer:  # a fixed order gives a text with several tokens the same result every time
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text

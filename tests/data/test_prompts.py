@@ -14,7 +14,7 @@ from t2g.feedback.examples import make_policy_examples
 from t2g.loop.annotation import make_samples
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
-from t2g.text.tokenizer import encode_chat, load_tokenizer
+from t2g.text.tokenizer import encode_chat, encode_texts, load_tokenizer
 
 LLAMA_3_TEMPLATE = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
@@ -203,3 +203,15 @@ def test_prompts_encoded_in_batches_are_those_encoded_alone(tokenizer: Any, monk
     assert [prompt.prompt_id for prompt in prompts] == ["0", "1", "4"]
     for prompt in prompts:
         assert prompt.prompt_ids.tolist() == encode_chat(tokenizer, prompt.messages)
+
+
+def test_truncation_padding_and_earlier_calls_change_no_prompt(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)
+    texts = ["a", "a longer text", "", "<|user|>a<|end|>"]
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert encode_texts(tokenizer, texts) == expected and len(expected[3]) == 3
+    tokenizer("<|user|>", split_special_tokens=True)
+    assert encode_texts(tokenizer, texts) == expected
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=20)
+    assert encode_texts(tokenizer, texts) == expected
