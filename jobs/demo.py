@@ -98,7 +98,7 @@ def run(demo: DemoJob) -> None:
     if report_steps_done(*jobs.values()):
         return
     with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
-        # Engines that the arms cannot use would keep GPUs and memory that these need.
+        # Close engines that the arms cannot reuse: they hold GPUs and memory that the arms need.
         with nullcontext(fleets) if all(map(serves_stages, jobs.values())) else Fleets() as others:
             stages = make_stages(demo, others)
         data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all
@@ -114,7 +114,7 @@ def run(demo: DemoJob) -> None:
 def serves_stages(job: PolicyJob) -> bool:
     """Return whether the rollout engines of an arm are those of the stages before it; see `Fleets`."""
     learner = job.learner
-    return learner.sync_transport == "store" and learner.lora is None and job.cluster.gpu_sharing == "none"
+    return learner.sync_transport == "store" and learner.lora is None
 
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:

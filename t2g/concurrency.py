@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from t2g.errors import Stopped
@@ -25,7 +26,9 @@ async def finish_in_thread(call: Callable[..., Result], *args: Any) -> Result:
     try:
         return await asyncio.shield(thread)
     except asyncio.CancelledError:
-        await asyncio.wait([thread])
+        while not thread.done():  # also when it is cancelled again
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([thread])
         raise
 
 

@@ -128,7 +128,7 @@ class RolloutFleet(Fleet):
     async def compute_logprobs(self, prompt: Prompt, response_ids: np.ndarray) -> np.ndarray:
         """Return the log-probabilities of a response at temperature 1, without its last token: [R - 1] float32.
 
-        The engine samples a token after those of which it computes the logprobs, and a window may be full.
+        The last token is left out: the engine samples one more, for which a full window has no room.
         """
         ids = np.concatenate([prompt.prompt_ids, response_ids[:-1]])
         (logprobs,) = await self.calls(
@@ -147,7 +147,7 @@ class RolloutFleet(Fleet):
 
     @property
     def is_starting(self) -> bool:
-        """Return whether a worker loads its model."""
+        """Return whether a worker waits for its placement or loads its model."""
         return any(m.health.state is State.STARTING for m in self._members)
 
     def targets(self) -> list[Member]:

@@ -392,7 +392,7 @@ class Fleet:
         """Record a missed weight sync: the worker is STALE, and its requests go to other workers.
 
         Args:
-            timed_out: Whether it answered too late. It is then unreachable until it passes a health check.
+            timed_out: Whether it did not answer in time; it is then unreachable until it passes a health check.
         """
         logger.warning("%s missed a weight sync: %s", member.name, reason)
         if timed_out:

@@ -41,7 +41,7 @@ def train_dpo(
 
     Raises:
         UserError: The ranks do not fit.
-        RunStopped: A loss or gradient is not finite.
+        Diverged: A loss or gradient is not finite.
         LearnerLost: A rank died, or a step exceeded `learner.step_timeout_s`.
     """
     steps = draw_steps(len(pairs), num_epochs=learner.num_epochs, batch_size=batch_size, seed=seed)

@@ -316,7 +316,7 @@ class LearnerGroup:
             Metrics as means over minibatches, by the names of `t2g.runs.metrics`.
 
         Raises:
-            RunStopped: A loss or gradient is not finite; the message names part and minibatch. The step is not applied.
+            Diverged: A loss or gradient is not finite; the message names part and minibatch. The step is not applied.
         """
         started, skips_policy = time.monotonic(), self.policy_version < self.spec.warmup_updates
         parts = [part for part in self.parts if not (skips_policy and part == "policy")]

@@ -164,7 +164,7 @@ class ModelTrainer:
             Means of the metrics over minibatches, maxima for names that end in _max; the same on all ranks.
 
         Raises:
-            RunStopped: A loss or gradient is not finite. The message names model, label and minibatch; that step is not
+            Diverged: A loss or gradient is not finite. The message names model, label and minibatch; that step is not
                 applied.
         """
 

@@ -67,7 +67,7 @@ def run_sft(
 
     Raises:
         UserError: There are no examples, `out_folder` has another model, the ranks do not fit, or the disk is full.
-        RunStopped: A loss or gradient is not finite, a rank is lost, or a deadline is missed.
+        RunStopped: A rank is lost or a deadline is missed; Diverged if a loss or gradient is not finite.
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")

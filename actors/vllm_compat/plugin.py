@@ -136,7 +136,8 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         """
         manifest = self._manifest
         if manifest is None or update_info.version != manifest.version:
-            raise ValueError(f"bucket {update_info.index} of version {update_info.version}: the manifest has another")
+            found = "no manifest was received" if manifest is None else f"the manifest has version {manifest.version}"
+            raise ValueError(f"bucket {update_info.index} has version {update_info.version}, and {found}")
         wrong_names = [n for n in update_info.names if n not in self._missing]
         if wrong_names:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong_names)} not in the manifest, or sent before")
@@ -198,7 +199,7 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
             for shape, at in zip(shapes, bucket.transport_meta["offsets"], strict=True)
         ]
         if hash_arrays(*views) != bucket.transport_meta["xxh3"]:
-            raise ValueError(f"bucket {bucket.index} of version {bucket.version} has another xxh3 hash than was sent")
+            raise ValueError(f"xxh3 mismatch: bucket {bucket.index} of version {bucket.version} changed in transfer")
         self.model.load_weights(self._tensors(bucket, views, getattr(torch, dtype)))
         self._own_pending()
 
@@ -209,7 +210,7 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
         for name, view, expected in zip(bucket.names, views, hashes, strict=True):
             tensor = torch.from_numpy(view).view(dtype).to(self.device)
             if expected and hash_arrays(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
-                raise ValueError(f"{name} of version {bucket.version} has another xxh3 hash than the learner's")
+                raise ValueError(f"xxh3 mismatch: {name} of version {bucket.version} differs from the learner's")
             yield name, tensor
 
     def _own_pending(self) -> None:

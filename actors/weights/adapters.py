@@ -66,7 +66,7 @@ class Adapters:
         stored = load_file(file)
         for index, (names, expected) in self._buckets.items():
             if hash_arrays(*(stored[name].reshape(-1).view(torch.uint8).numpy() for name in names)) != expected:
-                raise ValueError(f"bucket {index} of version {self._version} has another xxh3 hash than was sent")
+                raise ValueError(f"xxh3 mismatch: bucket {index} of version {self._version} changed in transfer")
 
     async def load(self, llm: Any) -> Any:
         """Replace the adapter of the engine, an AsyncLLM; return the LoRARequest that its requests must name."""

@@ -52,8 +52,9 @@ def explain_refusal(gap: Gap, *, tolerance: float, baseline_gap: Gap | None) -> 
         ("median", gap.median, baseline.median, tolerance * MEDIAN_SHARE),
     ):
         if value > (limit := max(minimum, SLACK * base)):
-            origin = f"learner.probe_tolerance={tolerance:g}, and {base:.3g} on the checkpoint"
-            return f"the {what} difference is {value:.3g} nats, above {limit:.3g} ({origin})"
+            measured = f", baseline gap {base:.3g}" if baseline_gap else ""
+            origin = f"from learner.probe_tolerance={tolerance:g}{measured}"
+            return f"the {what} difference on the probe is {value:.3g} nats, above {limit:.3g} ({origin})"
     return ""
 
 

@@ -19,7 +19,7 @@ from actors.weights.buckets import Rendezvous, Shapes
 from actors.weights.probe import Gap, compute_gap, explain_refusal, is_stuck
 from t2g.concurrency import cancel_all, finish_in_thread
 from t2g.config import LearnerConfig, RolloutConfig
-from t2g.errors import MissedSync
+from t2g.errors import Diverged, MissedSync
 from t2g.interfaces import GpuUser
 
 MAX_BUCKETS_IN_FLIGHT = 2  # per worker: one is copied while the engine core loads the other
@@ -74,7 +74,7 @@ class EngineFleet(Protocol):
 
     @property
     def is_starting(self) -> bool:
-        """Return whether a worker loads its model."""
+        """Return whether a worker waits for its placement or loads its model."""
 
     def targets(self) -> Sequence[SyncTarget]:
         """Return the workers that have started and can be reached."""
@@ -185,7 +185,7 @@ class Round:
         self.version.add_seconds(name, time.monotonic() - started)
 
     async def _load(self, ref: Any) -> None:
-        """Have the workers load one bucket; each answers with the seconds of each part."""
+        """Have the workers load one bucket; each answers with its `timings`."""
         answers = await self._call_all(lambda w: w.load_bucket.remote(self.id, ref), "a bucket of weights")
         for name in answers[0][1] if answers else ():
             self.version.add_seconds(name, max(seconds[name] for _, seconds in answers))
@@ -240,7 +240,10 @@ class Round:
         if self.version.learner_logprobs is None:
             self.version.num_calls += 1
             compute = self.learner.compute_probe_logprobs
-            self.version.learner_logprobs = await asyncio.to_thread(compute, self.version.probe)
+            logprobs = await asyncio.to_thread(compute, self.version.probe)
+            if not np.isfinite(logprobs).all():
+                raise Diverged(f"the learner's logprobs of the probe are not finite at version {self.version.number}")
+            self.version.learner_logprobs = logprobs
         return self.version.learner_logprobs
 
     async def verify(self, expected: "asyncio.Future[np.ndarray] | None" = None) -> list[float]:
@@ -264,7 +267,7 @@ class Round:
         for target, engine in answers:
             gap = compute_gap(engine, learner)
             if mismatch := self._find_mismatch(target, engine, learner, gap):
-                self._drop(target, f"has other logprobs than the learner: {mismatch}")
+                self._drop(target, mismatch)
                 continue
             gaps.append(gap.largest)
             self.version.engine_logprobs[target.name] = engine
@@ -280,11 +283,15 @@ class Round:
             assert previous.learner_logprobs is not None
             engines = previous.engine_logprobs[target.name], engine
             if is_stuck(engines, (previous.learner_logprobs, learner), baseline_gap):
-                return f"they equal those of version {previous.number} bit for bit: the new weights were not applied"
-        return mismatch and f"on the probe of {len(self.version.probe)} tokens {mismatch}"
+                return f"did not apply the new weights: its logprobs are bitwise those of version {previous.number}"
+        return mismatch and f"has other logprobs than the learner: {mismatch}"
 
     async def measure_baseline_gap(self) -> tuple[Gap | None, list[tuple[SyncTarget, np.ndarray]]]:
-        """Return the gap on the checkpoint of both sides, None without an answer, and the engines' logprobs."""
+        """Measure the gap between engines and learner on the checkpoint.
+
+        Returns:
+            The gap, None if no engine answered; and each engine with its logprobs.
+        """
         what = "the probe of the checkpoint"
         answers = await self._call_all(lambda w: w.compute_logprobs.remote(self.version.probe), what)
         learner = await self._learner_logprobs()

@@ -64,7 +64,7 @@ class WeightReceiver:
         await self._await_core(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
     async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
-        """Pass one bucket to the engine core; return the seconds of each stage."""
+        """Pass one bucket to the engine core; return its timings in seconds."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._check_round(round_id)

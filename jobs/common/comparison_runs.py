@@ -30,7 +30,6 @@ from jobs.common.policy_runs import (
     make_rollout_source,
     read_data,
     run_baseline,
-    run_references,
     train,
 )
 from jobs.common.stages import base_model, once, positions, reward_job
@@ -56,6 +55,7 @@ from t2g.study.result_lines import Results
 from t2g.study.retention import measure_retention, read_texts
 from t2g.study.reward_eval import arm_metrics
 from t2g.tasks.base import get_task
+from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
 
 TARGETING_FILE = "targeting.json"
@@ -234,7 +234,8 @@ def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
     if not records:
         return data
     prompts = make_prompts(records, data.task, data.tokenizer, room, too_long=config.too_long, key="eval_data")
-    return run_references(job, replace(data, eval_prompts=prompts))
+    checked = check_references(prompts, data.task, job.feedback.sandbox, job.run.folder)
+    return replace(data, eval_prompts=checked)
 
 
 def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:

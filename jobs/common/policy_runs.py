@@ -210,7 +210,8 @@ def run_with_learner(
     alternates = config.cluster.gpu_sharing == "alternate"
     gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
     if gpu_sharing is not None:
-        asyncio.run(gpu_sharing.switch_to("learner"))  # its models need the GPU memory
+        # Its models need the GPU memory; `supervise` starts and ends engines meanwhile.
+        asyncio.run(run_with_background(gpu_sharing.switch_to("learner"), rollouts.supervise()))
     loading = loaded_learner(learner_spec(config), feedback.fleet, rollouts, placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(log), closing(journaled), loading as learner, ExitStack() as engines:

@@ -85,8 +85,8 @@ def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.
 def adapt_kl_coef(kl_coef: float, *, kl: float, target: float, num_samples: int, horizon: int) -> float:
     """Return the coefficient of the next step: beta * exp(clip(KL / target - 1, -.2, .2) * n_samples / horizon).
 
-    kl and target in nats per sequence (`sequence_kl`). Ziegler et al., arXiv 1909.08593, section 2.2, has 1 + x for
-    exp(x), which is negative for many samples and a short horizon.
+    kl and target in nats per sequence (`sequence_kl`). Ziegler et al., arXiv 1909.08593, section 2.2, uses 1 + x
+    instead of exp(x); 1 + x is negative for many samples and a short horizon.
 
     >>> round(adapt_kl_coef(0.05, kl=6.6, target=6.0, num_samples=1000, horizon=10_000), 6)  # 10 % above: + 1 %
     0.0505

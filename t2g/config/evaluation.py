@@ -123,9 +123,7 @@ class PolicyEvaluationJob(JobConfig):
         if unknown := self.temperatures.keys() - set(self.names):
             raise ValueError(f"temperatures names {min(unknown)}; the policies are {', '.join(self.names)}")
         if self.data.too_long == "skip":
-            raise ValueError(
-                "data.too_long=skip would leave out other prompts for each policy; it needs error or truncate"
-            )
+            raise ValueError("data.too_long=skip can skip other prompts for each policy; set it to error or truncate")
         if max(self.pass_at) > self.rollout.samples_per_prompt:
             raise ValueError(
                 f"pass_at={list(self.pass_at)} needs as many samples per prompt; rollout.samples_per_prompt is "

@@ -150,7 +150,7 @@ class _GeneratingConfig(EngineConfig):
 
     @property
     def timeout_scale(self) -> float:
-        return max(1.0, self.max_new_tokens / ANSWER_TOKENS)
+        return self.compute_deadline_s(self.max_new_tokens) / self.request_timeout_s
 
     @model_validator(mode="after")
     def check_prompt_room(self) -> Self:

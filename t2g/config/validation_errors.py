@@ -26,8 +26,8 @@ REMOVED_KEYS = {
     "objective.teacher.where": "removed: the teacher's KL is over all tokens of a response",
     "objective.teacher.sibling": "removed: the teacher reads the critique alone",
     "cluster.colocate": "replaced by cluster.gpu_sharing=alternate for true, none for false",
-    "rollout.health.probe_every_s": "renamed to rollout.health.check_interval_s",
-    "rollout.health.probe_timeout_s": "renamed to rollout.health.check_timeout_s",
+    ".health.probe_every_s": "renamed to health.check_interval_s",
+    ".health.probe_timeout_s": "renamed to health.check_timeout_s",
     "serve.then": "renamed to serve.command",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }
@@ -61,8 +61,9 @@ def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> 
     name, kind, needs = dotted_key(keys), detail["type"], detail["msg"]
     field = next(reversed(find_fields(schema, keys)), None)
     about = (field.description or "") if field else ""
-    if kind == "extra_forbidden" and name in REMOVED_KEYS:
-        return f"{name} was {REMOVED_KEYS[name]}"
+    removed = REMOVED_KEYS.get(re.sub(r".*(?=\.health\.)", "", name))  # `health` has no section of its own
+    if kind == "extra_forbidden" and removed:
+        return f"{name} was {removed}"
     if kind == "extra_forbidden":
         near = _nearest_key(schema, keys)
         return f"{name} is unknown" + (f"; did you mean {near}?" if near else "")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from t2g.config import WorkersConfig
 
 WINDOW_STEPS = 3  # number of steps that are judged together
-MIN_LEARNER_IDLE = 0.3  # share of the window in which the learner waits for samples, from which one is added
+MIN_LEARNER_IDLE = 0.3  # share of the window in which the learner waits for samples, at or above it a worker is added
 MAX_ROLLOUT_IDLE = 0.5  # rollout engines that are idle for a smaller share need another worker
 MAX_BACKLOG_STEPS = 1.0  # backlog, in steps' worth of finished samples that wait for feedback or for the learner
-MIN_SPARE_WORKERS = 1.25  # idle time, in workers' worth, that allows one less; at 1 the rest would be too few
+MIN_SPARE_WORKERS = 1.25  # idle time, in workers' worth, that allows one less; above 1: the others need a margin
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,8 @@ def ilf(arm: Arm) -> Metrics:
     best = [max(group, key=lambda r: r.reward) for group in answered if group]
     if not best:
         raise RunStopped(
-            "ilf has nothing to imitate: every revision is truncated, or no critique fits the reviser's context"
+            "ilf has nothing to imitate: no response has both a critique that fits the reviser's context and a "
+            "finished revision"
         )
     began = time.monotonic()
     tags = find_thinking_tags(arm.tokenizer, arm.job.model.thinking_tags)

@@ -99,13 +99,13 @@ def test_sequence_kl_sums_tokens_and_averages_sequences() -> None:
     ("kl", "expected"),
     [
         (6.0, 0.05),  # on target
-        (6.6, 0.05 * (1 + 0.1 * 64 / 10_000)),  # 10 % above
-        (100.0, 0.05 * (1 + 0.2 * 64 / 10_000)),  # clipped above
-        (-3.0, 0.05 * (1 - 0.2 * 64 / 10_000)),  # a negative estimate is clipped below
+        (6.6, 0.05 * math.exp(0.1 * 64 / 10_000)),  # 10 % above
+        (100.0, 0.05 * math.exp(0.2 * 64 / 10_000)),  # clipped above
+        (-3.0, 0.05 * math.exp(-0.2 * 64 / 10_000)),  # a negative estimate is clipped below
     ],
 )
 def test_adaptive_coefficient(kl: float, expected: float) -> None:
-    assert adapt_kl_coef(0.05, kl=kl, target=6.0, num_samples=64, horizon=10_000) == pytest.approx(expected, rel=1e-6)
+    assert adapt_kl_coef(0.05, kl=kl, target=6.0, num_samples=64, horizon=10_000) == pytest.approx(expected, rel=1e-12)
 
 
 @given(st.floats(-100, 100), st.integers(1, 10_000), st.integers(10, 10_000))

@@ -111,6 +111,7 @@ def test_a_removed_key_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
         ("objective.importance_cap=3", "objective.rollout_correction_cap"),
         ("cluster.colocate=true", "cluster.gpu_sharing=alternate"),
         ("stages=demo.yaml", "artifacts"),
+        ("rollout.health.probe_every_s=1", "health.check_interval_s"),
     ],
 )
 def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, override: str, new: str) -> None:
@@ -118,6 +119,11 @@ def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, overri
     assert sentence.startswith(f"command line: {override.partition('=')[0]} was re") and new in sentence
     guide = (Path(t2g.__file__).parent / "guides/migrate-to-0.2.md").read_text()
     assert f"`{override.partition('=')[0]}" in guide and f"`{new}`" in guide
+
+
+def test_a_renamed_key_of_every_engine_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    (sentence,) = refused(tmp_path, GOOD, "feedback.engine.health.probe_timeout_s=1")
+    assert sentence.endswith("feedback.engine.health.probe_timeout_s was renamed to health.check_timeout_s")
 
 
 def test_the_text_none_is_refused_with_null(tmp_path: Path) -> None:

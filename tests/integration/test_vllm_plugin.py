@@ -61,10 +61,10 @@ def test_what_is_not_in_the_manifest_or_came_twice_or_changed_is_refused(tmp_pat
     transfer, model = engine()
     for changes, sentence in (
         ({"names": ["a", "c"]}, "bucket 0: c not in the manifest, or sent before"),
-        ({"version": 6}, "bucket 0 of version 6: the manifest has another"),
-        ({"xxh3": "0" * 16}, "bucket 0 of version 5 has another xxh3 hash than was sent"),
-        ({"offsets": [0, 66]}, "bucket 0 of version 5 has another xxh3 hash than was sent"),
-        ({"tensor_xxh3": ["0" * 16, "0" * 16]}, "a of version 5 has another xxh3 hash than the learner's"),
+        ({"version": 6}, "bucket 0 has version 6, and the manifest has version 5"),
+        ({"xxh3": "0" * 16}, "xxh3 mismatch: bucket 0 of version 5 changed in transfer"),
+        ({"offsets": [0, 66]}, "xxh3 mismatch: bucket 0 of version 5 changed in transfer"),
+        ({"tensor_xxh3": ["0" * 16, "0" * 16]}, "xxh3 mismatch: a of version 5 differs from the learner's"),
     ):
         with pytest.raises(ValueError, match=sentence):
             transfer.receive_weights(bucket(tmp_path, **changes))

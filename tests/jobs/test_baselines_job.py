@@ -232,7 +232,7 @@ def test_a_truncated_revision_is_not_imitated(world: World) -> None:
 
 def test_with_truncated_revisions_alone_nothing_is_imitated(world: World) -> None:
     world.reviser.truncated = {"aaaa", "aaab", "aabb"}
-    with pytest.raises(RunStopped, match="every revision is truncated"):
+    with pytest.raises(RunStopped, match="finished revision"):
         ilf(world.arm)
 
 

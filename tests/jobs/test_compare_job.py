@@ -32,7 +32,7 @@ from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
 from t2g.study.result_lines import Results
 from t2g.tasks.base import get_task
-from t2g.types import Rollout, TokenStats
+from t2g.types import Prompt, Rollout, TokenStats
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 
@@ -233,15 +233,15 @@ def test_the_search_reads_its_prompts_as_the_evaluation_does(tmp_path: Path, mon
     (tmp_path / "held.jsonl").write_text("".join(json.dumps({"prompt": "a" * n}) + "\n" for n in (1, 2, 5000, 3)))
     referenced: list[str] = []
 
-    def run_references(job: CompareJob, data: PolicyData) -> PolicyData:
-        referenced.extend(p.prompt_text for p in data.eval_prompts)
-        return data
+    def check_references(prompts: Sequence[Prompt], *_: Any) -> Sequence[Prompt]:
+        referenced.extend(prompt.prompt_text for prompt in prompts)
+        return prompts[:1]
 
-    monkeypatch.setattr("jobs.common.comparison_runs.run_references", run_references)
+    monkeypatch.setattr("jobs.common.comparison_runs.check_references", check_references)
     held_out = f"eval_data={{path: {tmp_path / 'held.jsonl'}, too_long: skip}}"
     job = the_job(tmp_path, held_out, "eval.num_prompts=2", "compare.reference_prompts=2")
     data = PolicyData(task=get_task("prompts"), tokenizer=letter_tokenizer(tmp_path), prompts=[], eval_prompts=[])
-    assert make_search_data(job, data).eval_prompts and referenced == ["aaa"]
+    assert [p.prompt_text for p in make_search_data(job, data).eval_prompts] == referenced == ["aaa"]
 
 
 def test_only_a_run_that_diverged_counts_as_a_bad_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

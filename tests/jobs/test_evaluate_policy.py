@@ -477,7 +477,7 @@ def test_bad_data_is_refused_before_an_engine_starts(
     [
         ({"policies": {}}, "at least one name"),
         ({"pass_at": [2]}, "pass_at"),
-        ({"data": {"path": "d", "too_long": "skip"}}, r"data\.too_long=skip would leave out other prompts"),
+        ({"data": {"path": "d", "too_long": "skip"}}, r"data\.too_long=skip can skip other prompts"),
         ({"judges": {"j": {"model": "m"}}}, "judges.j needs url and model"),
         (
             {"policies": {"a": {"policy": "p"}}, "judges": {"j": {"model": "m", "url": "http://x"}}},

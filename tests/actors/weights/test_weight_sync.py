@@ -19,7 +19,7 @@ from actors.weights.gpu_time_sharing import GpuTimeSharing
 from actors.weights.probe import Gap
 from actors.weights.sync import WeightSync
 from t2g.config import HealthConfig, LearnerConfig, LoRAConfig, RolloutConfig
-from t2g.errors import LearnerLost, MissedSync, RunStopped
+from t2g.errors import Diverged, LearnerLost, MissedSync, RunStopped
 
 NUM_BUCKETS = 3
 SHAPES = {f"m{i}.weight": (2,) for i in range(NUM_BUCKETS)}
@@ -300,7 +300,7 @@ def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() 
 
 def test_a_run_whose_workers_are_all_wrong_twice_stops_with_their_reasons() -> None:
     fleet = FakeFleet(w0=FakeWorker(deaf=2), w1=FakeWorker(breaks=(2, 2), deaf=1))
-    words = r"sent twice: w0 has other logprobs .* 2 nats.*probe_tolerance=0\.001, .*; w1 refused a bucket"
+    words = r"sent twice: w0 has other logprobs .* 2 nats.*probe_tolerance=0\.001.*; w1 refused a bucket"
     with pytest.raises(RunStopped, match=r"no rollout worker got version 3 of the weights, " + words):
         push(fleet)
 
@@ -367,6 +367,17 @@ def test_a_sync_that_is_cancelled_during_a_gather_waits_for_it_and_closes_the_st
         assert not learner.streaming
 
     asyncio.run(cancelled())
+
+
+def test_weights_that_are_not_finite_are_a_divergence() -> None:
+    """Engines cannot verify them, and no worker is at fault."""
+
+    class Broken(FakeLearner):
+        def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+            return super().compute_probe_logprobs(ids) * np.float32(np.nan)
+
+    with pytest.raises(Diverged, match="not finite at version 3"):
+        push(FakeFleet(w0=FakeWorker()), Broken())
 
 
 def test_a_late_joiner_catches_up_from_what_is_held() -> None:
@@ -718,7 +729,7 @@ def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Pat
 
     result = asyncio.run(join())
     assert [m.handle.log[1:] for m in (*fleet.members, joiner)] == [[], ONCE[1:], []] and result.bytes == 24
-    assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)] and "difference is 0.5 nats" in fleet.heard[3][1]
+    assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)] and "probe is 0.5 nats" in fleet.heard[3][1]
 
 
 @pytest.mark.parametrize("learner", [{"lora": LoRAConfig()}, {"dtype": "bfloat16"}])
@@ -756,5 +767,5 @@ def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> N
         await sync.push(0)
         await sync.push(1)
 
-    with pytest.raises(RunStopped, match=r"w0 .* equal those of version 0 bit for bit"):
+    with pytest.raises(RunStopped, match=r"w0 .* are bitwise those of version 0"):
         asyncio.run(twice())
