@@ -112,7 +112,7 @@ def show_one(folder: Path) -> None:
     judged = [of[-1] for of in examples(folder / SAMPLES_FILE) if of[-1].feedback is not None]
     if judged:
         one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
-        print(f"\none response, of step {one.step}:")
+        print(f"\ncritique and text of one response, of step {one.step}:")
         show_feedback(Console(), one.response, one.feedback)
 
 

@@ -111,7 +111,9 @@ class RunConfig(Section):
         (), description="changed inputs with which the run may continue: [feedback:HASH], as the refusal prints it; "
         "each entry accepts one change"
     )  # fmt: skip
-    smoke: bool = Field(False, description="preflight, three real steps, a report, samples/s and time left; then stop")
+    smoke: bool = Field(
+        False, description="a short run in a folder of its own: three steps of a training, or three records"
+    )
 
     @field_validator("root")
     @classmethod

@@ -26,8 +26,8 @@ REMOVED_KEYS = {
     "objective.teacher.where": "removed: the teacher's KL is over all tokens of a response",
     "objective.teacher.sibling": "removed: the teacher reads the critique alone",
     "cluster.colocate": "replaced by cluster.gpu_sharing=alternate for true, none for false",
-    ".health.probe_every_s": "renamed to health.check_interval_s",
-    ".health.probe_timeout_s": "renamed to health.check_timeout_s",
+    ".health.probe_every_s": "renamed to check_interval_s in the same section",
+    ".health.probe_timeout_s": "renamed to check_timeout_s in the same section",
     "serve.then": "renamed to serve.command",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }

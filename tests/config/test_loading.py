@@ -111,7 +111,7 @@ def test_a_removed_key_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
         ("objective.importance_cap=3", "objective.rollout_correction_cap"),
         ("cluster.colocate=true", "cluster.gpu_sharing=alternate"),
         ("stages=demo.yaml", "artifacts"),
-        ("rollout.health.probe_every_s=1", "health.check_interval_s"),
+        ("rollout.health.probe_every_s=1", "check_interval_s"),
     ],
 )
 def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, override: str, new: str) -> None:
@@ -123,7 +123,9 @@ def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, overri
 
 def test_a_renamed_key_of_every_engine_is_refused_with_the_new_one(tmp_path: Path) -> None:
     (sentence,) = refused(tmp_path, GOOD, "feedback.engine.health.probe_timeout_s=1")
-    assert sentence.endswith("feedback.engine.health.probe_timeout_s was renamed to health.check_timeout_s")
+    assert sentence.endswith(
+        "feedback.engine.health.probe_timeout_s was renamed to check_timeout_s in the same section"
+    )
 
 
 def test_the_text_none_is_refused_with_null(tmp_path: Path) -> None:
