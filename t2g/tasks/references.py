@@ -53,15 +53,18 @@ def check_references(
     file = folder / MODES_FILE
     saved_modes: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
     missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in saved_modes}
-    logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
-    try:
-        with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
-            new_modes = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), missing.values()))
-    except Refused as refused:
-        raise UserError(str(refused)) from refused
-    saved_modes |= zip(missing, new_modes, strict=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(saved_modes).encode())
+    if missing:
+        logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
+        try:
+            with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
+                new_modes = list(
+                    pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), missing.values())
+                )
+        except Refused as refused:
+            raise UserError(str(refused)) from refused
+        saved_modes |= zip(missing, new_modes, strict=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json.dumps(saved_modes).encode())
     modes = [saved_modes[key] for key in keys]
     pairs = list(zip(prompts, modes, strict=True))
     failed = [prompt.prompt_id for prompt, mode in pairs if mode == NEITHER]

@@ -37,7 +37,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 try:
     N = [int(n) for n in os.listdir('/proc') if n.isdigit()]
 except OSError:
-    N = range(2, os.getpid())
+    N = range(max(2, os.getpid() - 2000), os.getpid())  # more would take longer than LIMITS.cpu_s
 def reach():
 BODY
 reached = reach()
