@@ -99,7 +99,7 @@ def run(demo: DemoJob) -> None:
         return
     with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
         # Close engines that the arms cannot reuse: they hold GPUs and memory that the arms need.
-        with nullcontext(fleets) if all(map(serves_stages, jobs.values())) else Fleets() as others:
+        with nullcontext(fleets) if all(map(has_stage_engines, jobs.values())) else Fleets() as others:
             stages = make_stages(demo, others)
         data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all
         arms = dict[str, dict[str, Any]]()
@@ -111,7 +111,7 @@ def run(demo: DemoJob) -> None:
     print_outputs(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
 
 
-def serves_stages(job: PolicyJob) -> bool:
+def has_stage_engines(job: PolicyJob) -> bool:
     """Return whether the rollout engines of an arm are those of the stages before it; see `Fleets`."""
     learner = job.learner
     return learner.sync_transport == "store" and learner.lora is None

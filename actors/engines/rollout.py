@@ -120,7 +120,7 @@ class RolloutFleet(Fleet):
         request = prompt.prompt_id, prompt.prompt_ids, sampling
         return await self.calls(
             [lambda worker, i=i: worker.sample.remote(*request, i) for i in range(sampling.num_samples)],
-            timeout_s=self.config.compute_deadline_s(sampling.max_new_tokens),  # runs share fleets
+            timeout_s=self.config.compute_deadline_s(sampling.max_new_tokens),  # `config` may be another run's
             what=f"prompt {prompt.prompt_id}",
             on_answer=on_rollout,
         )
@@ -138,8 +138,8 @@ class RolloutFleet(Fleet):
         )
         return logprobs[len(prompt.prompt_ids) - 1 :]
 
-    def _may_restart(self, member: Member) -> bool:
-        return self.gpu_user == "engines" and super()._may_restart(member)  # a start would fail on a rank's GPU
+    def _should_restart(self, member: Member) -> bool:
+        return self.gpu_user == "engines" and super()._should_restart(member)  # a start would fail on a rank's GPU
 
     def _check_min_workers(self, now: float) -> None:
         if self.gpu_user == "engines":

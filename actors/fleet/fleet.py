@@ -276,7 +276,7 @@ class Fleet:
         self._admission.idle.account(self._members, now)
         for member in list(self._members):
             self._supervise_member(member, now)
-        for member in [m for m in self._unreplaced if self._may_restart(m)]:
+        for member in [m for m in self._unreplaced if self._should_restart(m)]:
             self._unreplaced.remove(member)
             self._add(placement.request_placement(self.config), predecessor=member)
         self._resize()
@@ -368,7 +368,7 @@ class Fleet:
         logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
         self._unreplaced.append(member)
 
-    def _may_restart(self, member: Member) -> bool:
+    def _should_restart(self, member: Member) -> bool:
         """Return whether a lost worker gets a successor now.
 
         If a second start is refused for the same reason while no worker has started, the config is at fault.

@@ -123,7 +123,7 @@ class Member:
         self._changed.notify()
 
     def poll_health_check(self, now: float) -> bool:
-        """Return whether it has passed a health check since the last call, and send the next check when it is due.
+        """Send a health check when one is due; return whether the worker has passed one since the last call.
 
         Raises:
             TimeoutError: No answer within check_timeout_s; other errors as `ray.get`.

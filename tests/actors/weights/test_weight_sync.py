@@ -328,18 +328,25 @@ def test_a_learner_that_dies_leaves_every_worker_stale_and_no_stream_open(lost_a
     assert sorted(fleet.heard) == [("w0", words), ("w1", words)]
 
 
-def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open() -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(breaks=(1, 1), hangs=True)), FakeLearner()
+def cancel_push(fleet: FakeFleet, learner: FakeLearner, *, after_s: float) -> None:
+    """Cancel a push while the learner streams, and check that the stream is closed once the push has ended."""
 
-    async def cancelled() -> None:
+    async def run() -> None:
         task = asyncio.create_task(WeightSync(learner, fleet, CONFIG).push(3))
-        await asyncio.sleep(0.2)
+        while not learner.streaming:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(after_s)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not learner.streaming
 
-    asyncio.run(cancelled())
+    asyncio.run(run())
+
+
+def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open() -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(breaks=(1, 1), hangs=True)), FakeLearner()
+    cancel_push(fleet, learner, after_s=0.2)
     assert fleet.heard == [("w0", "the transfer was aborted: CancelledError")]
 
 
@@ -348,25 +355,11 @@ def test_a_sync_that_is_cancelled_during_a_gather_waits_for_it_and_closes_the_st
 
     class Slow(FakeLearner):
         def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
-            for bucket in (stream := super().stream_weights(dtype, full=full, rendezvous=rendezvous)):
+            for bucket in super().stream_weights(dtype, full=full, rendezvous=rendezvous):
                 time.sleep(0.3)
-                try:
-                    yield bucket
-                finally:
-                    stream.close()
+                yield bucket
 
-    fleet, learner = FakeFleet(w0=FakeWorker()), Slow()
-
-    async def cancelled() -> None:
-        task = asyncio.create_task(WeightSync(learner, fleet, CONFIG).push(3))
-        while not learner.streaming:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not learner.streaming
-
-    asyncio.run(cancelled())
+    cancel_push(FakeFleet(w0=FakeWorker()), Slow(), after_s=0.05)
 
 
 def test_weights_that_are_not_finite_are_a_divergence() -> None:
