@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -85,7 +86,8 @@ def policy_job(environment: str, **changes: Any) -> PolicyJob:
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.chdir(tmp_path)  # the run folder is relative
     fake = FakeRay()
     fake.take_place(monkeypatch)
     monkeypatch.setattr(multi_turn, "ray", fake)

@@ -205,7 +205,8 @@ def test_references_that_fail_are_left_out_before_training(tmp_path: Path, caplo
     data = {"path": str(tmp_path / "data.jsonl")}
     job = PolicyJob.model_validate(
         {
-            "task": "code", "model": {"policy": str(tmp_path)}, "data": data, "eval_data": data,
+            "run": {"root": str(tmp_path)}, "task": "code", "model": {"policy": str(tmp_path)},
+            "data": data, "eval_data": data,
             "feedback": {"source": "program"}, "rollout": {"prompts_per_step": 2, "max_model_len": 1024},
         }
     )  # fmt: skip
