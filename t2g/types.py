@@ -9,7 +9,7 @@ Shape letters: P prompt tokens, R response tokens.
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -187,6 +187,14 @@ def read_feedback(record: Any) -> SpanFeedback:
         return _FEEDBACK.validate_python(record)
     except ValidationError as error:
         raise ValueError(f"feedback: {format_first_error(error)}") from None
+
+
+class JudgedResponse(NamedTuple):
+    """A response with the feedback on it."""
+
+    prompt: Prompt
+    rollout: Rollout
+    feedback: SpanFeedback
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from t2g.feedback.parse import read_judgement
 from t2g.feedback.records import AnnotatedRecord, load_annotated, make_annotated_record, write_annotated
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
-from t2g.loop.sampling import JudgedResponse, make_sampling
+from t2g.loop.sampling import make_sampling
 from t2g.report.comparison_page import write_comparison
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.runs.versions import collect_versions
@@ -57,6 +57,7 @@ from t2g.study.reward_eval import arm_metrics
 from t2g.tasks.base import get_task
 from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
+from t2g.types import JudgedResponse
 
 TARGETING_FILE = "targeting.json"
 SEARCH_POSTS = "others"  # than those that are reported on
@@ -84,12 +85,13 @@ class Target:
             judged = asyncio.run(targeting.sample_and_judge(prompts, source, feedback, self._sampling))
             shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
             job.run.folder.mkdir(parents=True, exist_ok=True)
-            write_groups(samples, {0: [Group(prompt=p, samples=((r, f),)) for p, r, f in judged]})
+            groups = [Group(prompt=j.prompt, samples=((j.rollout, j.feedback),)) for j in judged]
+            write_groups(samples, {0: groups})
             return {}
 
         once(job.run.folder, job, make)
         groups = read_groups(samples, {prompt.prompt_id: prompt for prompt in prompts})[0]
-        self.responses: list[JudgedResponse] = [(group.prompt, *group.samples[0]) for group in groups]
+        self.responses = [JudgedResponse(group.prompt, *group.samples[0]) for group in groups]
         self._retained = read_texts(arms.job.compare.retention, data.tokenizer, job.rollout.max_model_len)
 
     def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:

@@ -21,11 +21,11 @@ from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import RunStopped
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import FeedbackSource
-from t2g.loop.sampling import JudgedResponse, make_sampling, measure
+from t2g.loop.sampling import make_sampling, measure
 from t2g.loop.steps import split_teacher_gap, teacher_contrast, teacher_critiques
 from t2g.study.paired import Draws, compare, mean_of, with_interval
 from t2g.study.targeting import sample_and_judge
-from t2g.types import Prompt
+from t2g.types import JudgedResponse, Prompt
 
 TEACHER_FILE = "teacher.json"
 MIN_PROMPTS = 2  # an interval needs two
@@ -82,7 +82,8 @@ async def measure_teacher(
         return gaps, [score[task.score_name] for score in scores]
 
     judged = await sample_and_judge(prompts, rollouts, source, sampling)
-    critiques = [feedback.critique if feedback.usable else "" for _, _, feedback in judged]
+    feedbacks = [response.feedback for response in judged]
+    critiques = [feedback.critique if feedback.usable else "" for feedback in feedbacks]
     own, shuffled = [
         map(add_critique, prompts, teacher_critiques([p.prompt_id for p in prompts], critiques, shuffled=control))
         for control in (False, True)

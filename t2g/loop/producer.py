@@ -18,7 +18,7 @@ from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import JudgedStep, judge_answer, make_sampling
 from t2g.loop.steps import select_prompts
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.types import JudgedResponse, Prompt, Rollout, SpanFeedback
 
 
 class Producer:
@@ -103,13 +103,16 @@ class Producer:
         del self._steps[step]
         unsampled = {group.prompt.prompt_id: group.failure for group in groups if not group.samples}
         generate_s = max(0.0, self._sampled_at.pop(step) - started)
-        rollout, num_sampled = self._config.rollout, sum(len(group.samples) for group in groups)
+        responses: list[JudgedResponse] = []
+        for group in groups:
+            responses += [JudgedResponse(group.prompt, *sample) for sample in group.samples]
+        rollout = self._config.rollout
         return JudgedStep(
-            responses=tuple((group.prompt, *sample) for group in groups for sample in group.samples),
+            responses=tuple(responses),
             generate_s=generate_s,
             feedback_s=time.monotonic() - started - generate_s,
             unsampled=unsampled,
-            num_unsampled=rollout.prompts_per_step * rollout.samples_per_prompt - num_sampled,
+            num_unsampled=rollout.prompts_per_step * rollout.samples_per_prompt - len(responses),
         )
 
     def collect_finished(self) -> dict[int, list[Group]]:

@@ -5,6 +5,7 @@ of (run.seed, step): two methods see the same prompts, and the same samples if t
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,9 +27,7 @@ from t2g.tasks.base import Task
 from t2g.text.thinking import NO_ANSWER
 from t2g.text.tokenizer import Message
 from t2g.text.transcript import judged_characters
-from t2g.types import PolicyTurn, Prompt, Rollout, SpanFeedback
-
-JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
+from t2g.types import JudgedResponse, PolicyTurn, Prompt, Rollout, SpanFeedback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +64,14 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: s
     Raises:
         RunStopped: More than `feedback.max_failed_share` of the step has no usable feedback.
     """
-    usable = [(p, r, f) for p, r, f in judged.responses if f.usable]
+    usable = [response for response in judged.responses if response.feedback.usable]
     num_requested = len(judged.responses) + judged.num_unsampled
     lost_share = 1 - len(usable) / num_requested
     if lost_share > config.feedback.max_failed_share or not usable:
-        counts = {s: sum(f.status == s for _, _, f in judged.responses) for s in ("failed", "unparsable")}
-        reason = next((f"; the first: {f.reason}" for _, _, f in judged.responses if f.reason and not f.usable), "")
+        feedbacks = [response.feedback for response in judged.responses]
+        counts = Counter(feedback.status for feedback in feedbacks)
+        reasons = [feedback.reason for feedback in feedbacks if feedback.reason and not feedback.usable]
+        reason = f"; the first: {reasons[0]}" if reasons else ""
         unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
         raise RunStopped(
             f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
@@ -82,16 +83,18 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: s
 
 def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
     """Return the lines of dropped.jsonl: responses that are not trained on, and why. sample_index None: all of them."""
-    prompts = [{"prompt_id": i, "sample_index": None, "reason": why} for i, why in judged.unsampled.items()]
-    return prompts + [
-        {
-            "prompt_id": r.prompt_id,
-            "sample_index": r.sample_index,
-            "reason": f"feedback {f.status}" + (f": {f.reason}" if f.reason else ""),
-        }
-        for _, r, f in judged.responses
-        if not f.usable
-    ]
+    records: list[dict[str, Any]] = []
+    for prompt_id, reason in judged.unsampled.items():
+        records.append({"prompt_id": prompt_id, "sample_index": None, "reason": reason})
+    for response in judged.responses:
+        feedback = response.feedback
+        if feedback.usable:
+            continue
+        detail = f": {feedback.reason}" if feedback.reason else ""
+        reason = f"feedback {feedback.status}{detail}"
+        rollout = response.rollout
+        records.append({"prompt_id": rollout.prompt_id, "sample_index": rollout.sample_index, "reason": reason})
+    return records
 
 
 async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollout) -> SpanFeedback:
@@ -181,7 +184,8 @@ async def compute_held_out_metrics(
     rows = [turns[-1] for turns in by_turn]
     logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
     judged = await gather_all(judge_answer(feedback, p, r) for p, r in (logged if rows else pairs))
-    log.write_samples(step, "eval", [(*pair, f) for pair, f in zip(logged, judged, strict=False)])
+    samples = [JudgedResponse(*pair, feedback) for pair, feedback in zip(logged, judged, strict=False)]
+    log.write_samples(step, "eval", samples)
     metrics = {"eval/length_mean": float(np.mean([r.policy_mask.sum() for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import ceil
 from statistics import mean
 from typing import Any, NamedTuple
@@ -36,7 +37,6 @@ from t2g.feedback.fixes import apply_fixes
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import (
-    JudgedResponse,
     JudgedStep,
     compute_held_out_metrics,
     judge_answer,
@@ -50,7 +50,7 @@ from t2g.runs.progress import show_progress
 from t2g.tasks.base import Task
 from t2g.text.offsets import decode
 from t2g.text.thinking import find_thinking_tags
-from t2g.types import Prompt, Rollout, TrainSequence
+from t2g.types import JudgedResponse, Prompt, Rollout, TrainSequence
 
 POLICY = "policy"  # folder of the trained model, inside the run folder
 
@@ -88,6 +88,31 @@ class Scored(NamedTuple):
     reward: float  # sum of its token rewards, with the truncation penalty
 
 
+Response = tuple[Prompt, Rollout]
+
+
+class BaseSamples(NamedTuple):
+    """The responses of the base policy."""
+
+    held_out: list[Response]
+    steps: list[JudgedStep]
+
+
+class Revised(NamedTuple):
+    """A response with its revisions, [] without any."""
+
+    judged: JudgedResponse
+    revisions: list[Rollout]
+
+    @property
+    def final_rollout(self) -> Rollout:
+        """Return the first revision, with the index of the response; the response itself if it has none."""
+        original = self.judged.rollout
+        if not self.revisions:
+            return original
+        return replace(self.revisions[0], sample_index=original.sample_index)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreferencePair:
     """A training example of DPO: the ids as sampled, never re-encoded from text."""
@@ -103,7 +128,8 @@ def check(procedure: str, job: PolicyJob) -> None:
     Raises:
         UserError: A setting does not fit the method.
     """
-    compares = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}.get(procedure)
+    needs = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}
+    compares = needs.get(procedure)
     if compares and job.rollout.samples_per_prompt < 2:
         raise UserError(f"{procedure} needs {compares}: rollout.samples_per_prompt is 1; set it to 2 or more")
     if procedure != "dpo" and not job.feedback.writes_critiques:
@@ -124,28 +150,33 @@ def check(procedure: str, job: PolicyJob) -> None:
 # ------------------------------------------------------------------------------------------------------------- methods
 def dpo(arm: Arm) -> Metrics:
     """Train the base policy on preference pairs of its own samples."""
-    steps = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, arm.job.rollout.samples_per_prompt))[1]
-    scored = score(arm, steps, arm.tokenizer)
-    pairs, ties = preference_pairs(scored)
+    num_samples = arm.job.rollout.samples_per_prompt
+    base = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, num_samples))
+    groups = score(arm, base.steps, arm.tokenizer)
+    pairs, ties = preference_pairs(groups)
     if not pairs:
         raise RunStopped(f"dpo has nothing to learn from: in all {ties} pairs both responses have the same reward")
     began = time.monotonic()
     trained = arm.train(pairs)
+    learn_s = time.monotonic() - began
+
     metrics = {f"dpo/{name}": value for name, value in trained.items()}
-    metrics |= {"dpo/pairs": float(len(pairs)), "dpo/ties_share": ties / (ties + len(pairs))}
-    responses = [response for group in scored for response in group]
-    return metrics | run_metrics(arm.job, steps, responses, learn_s=time.monotonic() - began) | score_result(arm)
+    metrics["dpo/pairs"] = float(len(pairs))
+    metrics["dpo/ties_share"] = ties / (ties + len(pairs))
+    responses = list(chain.from_iterable(groups))
+    metrics |= run_metrics(arm.job, base.steps, responses, learn_s=learn_s)
+    return metrics | score_result(arm)
 
 
 def ilf(arm: Arm) -> Metrics:
     """Fine-tune the base policy on the best revision of each of its responses."""
-    steps = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 1))[1]
-    revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, steps))
-    groups = score(arm, revised, arm.reviser_tokenizer)
-    answered = [
-        [r for r in group if r.rollout.answer_start is not None and not r.rollout.is_truncated] for group in groups
-    ]
-    best = [max(group, key=lambda r: r.reward) for group in answered if group]
+    base = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 1))
+    revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, base.steps))
+    best: list[Scored] = []
+    for group in score(arm, revised, arm.reviser_tokenizer):
+        finished = [response for response in group if not response.rollout.is_unfinished]
+        if finished:
+            best.append(max(finished, key=lambda response: response.reward))
     if not best:
         raise RunStopped(
             "ilf has nothing to imitate: no response has both a critique that fits the reviser's context and a "
@@ -155,9 +186,16 @@ def ilf(arm: Arm) -> Metrics:
     tags = find_thinking_tags(arm.tokenizer, arm.job.model.thinking_tags)
     examples = imitation_examples(best, arm.tokenizer)
     trained = arm.train([end_thinking(example, arm.tokenizer, tags) for example in examples])
-    metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(step.responses) for step in steps)}
-    metrics["ilf/fixed_share"] = mean(not response.rollout.policy_versions for response in best)
-    metrics |= run_metrics(arm.job, [*steps, *revised], best, learn_s=time.monotonic() - began)
+    learn_s = time.monotonic() - began
+
+    num_responses = sum(len(step.responses) for step in base.steps)
+    is_fixed = [not response.rollout.policy_versions for response in best]  # a revision by fixes has no engine data
+    metrics = {
+        "ilf/loss": trained["loss"],
+        "ilf/revised_share": len(best) / num_responses,
+        "ilf/fixed_share": mean(is_fixed),
+    }
+    metrics |= run_metrics(arm.job, [*base.steps, *revised], best, learn_s=learn_s)
     return metrics | score_result(arm)
 
 
@@ -166,14 +204,14 @@ def reflection(arm: Arm) -> Metrics:
 
     A response is kept unrevised if it has no critique or the critique does not fit the reviser's context.
     """
-    held_out = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 0))[0]
+    base = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 0))
 
-    async def answer_again(rollouts: RolloutSource) -> tuple[list[tuple[Prompt, Rollout]], Metrics]:
+    async def answer_again(rollouts: RolloutSource) -> tuple[list[Response], Metrics]:
         began = time.monotonic()
-        judged = await judge(arm, arm.feedback, held_out)
-        revisions = await revise(arm, judged, rollouts, split="eval", step=0, num_samples=1)
-        pairs = [(p, replace(new[0], sample_index=r.sample_index) if new else r) for (p, r, _), new in revisions]
-        share = float(mean(bool(new) for _, new in revisions))
+        judged = await judge(arm, arm.feedback, base.held_out)
+        revised = await revise(arm, judged, rollouts, split="eval", step=0, num_samples=1)
+        pairs = [(response.judged.prompt, response.final_rollout) for response in revised]
+        share = float(mean(bool(response.revisions) for response in revised))
         seconds = time.monotonic() - began
         return pairs, {"samples": 0.0, "reflection/revised_share": share, "reflection/revise_s": seconds}
 
@@ -185,27 +223,27 @@ METHODS: dict[str, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflect
 
 
 # ---------------------------------------------------------------------------------------------- responses and feedback
-async def sample_base(
-    arm: Arm, num_samples: int, rollouts: RolloutSource
-) -> tuple[list[tuple[Prompt, Rollout]], list[JudgedStep]]:
+async def sample_base(arm: Arm, num_samples: int, rollouts: RolloutSource) -> BaseSamples:
     """Sample the base policy, and log its held-out score as step 0.
 
     Returns:
         The held-out responses, and for each step `num_samples` judged responses to each of its prompts.
     """
-    job, steps = arm.job, []
+    job = arm.job
     held_out, metrics = await score_held_out(arm, rollouts, step=0)
     arm.log.write_step(0, metrics)
+    samples = BaseSamples(held_out, [])
     if num_samples == 0:
-        return held_out, []
+        return samples
     sampling_job = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
+    feedback = training_feedback(job, arm.feedback)
     with show_progress(f"{job.run.name}: samples of the base", job.num_steps) as bar:
-        async with Producer(sampling_job, arm.prompts, rollouts, training_feedback(job, arm.feedback)) as producer:
+        async with Producer(sampling_job, arm.prompts, rollouts, feedback) as producer:
             for step in range(1, job.num_steps + 1):
                 producer.admit(step)
-                steps.append(await producer.take(step, arm.stop))
+                samples.steps.append(await producer.take(step, arm.stop))
                 bar.advance()
-    return held_out, steps
+    return samples
 
 
 async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutSource) -> list[JudgedStep]:
@@ -214,22 +252,30 @@ async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutS
     They are `samples_per_prompt` - 1 at most, so that PPO has as many judged responses: a revision by fixes takes the
     place of the reviser's last one.
     """
-    job, revised = arm.job, []
-    feedback, num_samples = training_feedback(job, arm.feedback), job.rollout.samples_per_prompt - 1
+    job = arm.job
+    feedback = training_feedback(job, arm.feedback)
+    num_samples = job.rollout.samples_per_prompt - 1
+    revised_steps: list[JudgedStep] = []
     with show_progress(f"{job.run.name}: revisions", job.num_steps) as bar:
         for step, judged in enumerate(steps, start=1):
             responses = select_usable(judged, job, step=step, source=feedback.name)
             began = time.monotonic()
-            revisions = await revise(arm, responses, rollouts, split="revise", step=step, num_samples=num_samples)
+            revised = await revise(arm, responses, rollouts, split="revise", step=step, num_samples=num_samples)
             sampled_at = time.monotonic()
-            candidates = [
-                (r[0], new) for r, sampled in revisions for new in (*revise_by_fixes(arm, r), *sampled)[:num_samples]
-            ]
-            pairs = await judge(arm, feedback, candidates)
-            feedback_s = time.monotonic() - sampled_at
-            revised.append(JudgedStep(responses=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
+
+            candidates: list[Response] = []
+            for response in revised:
+                revisions = revise_by_fixes(arm, response.judged) + response.revisions
+                candidates += [(response.judged.prompt, revision) for revision in revisions[:num_samples]]
+            judged_revisions = await judge(arm, feedback, candidates)
+            revised_step = JudgedStep(
+                responses=tuple(judged_revisions),
+                generate_s=sampled_at - began,
+                feedback_s=time.monotonic() - sampled_at,
+            )
+            revised_steps.append(revised_step)
             bar.advance()
-    return revised
+    return revised_steps
 
 
 def revise_by_fixes(arm: Arm, judged: JudgedResponse) -> list[Rollout]:
@@ -237,45 +283,56 @@ def revise_by_fixes(arm: Arm, judged: JudgedResponse) -> list[Rollout]:
 
     A response that is truncated, or exceeds `max_new_tokens` with its fixes, is not revised: it would be imitated.
     """
-    _, rollout, feedback = judged
-    text = apply_fixes(rollout.response_text, feedback.spans)
+    rollout = judged.rollout
+    text = apply_fixes(rollout.response_text, judged.feedback.spans)
     if rollout.is_truncated or text == rollout.response_text:
         return []
     ids = encode_target(text, arm.reviser_tokenizer)
     if len(ids) > arm.job.rollout.max_new_tokens:
         return []
-    tokens = {"response_ids": ids, "rollout_logprobs": np.zeros(len(ids), np.float32), "policy_versions": ()}
-    return [replace(rollout, response_text=decode(arm.reviser_tokenizer, ids), **tokens)]
+    revision = replace(
+        rollout,
+        response_ids=ids,
+        response_text=decode(arm.reviser_tokenizer, ids),
+        rollout_logprobs=np.zeros(len(ids), np.float32),
+        policy_versions=(),
+    )
+    return [revision]
 
 
-async def judge(arm: Arm, feedback: FeedbackSource, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[JudgedResponse]:
+async def judge(arm: Arm, feedback: FeedbackSource, pairs: Sequence[Response]) -> list[JudgedResponse]:
     """Return the responses with the feedback on them."""
-    feedbacks = await gather_unless_stopped((judge_answer(feedback, p, r) for p, r in pairs), arm.stop)
-    return [(p, r, f) for (p, r), f in zip(pairs, feedbacks, strict=True)]
+    requests = (judge_answer(feedback, prompt, rollout) for prompt, rollout in pairs)
+    feedbacks = await gather_unless_stopped(requests, arm.stop)
+    return [JudgedResponse(*pair, answer) for pair, answer in zip(pairs, feedbacks, strict=True)]
 
 
 async def revise(
     arm: Arm, judged: Sequence[JudgedResponse], rollouts: RolloutSource, *, split: str, step: int, num_samples: int
-) -> list[tuple[JudgedResponse, list[Rollout]]]:
+) -> list[Revised]:
     """Return each response with `num_samples` revisions of it, or none if `revision_prompt` returns None."""
     max_tokens = revising_rollout(arm.job).max_prompt_tokens
     sampling = make_sampling(arm.job, split, step, num_samples=num_samples)
     prompts = [revision_prompt(arm.task, response, arm.reviser_tokenizer, max_tokens) for response in judged]
     requests = (rollouts.sample(prompt, sampling) for prompt in prompts if prompt)
     answers = iter(await gather_unless_stopped(requests, arm.stop))
-    return [(response, next(answers) if prompt else []) for response, prompt in zip(judged, prompts, strict=True)]
+    revised: list[Revised] = []
+    for response, prompt in zip(judged, prompts, strict=True):
+        revisions = list(next(answers)) if prompt else []
+        revised.append(Revised(response, revisions))
+    return revised
 
 
-async def score_held_out(
-    arm: Arm, rollouts: RolloutSource, *, step: int
-) -> tuple[list[tuple[Prompt, Rollout]], Metrics]:
+async def score_held_out(arm: Arm, rollouts: RolloutSource, *, step: int) -> tuple[list[Response], Metrics]:
     """Sample the held-out prompts and return the responses with their metrics."""
     began = time.monotonic()
     pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
-    return pairs, await measure(arm, pairs, step=step) | {"time/eval_s": time.monotonic() - began}
+    metrics = await measure(arm, pairs, step=step)
+    metrics["time/eval_s"] = time.monotonic() - began
+    return pairs, metrics
 
 
-async def measure(arm: Arm, pairs: Sequence[tuple[Prompt, Rollout]], *, step: int) -> Metrics:
+async def measure(arm: Arm, pairs: Sequence[Response], *, step: int) -> Metrics:
     """Return the held-out metrics of responses."""
     return await compute_held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
 
@@ -283,7 +340,8 @@ async def measure(arm: Arm, pairs: Sequence[tuple[Prompt, Rollout]], *, step: in
 def score_result(arm: Arm) -> Metrics:
     """Return the held-out metrics of the trained policy, on the prompts and seeds of the base policy."""
     model = with_overrides(arm.job.model, {"policy": str(arm.job.run.folder / POLICY), "revision": None})
-    return arm.serve(model, arm.job.rollout, partial(score_held_out, arm, step=arm.job.num_steps))[1]
+    _, metrics = arm.serve(model, arm.job.rollout, partial(score_held_out, arm, step=arm.job.num_steps))
+    return metrics
 
 
 def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], trained: Sequence[Scored], *, learn_s: float) -> Metrics:
@@ -295,14 +353,15 @@ def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], trained: Sequence[S
         trained: The responses that the policy was trained on.
     """
     rollout = job.rollout
-    responses = [pair for step in steps for pair in step.responses]
-    generate_s, feedback_s = sum(step.generate_s for step in steps), sum(step.feedback_s for step in steps)
+    responses = list(chain.from_iterable(step.responses for step in steps))
+    generate_s = sum(step.generate_s for step in steps)
+    feedback_s = sum(step.feedback_s for step in steps)
     return {
         "samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt),
         "reward/response_mean": mean(response.reward for response in trained),
-        "response/length_mean": mean(len(r.response_ids) for _, r, _ in responses),
-        "response/truncated_share": mean(r.is_truncated for _, r, _ in responses),
-        "feedback/failed_share": mean(not f.usable for _, _, f in responses),
+        "response/length_mean": mean(len(response.rollout.response_ids) for response in responses),
+        "response/truncated_share": mean(response.rollout.is_truncated for response in responses),
+        "feedback/failed_share": mean(not response.feedback.usable for response in responses),
         "time/generate_s": generate_s,
         "time/feedback_s": feedback_s,
         "time/learn_s": learn_s,
@@ -317,18 +376,31 @@ def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Sc
     Args:
         tokenizer: Tokenizer of the model that wrote the responses.
     """
-    objective, weights = arm.job.objective, arm.job.feedback.weights
     groups: dict[tuple[int, str], list[Scored]] = defaultdict(list)
     for step, judged in enumerate(steps, start=1):
-        has_samples = judged.responses or judged.unsampled
-        for p, r, f in select_usable(judged, arm.job, step=step, source=arm.feedback.name) if has_samples else ():
-            offsets = token_offsets(tokenizer, r.response_ids)
-            rewards = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards, weights=weights)
-            reward = objective.span_coef * float(rewards.sum()) + (
-                objective.truncation_penalty if r.is_unfinished else 0.0
-            )
-            groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, reward=reward))
+        if not judged.responses and not judged.unsampled:
+            continue
+        for response in select_usable(judged, arm.job, step=step, source=arm.feedback.name):
+            prompt = response.prompt
+            reward = sum_rewards(arm.job, response, tokenizer)
+            scored = Scored(prompt=prompt, rollout=response.rollout, reward=reward)
+            groups[step, prompt.prompt_id].append(scored)
     return list(groups.values())
+
+
+def sum_rewards(job: PolicyJob, response: JudgedResponse, tokenizer: Any) -> float:
+    """Return the sum of a response's token rewards, with the truncation penalty."""
+    objective = job.objective
+    rollout = response.rollout
+    rewards = token_rewards(
+        token_offsets(tokenizer, rollout.response_ids),
+        response.feedback.spans,
+        text=rollout.response_text,
+        rule=objective.rewards,
+        weights=job.feedback.weights,
+    )
+    penalty = objective.truncation_penalty if rollout.is_unfinished else 0.0
+    return objective.span_coef * float(rewards.sum()) + penalty
 
 
 def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[PreferencePair], int]:
@@ -342,30 +414,33 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
     Returns:
         The pairs, and the number of ties: pairs left out because both responses have the same reward.
     """
-    pairs, ties = [], 0
+    pairs: list[PreferencePair] = []
+    ties = 0
     for group in groups:
         ranking = sorted(group, key=lambda response: -response.reward)  # stable
-        for chosen, rejected in zip(ranking[: len(ranking) // 2], reversed(ranking), strict=False):
+        better_half = ranking[: len(ranking) // 2]
+        for chosen, rejected in zip(better_half, reversed(ranking), strict=False):
             if chosen.reward == rejected.reward:
                 ties += 1
                 continue
-            pairs.append(
-                PreferencePair(
-                    prompt_ids=chosen.prompt.prompt_ids,
-                    chosen_ids=chosen.rollout.response_ids,
-                    rejected_ids=rejected.rollout.response_ids,
-                )
+            pair = PreferencePair(
+                prompt_ids=chosen.prompt.prompt_ids,
+                chosen_ids=chosen.rollout.response_ids,
+                rejected_ids=rejected.rollout.response_ids,
             )
+            pairs.append(pair)
     return pairs, ties
 
 
 def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[TrainSequence]:
     """Return the policy's prompts with the revised responses as targets, encoded by the policy's tokenizer."""
-    targets = [encode_target(response.rollout.answer, tokenizer) for response in best]
-    return [
-        TrainSequence(prompt_ids=response.prompt.prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))
-        for response, ids in zip(best, targets, strict=True)
-    ]
+    examples: list[TrainSequence] = []
+    for response in best:
+        ids = encode_target(response.rollout.answer, tokenizer)
+        weights = np.ones(len(ids), np.float32)
+        example = TrainSequence(prompt_ids=response.prompt.prompt_ids, response_ids=ids, weights=weights)
+        examples.append(example)
+    return examples
 
 
 def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prompt_tokens: int) -> Prompt | None:
@@ -377,7 +452,9 @@ def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prom
     Returns:
         None if there is no critique, or if it does not fit in `max_prompt_tokens`.
     """
-    prompt, rollout, feedback = judged
+    prompt = judged.prompt
+    rollout = judged.rollout
+    feedback = judged.feedback
     if not feedback.usable or not feedback.critique.strip():
         return None
     ids = encode_revision(task, prompt, rollout.answer, feedback.critique, tokenizer, max_prompt_tokens)
@@ -396,11 +473,12 @@ def sft_options(job: PolicyJob, num_examples: int) -> SFTOptions:
     """Return settings of supervised training with the learner's resources, optimizer and epochs."""
     learner = job.learner
     shared = {"dtype", "num_epochs", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
+    lora = SFTLoRAConfig(**learner.lora.model_dump(), dropout=0) if learner.lora else None
     return SFTOptions(
         **learner.model_dump(include=shared | RoleConfig.model_fields.keys()),
         optim=learner.policy,
         batch_size=batch_size(job, num_examples),
-        lora=SFTLoRAConfig(**learner.lora.model_dump(), dropout=0) if learner.lora else None,
+        lora=lora,
         timeout_s=learner.step_timeout_s,
     )
 

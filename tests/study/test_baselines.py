@@ -30,7 +30,7 @@ from t2g.study.baselines import (
 )
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.tasks.tiny.assets import build_tokenizer
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.types import JudgedResponse, Prompt, Rollout, SpanFeedback
 
 
 def prompt(name: str = "p", text: str = "write") -> Prompt:
@@ -79,15 +79,17 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "aabc"]
     judged = make_feedback("x", ["aa"], [{"quote": "b", "severity": 2}], "aabc", source="program", version="v")
     rule = {"poor": (-1.0, -0.5, -1.0)}
-    pairs = ((prompt(), rollout(ids, text="aabc"), judged), (prompt("q"), rollout(ids[1:], text="abc"), judged))
+    whole = JudgedResponse(prompt(), rollout(ids, text="aabc"), judged)
+    cut = JudgedResponse(prompt("q"), rollout(ids[1:], text="abc"), judged)
+    pairs = (whole, cut)
     steps = [JudgedStep(responses=pairs, generate_s=0, feedback_s=0)] * 2
     for unit, worth in (("span", 0.5), ("token", 1.5)):
         own = job(objective={"rewards": rule | {"unit": unit}})
         groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
         assert [(group[0].prompt.prompt_id, len(group)) for group in groups] == [("p", 1), ("q", 1)] * 2  # step by step
         assert groups[0][0].reward == groups[2][0].reward == worth
-    (whole, cut), own = pairs, job(objective={"rewards": rule, "truncation_penalty": -0.25})
-    truncated = (cut[0], replace(cut[1], finish_reason="length"), cut[2])
+    own = job(objective={"rewards": rule, "truncation_penalty": -0.25})
+    truncated = cut._replace(rollout=replace(cut.rollout, finish_reason="length"))
     steps = [JudgedStep(responses=(whole, truncated), generate_s=0, feedback_s=0)]
     groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
     assert [group[0].reward for group in groups] == [0.5, 0.5 - 0.25]
@@ -135,7 +137,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_revision_prompt_shows_prompt_response_and_critique(words: Any) -> None:
-    judged = (prompt(text="What is 2 + 2?"), rollout([1], index=3, text="It is 5."), feedback("Wrong: it is 4."))
+    sampled = rollout([1], index=3, text="It is 5.")
+    judged = JudgedResponse(prompt(text="What is 2 + 2?"), sampled, feedback("Wrong: it is 4."))
     made = revision_prompt(PromptsTask(), judged, words, 1000)
     assert made is not None
     text = words.decode(made.prompt_ids)
@@ -147,10 +150,10 @@ def test_a_revision_prompt_shows_prompt_response_and_critique(words: Any) -> Non
 
 def test_without_critique_or_room_no_request_is_made(words: Any) -> None:
     sampled = (prompt(), rollout([1], text="x"))
-    assert revision_prompt(PromptsTask(), (*sampled, feedback(" ")), words, 1000) is None
+    assert revision_prompt(PromptsTask(), JudgedResponse(*sampled, feedback(" ")), words, 1000) is None
     failed = make_failed_feedback("failed", source="program", version="v")
-    assert revision_prompt(PromptsTask(), (*sampled, failed), words, 1000) is None
-    assert revision_prompt(PromptsTask(), (*sampled, feedback("long " * 50)), words, 100) is None
+    assert revision_prompt(PromptsTask(), JudgedResponse(*sampled, failed), words, 1000) is None
+    assert revision_prompt(PromptsTask(), JudgedResponse(*sampled, feedback("long " * 50)), words, 100) is None
 
 
 def test_imitation_learns_the_text_of_the_revision_after_the_policys_own_prompt(tmp_path: Path) -> None:
