@@ -21,12 +21,14 @@ from actors.learner.models import checkpoint_layers, load_for_training
 from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from t2g.algo.corrections import importance_weights
-from t2g.algo.critic import Critic, disable_dropout
+from t2g.algo.critic import Critic
 from t2g.algo.head import install_chunked_head
 from t2g.algo.kl import top_k_kl
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import Metrics, dpo_loss, kl_loss, policy_loss, supervised_loss, value_loss, weighted_sum
+from t2g.algo.update_mode import disable_randomness, enter_update_mode, find_random_fields
 from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
+from t2g.errors import UserError
 from t2g.types import TokenSequence, TrainSequence
 
 PartName = Literal["policy", "critic"]
@@ -36,6 +38,8 @@ Share = Sequence[Microbatch]  # of a rank; each rank has as many
 Stats = list[dict[str, np.ndarray]]  # by field, of each sequence of a share
 NO_CRITIC = ObjectiveConfig(advantages="group", whiten="none")
 DPO_BETA = 0.1  # the paper's, and TRL's default
+CHECKED_TOKENS = 64  # whose log-probabilities in both modes are compared
+MAX_MODE_GAP = 1e-3  # nats; the passes make the same operations, so that only a GPU's sums may differ in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +100,6 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, An
     prepare(policy, spec)
     for model in models:
         install_chunked_head(model)
-        if spec.loss != "supervised":
-            disable_dropout(model)
     return policy, reference, tokenizer
 
 
@@ -115,9 +117,8 @@ def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
     _, (backbone,) = load_for_training(spec.model, "AutoModel", dtype=config.dtype, on_gpu=on_gpu)
     if config.gradient_checkpointing:
         checkpoint_layers(backbone, spec.model, section="learner")
-    critic = Critic(backbone)
-    disable_dropout(critic)
-    return critic
+    disable_randomness(backbone)
+    return Critic(backbone)
 
 
 def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
@@ -171,6 +172,7 @@ class ModelTrainer:
         def loss_fn(engine: zero3.Engine, sequences: Sequence[Any]) -> tuple[torch.Tensor, Metrics]:
             return self._loss(self._rows(sequences), kl_coef)
 
+        self._enter_update_mode()
         rows = []
         for number, share in enumerate(steps, start=1):
             where = f"{self.name}, {label}, minibatch {number} of {len(steps)}"
@@ -178,6 +180,12 @@ class ModelTrainer:
             rows.append(step.metrics | {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr})
         reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in rows[0]}
         return {key: float(fn([row[key] for row in rows])) for key, fn in reduce.items()}
+
+    def _enter_update_mode(self) -> None:
+        if self.spec.loss == "supervised":  # with the model's own dropout
+            self.engine.train()
+        else:
+            enter_update_mode(self.engine.module)
 
     def _rows(self, sequences: Microbatch) -> Rows:
         return Rows(sequences, self.engine.device)
@@ -228,6 +236,29 @@ class PolicyTrainer(ModelTrainer):
             tuple[Microbatch, dict[str, torch.Tensor]]
         ] = []  # of this update, with `defers_old_logprobs`
         self._ref_engine = None if reference is None else zero3.build_engine(reference, None, **memory)
+        if spec.loss in ("ppo", "dpo") and spec.learner.gradient_checkpointing:
+            self._check_update_mode()
+
+    def _check_update_mode(self) -> None:
+        """Compare the log-probabilities of updates under gradient checkpointing with those of evaluation.
+
+        Raises:
+            UserError: They differ: something is random that this code does not know.
+        """
+        config = self.engine.module.config.get_text_config()
+        ids = np.linspace(0, config.vocab_size - 1, CHECKED_TOKENS).astype(np.int32)
+        expected = self.compute_probe_logprobs(ids)
+        disable_randomness(self.engine.module)
+        enter_update_mode(self.engine.module)
+        gap = float(np.abs(self._probe_logprobs(ids) - expected).max())
+        if not gap <= MAX_MODE_GAP:
+            source = self.spec.model.policy
+            fields = " or ".join(find_random_fields(config.to_dict())) or f"the architecture {config.model_type}"
+            raise UserError(
+                f"learner.gradient_checkpointing is on, and the log-probabilities of model.policy={source!r} in "
+                f"training mode differ by {gap:.2g} nats from those in evaluation mode, by {fields}: switch "
+                "gradient checkpointing off, or set the field to 0 in the model's config.json"
+            )
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
@@ -236,11 +267,12 @@ class PolicyTrainer(ModelTrainer):
             if self._ref_engine is not None:
                 yield self._ref_engine
                 return
-            was_training = self.engine.module.training
+            modes = {module: module.training for module in self.engine.module.modules()}
             self.engine.eval()
             with lora.adapters_off(self.engine.module):
                 yield self.engine
-            self.engine.train(was_training)
+            for module, is_training in modes.items():
+                module.training = is_training
 
     def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
         stats, has_reference = {}, self.spec.loss == "ppo"  # DPO calls this once, before its first step
@@ -370,10 +402,13 @@ class PolicyTrainer(ModelTrainer):
                     )
                 started = time.monotonic()
 
-    @torch.no_grad()
     def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
         self.engine.eval()
+        return self._probe_logprobs(ids)
+
+    @torch.no_grad()
+    def _probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         probe = TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1))
         return Rows([probe], self.engine.device).token_outputs(self.engine, 1.0).logprobs.cpu().numpy()
 

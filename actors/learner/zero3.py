@@ -216,6 +216,8 @@ def build_engine(
 def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunction, *, label: str) -> StepResult:
     """Make one optimizer step over this rank's microbatches; every rank has the same number of them, at least one.
 
+    The caller sets the mode of the model, training or evaluation.
+
     Args:
         loss_fn: (engine, microbatch) -> (loss, metrics). Both are this microbatch's *share* of the global mean, that is
             sums divided by the global token count, so that shares add up over microbatches and ranks. DeepSpeed
@@ -225,7 +227,6 @@ def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunctio
         Diverged: A loss or the gradient is not finite, on every rank; the step is not applied.
     """
     assert microbatches, "a rank without tokens needs an empty microbatch: backward is a collective"
-    engine.train()
     lr = float(engine.get_lr()[0])
     totals: dict[str, float] = {}
     finite = True

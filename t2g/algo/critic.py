@@ -28,12 +28,3 @@ class Critic(torch.nn.Module):
         """
         hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.head(hidden).squeeze(-1)
-
-
-def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout of the model to 0: otherwise ratios would differ from 1 before the first update."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from t2g.algo.critic import Critic, disable_dropout
+from t2g.algo.critic import Critic
 
 
 class Backbone(torch.nn.Module):
@@ -11,8 +11,6 @@ class Backbone(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=2))
-        self.drop = torch.nn.Dropout(0.5)
-        self.attention_dropout = 0.1
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
         hidden = torch.stack([input_ids, input_ids + 1], dim=-1).to(torch.bfloat16)
@@ -28,9 +26,3 @@ def test_a_fresh_critic_says_zero_and_sums_in_float32() -> None:
     values = critic(ids)
     assert values.dtype == torch.float32
     assert values[:, 0].tolist() == [3, 257]  # bfloat16 has no 257
-
-
-def test_dropout_is_off() -> None:
-    critic = Critic(Backbone())
-    disable_dropout(critic)
-    assert (critic.backbone.drop.p, critic.backbone.attention_dropout) == (0, 0)
