@@ -24,6 +24,7 @@ from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
 from t2g.errors import UserError
 from t2g.resources.memory import GPU_BATCHED_TOKENS, engine_fit, find_shape
+from t2g.text.ends import find_end_ids
 from t2g.text.offsets import decode
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import FinishReason
@@ -134,7 +135,7 @@ class Engine:
         os.environ.update(engine_environment(self._config, owner=os.getpid(), receives_weights=receives))
         os.environ.update(listening_environment(os.environ))
         self._tokenizer = load_tokenizer(self._model, self._revision)
-        self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
+        self._stop_ids = find_end_ids(self._tokenizer, self._model, self._revision)
         self.check_tokenizer()
         from vllm import envs
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -378,21 +379,6 @@ class Engine:
 
 async def _collect(stream: AsyncIterator[T]) -> list[T]:
     return [item async for item in stream]
-
-
-def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation_config.json.
-
-    The engine reads neither: it has no tokenizer, and that file would also change the sampling.
-    """
-    from transformers import GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(model, revision=revision).eos_token_id
-    except OSError:
-        eos = None  # the file is optional
-    ids = eos if isinstance(eos, list) else [eos]
-    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
 def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int:

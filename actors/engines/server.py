@@ -21,13 +21,15 @@ import psutil
 
 from actors.cluster.placement import listening_environment
 from actors.engines.engine import OVERRIDES_CACHE, Engine, engine_environment
-from t2g.config import ServeJob
+from t2g.config import ModelConfig, ServeJob
 from t2g.errors import RunStopped, UserError
 from t2g.files import write_atomic
+from t2g.text.ends import find_end_ids
 from t2g.text.policy_chat import load_policy_tokenizer
 
 MODULE = "vllm.entrypoints.openai.api_server"
 TEMPLATE_FILE = "chat_template.jinja"  # in the folder of the log
+ENDS_FOLDER = "generation"  # beside it
 END_S = 20.0  # timeout from SIGTERM to the end of the process
 POLL_S = 0.2
 
@@ -69,6 +71,7 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
     host, port = job.serve.host, find_free_port(job.serve.host, job.serve.port)
     engine = Engine(job.model.policy, job.engine, seed=job.run.seed, revision=job.model.revision, guided=True)
     listen = {"host": host, "port": port, "served_model_name": job.serve.name}
+    listen["generation_config"] = str(write_ends(job.model, log.parent))
     if job.model.system_prompt or job.model.chat_template_kwargs:
         template = load_policy_tokenizer(job.model).chat_template
         write_atomic(log.parent / TEMPLATE_FILE, template.encode())
@@ -92,6 +95,15 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
         if not is_listening(process.pid, port):
             raise UserError(f"serve.port={port}: another process answers at {url}; end it, or choose another port")
         yield process, f"{url}/v1"
+
+
+def write_ends(model: ModelConfig, folder: Path) -> Path:
+    """Write a generation_config.json with the ends of a response, and nothing else; return its folder."""
+    ends = find_end_ids(load_policy_tokenizer(model), model.policy, model.revision)
+    target = folder / ENDS_FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    write_atomic(target / "generation_config.json", json.dumps({"eos_token_id": ends}).encode())
+    return target
 
 
 @contextmanager

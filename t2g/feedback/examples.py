@@ -14,6 +14,7 @@ from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord, shorten_list
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, Record, Task, describe_record
+from t2g.text.ends import find_target_end
 from t2g.text.thinking import Tags, find_last_tag
 from t2g.types import TrainSequence
 
@@ -21,17 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 def encode_target(text: str, tokenizer: Any) -> np.ndarray:
-    """Return the ids of `text` and the end-of-sequence token, [R] int32.
+    """Return the ids of `text` and the token that ends a turn, see `find_target_end`, [R] int32.
 
     Special tokens in the text are encoded as text: a critique that quotes "<|end|>" must not train the model to stop.
 
     Raises:
-        UserError: The tokenizer has no end-of-sequence token.
+        UserError: No token ends a turn.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no eos_token; a model trained without one never stops: set it in its folder")
+    end = find_target_end(tokenizer)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return np.asarray([*ids, tokenizer.eos_token_id], np.int32)
+    return np.asarray([*ids, end], np.int32)
 
 
 def end_thinking(example: TrainSequence, tokenizer: Any, tags: Tags | None) -> TrainSequence:

@@ -42,7 +42,7 @@ def test_a_special_token_in_the_text_stays_text(tokenizer: Any) -> None:
 
 def test_target_without_eos_is_refused(tmp_path: Path) -> None:
     bare = build_tokenizer(tmp_path, ["x"], vocab_size=261)
-    bare.eos_token = None
+    bare.eos_token = bare.chat_template = None
     with pytest.raises(UserError, match="eos_token"):
         encode_target("x", bare)
 

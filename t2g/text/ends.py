@@ -1,0 +1,75 @@
+"""The tokens that end a response or a target of supervised training."""
+
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from t2g.errors import UserError
+
+ANSWER = "t2g-dummy-answer"
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+_turn_ends: WeakKeyDictionary[Any, tuple[str, int | None]] = WeakKeyDictionary()  # tokenizer -> template, its turn end
+
+
+def find_end_ids(tokenizer: Any, model: str, revision: str | None = None) -> list[int]:
+    """Return the tokens that end a response, in order.
+
+    They are the union of the tokenizer's EOS, the EOS in generation_config.json and in config.json of the model, and
+    the token with which the chat template ends a turn. Gemma's template ends a turn with another token than its EOS;
+    some models list ends in config.json alone.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    ends = {tokenizer.eos_token_id, find_turn_end(tokenizer)}
+    with suppress(OSError):  # the file is optional; transformers refuses some published ones, so it is read as JSON
+        generation, _ = PreTrainedConfig.get_config_dict(
+            model, _configuration_file="generation_config.json", revision=revision
+        )
+        ends |= _as_set(generation.get("eos_token_id"))
+    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
+    ends |= _as_set(config.eos_token_id) | _as_set(config.get_text_config().eos_token_id)
+    return sorted(end for end in ends if end is not None)
+
+
+def _as_set(eos: int | list[int] | None) -> set[int | None]:
+    return set(eos) if isinstance(eos, list) else {eos}
+
+
+def find_turn_end(tokenizer: Any) -> int | None:
+    """Return the special token that the chat template writes after an answer; None if it writes none.
+
+    >>> gemma.convert_ids_to_tokens(find_turn_end(gemma)), gemma.eos_token
+    ('<end_of_turn>', '<eos>')
+    """
+    template = str(tokenizer.chat_template or "")
+    known = _turn_ends.get(tokenizer)
+    if known is None or known[0] != template:
+        known = template, _read_turn_end(tokenizer) if template else None
+        _turn_ends[tokenizer] = known
+    return known[1]
+
+
+def _read_turn_end(tokenizer: Any) -> int | None:
+    try:
+        text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
+    except Exception:  # noqa: BLE001 a template may raise anything; prompts of the run say so
+        return None
+    after = text.rpartition(ANSWER)[2].lstrip()
+    special = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    found = [token for token in special if token and after.startswith(token)]
+    return special[max(found, key=len)] if found else None
+
+
+def find_target_end(tokenizer: Any) -> int:
+    """Return the token that ends a target: that of a turn in the chat template, else the tokenizer's EOS.
+
+    Raises:
+        UserError: There is neither.
+    """
+    turn_end = find_turn_end(tokenizer)
+    if turn_end is not None:
+        return turn_end
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no eos_token; a model trained without one never stops: set it in its folder")
+    return int(tokenizer.eos_token_id)
