@@ -14,9 +14,11 @@ import torch
 from actors.learner.models import load_for_training
 from t2g.config import Dtype, LoRAConfig, ModelConfig
 from t2g.errors import UserError
+from t2g.text.tokenizer import load_tokenizer
 
 ADAPTER = "default"  # peft's name of the only adapter
 FOLDER = "adapter"  # beside the merged model
+WEIGHTS = "adapter_model.safetensors"
 _BASE = ".base_layer."
 _FACTORS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
 
@@ -119,24 +121,44 @@ def write_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path)
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(dict(weights), folder / WEIGHTS, metadata={"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 
 def merge_adapter(adapter: Path, folder: Path, dtype: Dtype) -> None:
     """Merge an adapter into the base model that it names; write a model folder with a tokenizer.
 
+    The tokenizer and its chat template are the adapter's own if it has them, else those of the base. A base whose
+    embeddings the training resized is resized as well.
+
     Raises:
         UserError: The adapter has no safetensors (pickles are not read), or its base cannot be loaded.
     """
     from peft import PeftConfig, PeftModel
 
-    if not (adapter / "adapter_model.safetensors").is_file():
-        raise UserError(f"{adapter} has no adapter_model.safetensors; save the adapter in that format")
+    if not (adapter / WEIGHTS).is_file():
+        raise UserError(f"{adapter} has no {WEIGHTS}; save the adapter in that format")
     config = PeftConfig.from_pretrained(adapter)
     base = ModelConfig(policy=str(config.base_model_name_or_path), revision=config.revision)
     tokenizer, (model,) = load_for_training(base, "AutoModelForCausalLM", dtype=dtype, on_gpu=False)
+    if (adapter / "tokenizer_config.json").is_file():
+        tokenizer = load_tokenizer(str(adapter))
+    num_rows = _count_rows(adapter, model)
+    if num_rows is not None:
+        model.resize_token_embeddings(num_rows, mean_resizing=False)
     part = folder.with_name(f"{folder.name}.part")
     PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(part)
     tokenizer.save_pretrained(part)
     part.rename(folder)
+
+
+def _count_rows(adapter: Path, model: Any) -> int | None:
+    """Return the rows of the embeddings or the head in an adapter's file; None if it has neither."""
+    from safetensors import safe_open
+
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [f"base_model.model.{name}.weight" for name, module in model.named_modules() if module in tables]
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        stored = set(file.keys())
+        sizes = [file.get_slice(name).get_shape()[0] for name in names if name in stored]
+    return sizes[0] if sizes else None

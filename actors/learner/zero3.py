@@ -278,6 +278,7 @@ def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
         if adapter:
             lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
+            tokenizer.save_pretrained(folder / lora.FOLDER)
         match_folder_permissions(folder)
     torch.distributed.barrier()
 

@@ -1,4 +1,4 @@
-"""Checks whether an engine can run a model: its positions, its head size, and its heads on several GPUs."""
+"""Checks whether an engine can run a model: its positions, vocabulary, head size, and its heads on several GPUs."""
 
 import os
 from pathlib import Path
@@ -27,6 +27,33 @@ def check_positions(model: str, revision: str | None, key: str, max_model_len: i
         return
     if max_model_len > num_positions:
         raise UserError(f"{key}={max_model_len}, and {model} knows {num_positions} positions; lower it")
+
+
+def check_vocabulary(tokenizer: Any, model: str, revision: str | None) -> None:
+    """Check that the model has a row for each token that a text or its chat template can contain.
+
+    A special token without a row that no template writes stays out of every prompt, as in published Gemma 3 models.
+    Nothing is checked if the config is not on this machine.
+
+    Raises:
+        UserError: A token has no row: an engine and a rank would die at its first use.
+    """
+    config = _load_text_config(model, revision)
+    num_rows = getattr(config, "vocab_size", None)
+    if num_rows is None:
+        return
+    without = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    written = {tokenizer.bos_token, tokenizer.eos_token}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    used = [token for token in without if token not in special or token in written or token in template]
+    if used:
+        token = max(used, key=lambda name: without[name])
+        raise UserError(
+            f"the tokenizer of {model} has {len(used)} tokens without a row in the model, such as {token!r} with id "
+            f"{without[token]}; the model has {num_rows} rows: resize its embeddings (resize_token_embeddings) and "
+            "save both, or use the tokenizer that the model was trained with"
+        )
 
 
 def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from t2g.errors import MissingLocally, UserError
+from t2g.text.positions import check_vocabulary
 
 Message = dict[str, str]  # role: system, user or assistant; content
 CONFIG_FILE = "config.json"
@@ -60,7 +61,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """Load the tokenizer of a model folder or hub name, without remote code.
 
     Raises:
-        UserError: There is no tokenizer, or it cannot be loaded.
+        UserError: There is no tokenizer, it cannot be loaded, or the model has no row for one of its tokens.
     """
     from transformers import AutoTokenizer
 
@@ -69,11 +70,13 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     else:
         check_model("model", model, revision)
     try:
-        return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         fetch = "" if Path(model).is_dir() else f"; where there is a network: hf download {model}"
         raise UserError(f"no tokenizer can be loaded from {model}: {reason}{fetch}") from error
+    check_vocabulary(tokenizer, model, revision)
+    return tokenizer
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

@@ -156,6 +156,7 @@ def test_frozen_weights_never_move_and_the_others_are_merged_as_peft_does(
 def test_the_merged_weights_compute_what_the_probe_says(group: LearnerGroup, trained: Path, tmp_path: Path) -> None:
     """An engine is given the merged weights; the learner answers with its adapters beside them."""
     group.export(tmp_path / "policy")
+    assert (tmp_path / "policy" / "adapter" / "tokenizer.json").is_file()  # an adapter alone can be evaluated
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     ids = np.arange(64)
     with torch.no_grad():

@@ -6,6 +6,7 @@ from models import random_model
 
 from t2g.errors import UserError
 from t2g.text.positions import check_heads, check_positions, find_uneven_heads
+from t2g.text.tokenizer import load_tokenizer
 
 
 def test_a_window_beyond_the_positions_is_refused_by_its_key(tmp_path: Path) -> None:
@@ -62,3 +63,29 @@ def test_gpus_that_do_not_divide_the_heads_are_refused_by_their_key(tmp_path: Pa
 )  # fmt: skip
 def test_heads_are_cut_evenly_or_key_value_heads_are_copied(heads: int, kv_heads: int, gpus: int, uneven: str) -> None:
     assert find_uneven_heads(heads, kv_heads, gpus) == uneven
+
+
+def add_token(model: Path, *, special: bool, template: str = "{{ messages[0].content }}") -> None:
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.add_tokens(["<|new|>"], special_tokens=special)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+
+
+@pytest.mark.parametrize(
+    ("special", "template"), [(False, "{{ messages[0].content }}"), (True, "<|new|>{{ messages[0].content }}")]
+)
+def test_a_token_without_a_row_is_refused_before_anything_starts(special: bool, template: str, tmp_path: Path) -> None:
+    model = random_model(tmp_path)
+    num_rows = len(load_tokenizer(str(model)))
+    add_token(model, special=special, template=template)
+    with pytest.raises(UserError, match=rf"'<\|new\|>' with id {num_rows}; the model has {num_rows} rows") as refusal:
+        load_tokenizer(str(model))
+    assert "resize_token_embeddings" in str(refusal.value)
+
+
+def test_a_special_token_that_no_prompt_has_needs_no_row(tmp_path: Path) -> None:
+    """As the image token of Gemma 3's text models."""
+    model = random_model(tmp_path)
+    add_token(model, special=True)
+    assert "<|new|>" in load_tokenizer(str(model)).get_vocab()

@@ -7,11 +7,12 @@ import pytest
 import torch
 from models import random_model
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from actors.learner import lora
 from t2g.config import LoRAConfig, ModelConfig
 from t2g.errors import UserError
+from t2g.text.tokenizer import load_tokenizer
 
 CONFIG = LoRAConfig(r=3, alpha=6)
 IDS = torch.arange(40).reshape(2, 20)
@@ -124,3 +125,45 @@ def test_an_adapter_is_merged_into_the_base_that_it_names(tmp_path: Path) -> Non
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(UserError, match="save the adapter in that format"):
         lora.merge_adapter(tmp_path / "adapter", tmp_path / "again", "float32")
+
+
+def resize_base(base: Path) -> tuple[Any, Any]:
+    """Return the base with rows for two new tokens, and its tokenizer with these tokens and a template of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>", "<|done|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<|tool|>{{ m.content }}<|done|>{% endfor %}"
+    model = load(base)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # with a head of its own, and a tied one
+def test_a_merged_adapter_has_its_own_tokens_and_template(architecture: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = random_model(tmp_path / "base", architecture)
+    model, tokenizer = resize_base(base)
+    config = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False, base_model_name_or_path=str(base))
+    tuned = get_peft_model(model, config)
+    tuned.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    lora.merge_adapter(tmp_path / "adapter", tmp_path / "merged", "float32")
+
+    merged = load_tokenizer(str(tmp_path / "merged"))
+    assert merged.chat_template == tokenizer.chat_template
+    assert merged("<|done|>")["input_ids"] == [len(tokenizer) - 1]
+    ids = torch.arange(len(tokenizer))[None, -40:]
+    expected, found = (each(ids).logits for each in (tuned.eval(), load(tmp_path / "merged")))
+    assert (expected - found).abs().max() < 1e-4
+
+
+def test_an_adapter_whose_tokens_have_no_rows_is_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = random_model(tmp_path / "base", "llama")
+    _, tokenizer = resize_base(base)
+    get_peft_model(load(base), LoraConfig(r=3, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    lora.merge_adapter(tmp_path / "adapter", tmp_path / "merged", "float32")
+    with pytest.raises(UserError, match=r"2 tokens without a row in the model, such as '<|done|>'"):
+        load_tokenizer(str(tmp_path / "merged"))
