@@ -301,7 +301,10 @@ class AlarmConfig(Section):
         2.0, gt=1, description="mean response length relative to the first step, in either direction"
     )
     max_truncated_share: float = Field(
-        0.25, ge=0, le=1, description="share of responses truncated at rollout.max_new_tokens"
+        0.25,
+        ge=0,
+        le=1,
+        description="share of responses truncated at rollout.max_new_tokens, or without an answer after their thinking",
     )
     max_failed_share: float = Field(0.1, ge=0, le=1)
     min_labelled_share: float = Field(0.01, ge=0, le=1, description="share of a step's tokens in good or poor spans")

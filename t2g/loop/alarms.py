@@ -13,18 +13,19 @@ RECALL_STEPS = 3  # window of the mean recall of a fault class
 EARLY_SHARE = 0.25  # of alarms.max_kl; the first steps of every run double a smaller KL
 
 
-def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
+def find_alarms(history: Sequence[Step], config: AlarmConfig, *, truncation_penalty: float = 0.0) -> list[str]:
     """Return a sentence for each bound that the last step crossed, unless the step before was beyond it already.
 
     A KL that doubles within a step is reported above EARLY_SHARE of its bound.
 
     Args:
         history: The metrics of every step so far. Steps before a resume are included, so that no alarm is repeated.
+        truncation_penalty: The run's objective.truncation_penalty, for the advice.
     """
     sentences = _find_reward_hacking(history, config.hacking_evaluations)
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
     criteria = [name for name in history[-1] if name.startswith(m.CRITERION_FAILED)] if history else []
-    names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE)
+    names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.UNANSWERED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE)
     for name in (*names, m.TEACHER_CONTRAST, m.TEACHER_SHARE, *recalls, *criteria):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
@@ -32,7 +33,7 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
         if name in recalls:  # a step has few faults of a class: a single fault would raise an alarm
             values = [fmean(values[max(0, end - RECALL_STEPS) : end]) for end in range(1, len(values) + 1)]
         first = next(filter(None, values), 0.0)
-        *before, last = [_format_alarm(name, value, first, config) for value in values[-2:]]
+        *before, last = [_format_alarm(name, value, first, config, truncation_penalty) for value in values[-2:]]
         if last and not any(before):
             sentences.append(last)
     kls = [0.0, *(step[m.KL] for step in history if step.get(m.KL) is not None)]
@@ -72,7 +73,7 @@ def _find_reward_hacking(history: Sequence[Step], count: int) -> list[str]:
     ]
 
 
-def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
+def _format_alarm(name: str, value: float, first: float, config: AlarmConfig, truncation_penalty: float) -> str:
     """Return the alarm of a metric, "" for a value within its bounds. first: the run's first value that is not 0."""
     match name:
         case m.KL if value > config.max_kl:
@@ -95,7 +96,13 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) ->
         case m.TRUNCATED_SHARE if value > config.max_truncated_share:
             return (
                 f"rollout.max_new_tokens truncated {value:.0%} of the responses, above alarms.max_truncated_share="
-                f"{config.max_truncated_share:.0%}: raise it, or set objective.truncation_penalty below 0"
+                f"{config.max_truncated_share:.0%}: raise it, {_advise_on_length(truncation_penalty)}"
+            )
+        case m.UNANSWERED_SHARE if value > config.max_truncated_share:
+            return (
+                f"{value:.0%} of the responses end within their thinking, above alarms.max_truncated_share="
+                f"{config.max_truncated_share:.0%}: they have no answer, and nothing of them is judged; raise "
+                "rollout.max_new_tokens, or switch thinking off (model.chat_template_kwargs)"
             )
         case m.NEUTRAL_SHARE if value > 1 - config.min_labelled_share:
             return (
@@ -131,3 +138,13 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) ->
                 f"{config.max_failed_share:.0%}: look at feedback.status in samples.jsonl and at feedback.timeout_s"
             )
     return ""
+
+
+def _advise_on_length(truncation_penalty: float) -> str:
+    """Return what makes responses shorter in a run with this objective.truncation_penalty."""
+    if truncation_penalty == 0:
+        return "or set objective.truncation_penalty below 0"
+    return (
+        f"or ask for shorter responses in the prompts (each truncated response pays objective.truncation_penalty="
+        f"{truncation_penalty:g} already)"
+    )

@@ -288,6 +288,9 @@ def step_metrics(
         if found:
             criterion_rewards = [s.criterion_rewards.get(name, 0.0) for s in found]
             shares[f"{m.CRITERION_REWARD}{name}"] = float(np.mean(criterion_rewards))
+    rollouts = [r for _, r, _ in judged]
+    if any(turn.answer_start != turn.characters[0] for r in rollouts for turn in r.turns):  # the model thinks
+        shares[m.UNANSWERED_SHARE] = float(np.mean([r.answer_start is None for r in rollouts]))
     if conversations := [(r, f) for _, r, f in judged if r.conversation]:
         shares |= _conversation_metrics(conversations)
     totals = [objective.span_coef * s.token_rewards.sum() + s.truncation_penalty + s.outcome_reward for s in scored]

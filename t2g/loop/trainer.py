@@ -332,7 +332,8 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.write_step(step, metrics)
         self.history.append(metrics)
-        alarms = find_alarms(self.history, self.config.alarms)
+        penalty = self.config.objective.truncation_penalty
+        alarms = find_alarms(self.history, self.config.alarms, truncation_penalty=penalty)
         self.log.write_alarms(step, alarms)
         for sentence in alarms:
             logger.warning("step %d: %s", step, sentence)

@@ -31,6 +31,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | critic/clip_share                          | tokens whose clipped value error is larger than the unclipped one      |
 | response/length_mean                       | sampled tokens, EOS included                                           |
 | response/truncated_share                   | responses that max_new_tokens truncated                                |
+| response/unanswered_share                  | responses that end within their thinking; only of models that think    |
 | turns/mean                                 | of the policy in a conversation, with an environment                   |
 | turns/window_share                         | conversations that ended because rollout.max_model_len was full        |
 | turns/unpaid_share                         | share of spans on the environment's text alone, which pay nothing      |
@@ -104,6 +105,7 @@ ENTROPY = "policy/entropy"
 LENGTH = "response/length_mean"
 TURNS = "turns/mean"
 TRUNCATED_SHARE = "response/truncated_share"
+UNANSWERED_SHARE = "response/unanswered_share"
 FAILED_SHARE = "feedback/failed_share"
 TEACHER_CONTRAST, TEACHER_SHARE = "teacher/contrast", "teacher/share"
 RECALL = "feedback/recall_"  # prefix
@@ -123,6 +125,7 @@ _LINE = (  # parts of a step's terminal line: metric and template
     ("policy/clip_share", "PPO-clipped {:.1%}"),
     (LENGTH, "length {:.1f}"),
     (TRUNCATED_SHARE, "truncated {:.1%}"),
+    (UNANSWERED_SHARE, "unanswered {:.1%}"),
     (TURNS, "turns {:.2f}"),
     ("gap/logprob_mean", "gap {:.1e}"),
     ("speed/tokens_per_s", "{:.0f} tokens/s"),

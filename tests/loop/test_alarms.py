@@ -30,6 +30,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
             (0.1, 0.3),
             ["truncated 30%", "alarms.max_truncated_share=25%", "truncation_penalty"],
         ),
+        ("response/unanswered_share", (1.0,), ["100% of the responses", "thinking", "rollout.max_new_tokens"]),
         ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "timeout_s"]),
         ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
         ("policy/kl", (0.0, 4.0, 9.9, 20.1), ["from 9.9 to 20.1 nats", "alarms.max_kl=40", "learner.policy.lr"]),
@@ -64,6 +65,7 @@ def test_a_sentence_says_number_bound_and_what_to_try(
         ("response/length_mean", (0.0, 0.0)),
         ("feedback/failed_share", (0.1,)),
         ("response/truncated_share", (0.25,)),
+        ("response/unanswered_share", (0.25,)),
         ("feedback/recall_invented", (0.8, 0.9, 0.4)),
         ("teacher/contrast", (1.7, -0.5)),
         ("policy/kl", (3.0, None)),
@@ -72,6 +74,14 @@ def test_a_sentence_says_number_bound_and_what_to_try(
 )
 def test_silence_at_the_bound_and_without_a_number(name: str, values: tuple[float | None, ...]) -> None:
     assert find_alarms(steps(name, *values), CONFIG) == []
+
+
+@pytest.mark.parametrize(("penalty", "is_advised"), [(0.0, True), (-1.0, False), (-0.5, False)])
+def test_a_penalty_that_is_paid_already_is_not_advised(penalty: float, is_advised: bool) -> None:
+    history = steps("response/truncated_share", 0.1, 0.3)
+    (sentence,) = find_alarms(history, CONFIG, truncation_penalty=penalty)
+    assert ("set objective.truncation_penalty below 0" in sentence) == is_advised
+    assert (f"objective.truncation_penalty={penalty:g}" in sentence) == (not is_advised)
 
 
 def test_raised_on_crossing_and_again_after_recovery() -> None:

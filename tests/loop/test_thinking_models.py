@@ -256,6 +256,9 @@ def test_a_run_of_a_model_that_thinks(letters: Any, tmp_path: Path, train_thinki
     assert bench.feedback.texts and max(map(len, bench.feedback.texts)) < 4  # an answer has at most 3 of 4 letters
     metrics = bench.metrics()[1:]
     assert all(line["dropped/samples"] == 0 for line in metrics)  # what is not judged is trained on
+    shares = [line["response/unanswered_share"] for line in metrics]
+    alarms = (tmp_path / "alarms.jsonl").read_text()
+    assert max(shares) > 0 and ("end within their thinking" in alarms) == (max(shares) > 0.25)
     trained = [sample for batch in bench.learner.batches for m in batch.minibatches for sample in m]
     c = letters.convert_tokens_to_ids("c")
     for sample in trained:
@@ -267,7 +270,8 @@ def test_a_run_of_a_model_that_thinks(letters: Any, tmp_path: Path, train_thinki
             assert [weight == 0 for weight in sample.weights] == is_thinking
 
 
-def test_label_shares_are_of_answer_tokens() -> None:
+def scored_answer() -> tuple[Rollout, ScoredRollout]:
+    """Return a response of two tokens of thinking and an answer with a good and a poor token."""
     ids = np.zeros(4, np.int32)
     rollout = Rollout(
         prompt_id="p", sample_index=0, prompt_ids=ids, response_ids=ids, rollout_logprobs=np.zeros(4, np.float32),
@@ -282,9 +286,24 @@ def test_label_shares_are_of_answer_tokens() -> None:
         step_ids=np.zeros(4, np.int32),
         answer_tokens=np.array([False, False, True, True]),
     )
-    pairs = [(letter_prompts(1)[0], rollout, feedback)]
+    return rollout, scored
+
+
+def test_label_shares_are_of_answer_tokens() -> None:
+    rollout, scored = scored_answer()
+    pairs = [(letter_prompts(1)[0], rollout, scored.feedback)]
     metrics = step_metrics(pairs, [scored], [stats_of(scored)], ObjectiveConfig(), kl=0, kl_coef=0)
     assert [metrics[f"tokens/{name}_share"] for name in ("good", "poor", "neutral")] == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(("starts", "share"), [((2, None), 0.5), ((None,), 1.0), ((2,), 0.0), ((0, 0), None)])
+def test_responses_without_an_answer_are_counted_for_models_that_think(
+    starts: tuple[int | None, ...], share: float | None
+) -> None:
+    prompt, (judged, scored) = letter_prompts(1)[0], scored_answer()
+    pairs = [(prompt, replace(judged, answer_start=start), scored.feedback) for start in starts]
+    metrics = step_metrics(pairs, [scored], [stats_of(scored)], ObjectiveConfig(), kl=0, kl_coef=0)
+    assert metrics.get("response/unanswered_share") == share
 
 
 def test_a_step_in_which_nothing_is_trained_stops_with_its_reason(letters: Any) -> None:
