@@ -3,7 +3,7 @@
 All figures come from the files of the run folder: nothing is computed here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from t2g.config.texts import mask_secrets
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.report.curves import DASHES, Series, legend_entries, line_chart, thinned
+from t2g.report.held_out import Step, headline, last_held_out, metric_rows
 from t2g.report.templates import render_page
 from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
 from t2g.runs import metrics as m
@@ -27,10 +28,12 @@ from t2g.runs.log import ALARMS_FILE, COMMANDS_FILE, METRICS_FILE, SAMPLES_FILE,
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 BESIDE_FILE = "report_beside.html"
-MAX_EXAMPLES = 24
+MAX_EXAMPLES = 24  # prompts with a response before and one after
+MAX_SINGLES = 6  # prompts with one logged response
 MAX_ALARMS = 50
 MAX_TIMELINE = 12  # steps at which one prompt is shown
 MAX_CONFIG_CHARS = 40_000
+HIGH_SHARE, LEAST_AXIS = 0.5, 0.01  # the axis of a share from HIGH_SHARE on ends at 1; none is shorter than LEAST_AXIS
 TOTALS = ("stages_and_arms_s", "wall_s")  # entries of `timing` that are sums of the other entries
 OVER_STEPS = (  # title, label of the y axis (0 to 1 for a share), metrics
     ("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
@@ -45,7 +48,6 @@ OVER_STEPS = (  # title, label of the y axis (0 to 1 for a share), metrics
     ("Idle", "share of the step", ("idle/learner", "idle/rollout", "idle/reward")),
     ("Time", "seconds", ("time/step_s", "time/generate_s", "time/feedback_s", "time/learn_s", "time/sync_s")),
 )
-Step = Mapping[str, Any]
 Example = Sequence[SampleRecord]  # the responses to a prompt, by step
 _SAMPLE = TypeAdapter(LoggedSample)
 _STEP = TypeAdapter(dict[str, FiniteFloat | None])
@@ -226,7 +228,13 @@ def write_report(
     parts = {name: value for name, value in timing.items() if name not in TOTALS}
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
     metric, opening = headline(base, finals), typical_example(examples)
+    rows = metric_rows(base, finals, first=metric)
     further = [example for example in examples if example is not opening]
+    if beside is None:
+        pairs = [ends(example) for example in further if len(example) > 1]
+        singles = [example for example in further if len(example) == 1]
+    else:
+        pairs, singles = further, []
     render_page(
         path,
         "template.html",
@@ -237,9 +245,11 @@ def write_report(
         metric=metric,
         base=base,
         finals=finals,
-        rows=metric_rows(base, finals, first=metric),
+        has_errors=any(figure.error is not None for row in rows for figure in (row.base, *row.arms.values())),
+        rows=rows,
         charts=list(charts(arms, base, metric)),
-        examples=[example if beside is not None else ends(example) for example in further[:MAX_EXAMPLES]],
+        examples=pairs[:MAX_EXAMPLES],
+        singles=singles[:MAX_SINGLES],
         opening=opening if beside is not None else ends(opening),
         sides=["Before", "After"] if beside is None else [*arms],
         timeline=thinned(opening, MAX_TIMELINE) if beside is None else (),
@@ -248,7 +258,7 @@ def write_report(
         beside=beside,
         names=NAMES,
         levels=LEVELS,
-        num_left_out=max(0, len(further) - MAX_EXAMPLES),
+        num_left_out=max(0, len(pairs) - MAX_EXAMPLES) + max(0, len(singles) - MAX_SINGLES),
         reward_model=summary.get("reward_model", {}),
         versions=summary.get("versions", {}),
         timing=parts,
@@ -287,8 +297,9 @@ def charts(
     if metric is not None:
         level = base.get(metric)
         lines = [series(name, steps, m.SAMPLES, m.EVAL + metric) for name, steps in arms.items()]
-        is_share = all(0 <= y <= 1 for line in lines for y in line.y)
-        y_range = (0.0, 1.0) if is_share else ()
+        values = [y for line in lines for y in line.y] + ([] if level is None else [level])
+        is_share = all(0 <= value <= 1 for value in values)
+        y_range = share_range(values) if is_share else ()
         if svg := line_chart(lines, x_label="samples of training", y_label=metric, level=level, y_range=y_range):
             yield f"Held-out {metric}", svg, None if level is None else "base", legend_entries(lines)
         pairs = {name: m.pair_evaluations(steps, m.EVAL + metric) for name, steps in arms.items()}
@@ -315,9 +326,19 @@ def charts(
         ]
         lines = [line for line in lines if line.y]
         title += f": {keys[0].partition('/')[2]}" if several and len(arms) > 1 else ""
-        y_range = (0.0, 1.0) if y_label.startswith("share") else ()
+        y_range = share_range(y for line in lines for y in line.y) if y_label.startswith("share") else ()
         if svg := line_chart(lines, x_label="step", y_label=y_label, y_range=y_range):
             yield title, svg, None, legend_entries(lines)
+
+
+def share_range(values: Iterable[float]) -> tuple[float, float]:
+    """Return what the axis of a share includes: 0, and 1 for a high share. A small share has an axis of its own size.
+
+    >>> share_range([0.2, 0.75]), share_range([0.01, 0.03]), share_range([])
+    ((0.0, 1.0), (0.0, 0.03), (0.0, 0.01))
+    """
+    largest = max(values, default=0.0)
+    return (0.0, 1.0) if largest >= HIGH_SHARE else (0.0, max(largest, LEAST_AXIS))
 
 
 def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = False) -> Series:
@@ -331,29 +352,3 @@ def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = Fa
     label = y.partition("/")[2].partition("_")[0]
     style = label if by_label and label in ("good", "poor") else ""
     return Series(name=name, x=[a for a, _ in points], y=[b for _, b in points], style=style)
-
-
-def last_held_out(steps: Sequence[Step]) -> dict[str, float]:
-    """Return the held-out metrics of the last step with an evaluation, without their prefix."""
-    return next((metrics for step in reversed(steps) if (metrics := m.select_held_out(step))), {})
-
-
-def headline(base: Mapping[str, float], finals: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Return the name of the metric that `score` repeats, else `score`, else the first metric."""
-    evaluations = [base, *finals.values()]
-    names = [name for values in evaluations for name in values if name != "score"]
-    for name in names:
-        if all(values.get(name) == values["score"] for values in evaluations if "score" in values):
-            return name
-    return "score" if any("score" in values for values in evaluations) else next(iter(names), None)
-
-
-def metric_rows(
-    base: Mapping[str, float], finals: Mapping[str, Mapping[str, float]], *, first: str | None
-) -> list[tuple[str, float | None, list[float | None]]]:
-    """Return (metric, base, a value per arm), `first` on top; without `score` if it only repeats `first`."""
-    names = dict.fromkeys([first] if first else [])
-    names |= dict.fromkeys(name for values in (base, *finals.values()) for name in values)
-    if first != "score":
-        names.pop("score", None)
-    return [(name, base.get(name), [values.get(name) for values in finals.values()]) for name in names]

@@ -1,5 +1,6 @@
 """Render the templates of this folder. Pages have no scripts and load nothing; every text is untrusted and escaped."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from t2g.text.segments import Segment, printable, segments
 from t2g.types import Span, SpanFeedback
 
 MAX_TEXT_CHARS = 4000
+MIN_HEADINGS = 3  # of a page with a table of contents
+_HEADING = re.compile(r"<h2>(.*?)</h2>", re.DOTALL)  # the templates' own: other texts are escaped
+_CONTENTS = "<nav></nav>"
 
 _loader = FileSystemLoader(Path(__file__).parent)
 environment = Environment(
@@ -27,8 +31,24 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def render_page(path: Path, template: str, **values: Any) -> None:
-    """Render a page and write it, atomically replacing an older one."""
-    write_atomic(path, render(template, **values).encode(errors="replace"))  # a lone surrogate has no UTF-8
+    """Render a page with a table of contents and write it, atomically replacing an older one."""
+    page = add_contents(str(render(template, **values)))
+    write_atomic(path, page.encode(errors="replace"))  # a lone surrogate has no UTF-8
+
+
+def add_contents(page: str) -> str:
+    """Return the page with an id for each h2, and their links in place of `<nav></nav>`; few headings need none.
+
+    >>> add_contents("<nav></nav><h2>A</h2>")
+    '<h2>A</h2>'
+    """
+    titles = _HEADING.findall(page)
+    if len(titles) < MIN_HEADINGS:
+        return page.replace(_CONTENTS, "", 1)
+    links = [f'<a href="#section-{number}">{title}</a>' for number, title in enumerate(titles, start=1)]
+    for number, title in enumerate(titles, start=1):
+        page = page.replace(f"<h2>{title}</h2>", f'<h2 id="section-{number}">{title}</h2>', 1)
+    return page.replace(_CONTENTS, f'<nav aria-label="Contents">{"".join(links)}</nav>', 1)
 
 
 def is_figure(value: Any) -> bool:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.config.texts import CONTROL
-from t2g.report.run_page import MAX_EXAMPLES, headline, last_held_out, metric_rows, write_report
+from t2g.report.held_out import headline, last_held_out, metric_rows
+from t2g.report.run_page import MAX_EXAMPLES, MAX_SINGLES, share_range, write_report
 from t2g.report.templates import MAX_TEXT_CHARS, number
 from t2g.runs.log import SampleRecord
 from t2g.types import Span, SpanFeedback
@@ -16,6 +17,7 @@ from t2g.types import Span, SpanFeedback
 VOID = {"meta"}  # SVG elements close themselves or have an end tag
 ALLOWED = {
     *("del", "ins"),
+    *("nav", "a"),
     *("dl", "dt", "dd", "details", "summary", "pre", "label", "input", "i"),
     "html",
     "head",
@@ -114,7 +116,9 @@ def sample(prompt: str, response: str, judged: SpanFeedback | None = None) -> Sa
 def assert_offline(page: Page) -> None:
     assert set(page.tags) <= ALLOWED
     names = {name for name, _ in page.attributes}
-    assert not names & {"src", "href", "srcset", "action", "data", "poster", "background", "xlink:href"}
+    links = [value for name, value in page.attributes if name == "href"]
+    assert all(re.fullmatch(r"#section-\d+", link or "") for link in links)
+    assert not names & {"src", "srcset", "action", "data", "poster", "background", "xlink:href"}
     assert not [name for name in names if name.startswith("on")]
     styles = [value for name, value in page.attributes if name == "style"]
     assert all(re.fullmatch(r"width: [\d.]+%", style) for style in styles)
@@ -133,7 +137,7 @@ def test_one_arm_and_three_arms(tmp_path: Path) -> None:
         assert "url(" not in text
         assert "@import" not in text
     assert one.count("<polyline") == 2  # held-out metric and KL; reward and length were not logged
-    assert "0.750+0.250" in Page(three).text
+    assert "0.750+0.250" in Page(three).text and "one run with one seed" in Page(one).text and "±" not in Page(one).text
     assert "0.875" in Page(three).text
     assert 'style="width: 87.5%"' in three
     assert "1 min 15 s" in Page(three).text
@@ -241,11 +245,91 @@ def test_odd_texts(tmp_path: Path) -> None:
 
 
 def test_more_examples_than_fit_are_counted(tmp_path: Path) -> None:
-    examples = [[sample(f"prompt {i}", "x")] for i in range(MAX_EXAMPLES + 8)]
-    text = Page(write(tmp_path / "r.html", examples=examples)).text
-    assert "7 more examples are not shown" in text
+    pairs = [[sample(f"prompt {i}", "x")] * 2 for i in range(MAX_EXAMPLES + 8)]
+    singles = [[sample(f"single {i}", "x")] for i in range(MAX_SINGLES + 3)]
+    text = Page(write(tmp_path / "r.html", examples=pairs + singles)).text
+    assert f"{7 + 3} more prompts are not shown" in text
     assert f"prompt {MAX_EXAMPLES}" in text, "the first stands at the top"
     assert f"prompt {MAX_EXAMPLES + 1}" not in text
+    assert f"single {MAX_SINGLES - 1}" in text and f"single {MAX_SINGLES}" not in text
+
+
+def test_a_response_without_one_before_stands_in_no_card_of_before_and_after(tmp_path: Path) -> None:
+    pair, single = [sample("twice", "first"), sample("twice", "last")], [sample("once", "alone")]
+    other = [sample("other", "o1"), sample("other", "o2")]
+    text = Page(write(tmp_path / "r.html", examples=[other, pair, single])).text
+    compared, _, rest = text[text.rindex("More responses before and after") :].rpartition("Responses to other prompts")
+    assert compared.count("Before") == compared.count("After") == 1 and "alone" not in compared
+    assert "alone" in rest and "Before" not in rest and "After" not in rest
+    alone = Page(write(tmp_path / "r.html", examples=[single])).text
+    assert "Before" not in alone and "After" not in alone and "before and after" not in alone
+
+
+def style_of(page: str) -> str:
+    return page[page.index("<style>") + len("<style>") : page.index("</style>")]
+
+
+def outermost_rules(style: str) -> list[str]:
+    """Return the selectors that are inside of no other rule."""
+    rules, depth, start = [], 0, 0
+    for index, character in enumerate(style):
+        if character == "{":
+            rules += [style[start:index].strip()] if depth == 0 else []
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            start = index + 1
+    assert depth == 0
+    return rules
+
+
+def test_the_style_sheet_styles_nothing_outside_of_the_report(tmp_path: Path) -> None:
+    """A notebook that shows the page keeps its own style."""
+    page = write(tmp_path / "r.html", examples=[[sample("p", "x")]])
+    rules = outermost_rules(style_of(page))
+    assert rules == ["body:has(> .t2g-report)", "body > .t2g-report", ".t2g-report"]
+    assert not re.search(r":root|(?<![\w-])(body|html)\b", style_of(page).partition(".t2g-report {")[2])
+    assert page.index("<body>") < page.index('<div class="t2g-report">') < page.index("<h1>")
+
+
+def test_a_page_has_links_to_its_headings(tmp_path: Path) -> None:
+    page = write(tmp_path / "r.html", alarms=[("step 1", "KL")], made={"date": "today"})
+    links = re.findall(r'<a href="#(section-\d+)">(.*?)</a>', page)
+    headings = re.findall(r'<h2 id="(section-\d+)">(.*?)</h2>', page)
+    assert links == headings and [title for _, title in links][:3] == ["Alarms", "Training", "Held-out results"]
+    assert page.count("<h2") == len(headings), "every heading has a link"
+    short = write(tmp_path / "short.html", summary={}, arms={}, alarms=[("step 1", "KL")])
+    assert "<nav" not in short and "<h2>Alarms</h2>" in short
+
+
+def test_the_score_has_its_interval_over_prompts(tmp_path: Path) -> None:
+    base = {"f1": 0.5, "score": 0.5, "score_se": 0.02, "wrong": 1.0}
+    last = {"step": 1, "samples": 64.0, "eval/f1": 0.75, "eval/score": 0.75, "eval/score_se": 0.01, "eval/wrong": 0.5}
+    text = Page(write(tmp_path / "r.html", base=base, arms={"policy": [last]})).text
+    assert text.count("0.500± 0.039") == 2 and text.count("0.750± 0.020+0.250") == 2, "on its card and in the table"
+    assert "score_se" not in text and text.count("±") == 5 and "half the 95 % interval" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [((0.01, 0.03), (0.0, 0.03)), ((0.2, 0.97), (0.0, 1.0)), ((0.0, 0.001), (0.0, 0.01)), ((0.5,), (0.0, 1.0))],
+)
+def test_the_axis_of_a_small_share_ends_near_it(values: tuple[float, ...], ends: tuple[float, float]) -> None:
+    assert share_range(values) == ends
+
+
+def test_small_shares_fill_their_chart(tmp_path: Path) -> None:
+    steps = [{"step": step, "samples": 8 * step, "policy/clip_share": 0.02 * step} for step in (1, 2)]
+    page = write(tmp_path / "r.html", arms={"policy": steps})
+    chart = page[page.index("PPO-clipped tokens") :]
+    assert re.findall(r'text-anchor="end">([\d.]+)<', chart)[:5] == ["0.00", "0.01", "0.02", "0.03", "0.04"]
+
+
+def test_bars_of_a_reward_model_have_no_colour_of_a_judgement(tmp_path: Path) -> None:
+    """A poor F1 of 97 % is good: red would say the opposite."""
+    page = write(tmp_path / "r.html", reward_model={"poor_f1": 0.97})
+    assert '<td class="bar"><div><div style="width: 97.0%">' in page
+    assert not re.search(r"\.bar[^{}]*\{[^}]*--(poor|good)", style_of(page))
 
 
 def test_a_run_without_anything_yet(tmp_path: Path) -> None:
@@ -279,8 +363,10 @@ def test_headline_is_the_metric_that_score_repeats() -> None:
 
 def test_rows_of_the_table() -> None:
     base, finals = {"f1": 0.5, "score": 0.5}, {"a": {"f1": 0.75, "length": 8.0, "score": 0.75}, "b": {}}
-    assert metric_rows(base, finals, first="f1") == [("f1", 0.5, [0.75, None]), ("length", None, [8.0, None])]
-    assert [row[0] for row in metric_rows(base, finals, first="score")] == ["score", "f1", "length"]
+    rows = metric_rows(base, finals, first="f1")
+    values = [(row.name, row.base.value, {arm: figure.value for arm, figure in row.arms.items()}) for row in rows]
+    assert values == [("f1", 0.5, {"a": 0.75, "b": None}), ("length", None, {"a": 8.0, "b": None})]
+    assert [row.name for row in metric_rows(base, finals, first="score")] == ["score", "f1", "length"]
 
 
 def test_last_held_out_is_of_the_last_step_that_evaluated() -> None:

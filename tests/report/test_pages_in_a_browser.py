@@ -28,6 +28,14 @@ OVERLAPS = """(() => {
   }
   return found;
 })()"""  # labels of charts
+NOTEBOOK = """<!doctype html><html><head><style>body { margin: 7px; background: rgb(1, 2, 3); }
+td { padding: 3px; }</style></head><body><h1>mine</h1><table><tr><td>1</td></tr></table><mark>m</mark><div id="output">
+</div></body></html>"""  # a page of another author, into which a notebook puts a report
+OWN_STYLE = """['html', 'body', 'h1', 'table', 'td', 'mark'].map((name) => {
+  const style = getComputedStyle(document.querySelector(name));
+  return [style.margin, style.padding, style.font, style.color, style.backgroundColor, style.borderCollapse,
+          style.colorScheme, style.boxSizing, style.getPropertyValue('--card')].join('; ');
+})"""
 LOAD_S = 5.0  # measured: 0.4 for the first page, 0.1 for others
 
 
@@ -88,3 +96,29 @@ def test_pages_fit_their_windows_and_load_at_once(browser: Browser, tmp_path: Pa
     paid = browser.ask(colour)
     browser.ask("document.getElementById('by-advantage').click()")
     assert browser.ask(colour) != paid, "another quantity has another colour"
+
+
+def test_a_notebook_that_shows_a_report_keeps_its_own_style(browser: Browser, tmp_path: Path) -> None:
+    page = report_run(make_run(tmp_path / "one", 20)).read_text()
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(NOTEBOOK)
+    browser.look()
+    browser.open(notebook.as_uri())
+    before = browser.ask(OWN_STYLE)
+    browser.ask(f"(document.getElementById('output').innerHTML = {json.dumps(page)}).length")
+    assert browser.ask(OWN_STYLE) == before
+    card = "getComputedStyle(document.querySelector('.t2g-report .card')).borderRadius"
+    assert browser.ask(card) == "12px", "the report has its style"
+
+
+def test_links_of_the_contents_lead_to_their_headings(browser: Browser, tmp_path: Path) -> None:
+    path = report_run(make_run(tmp_path / "one", 20))
+    browser.look()
+    browser.open(path.as_uri())
+    browser.ask("document.querySelector('nav a:last-child').click()")
+    top = "document.querySelector('h2:last-of-type').getBoundingClientRect().top"
+    bottom = "document.querySelector('nav').getBoundingClientRect().bottom"
+    assert browser.ask(bottom) <= browser.ask(top) < browser.ask("window.innerHeight"), "below the contents, in view"
+    hidden = """[...document.querySelectorAll('.text')].filter((text) => text.scrollHeight > text.clientHeight
+        && text.clientHeight < 300).length"""
+    assert browser.ask(hidden) == 0, "no short text is cut"

@@ -88,6 +88,11 @@ def test_nothing_on_the_page_runs_or_is_fetched(tmp_path: Path) -> None:
         "http-equiv",
         "class",
         "style",
+        "id",
+        "href",
+        "aria-label",
     }
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links and all((link or "").startswith("#section-") for link in links)
     assert "<script>alert(1)</script>␛[31m" in page.text and "\x1b" not in html
     assert not re.search(r"https?:|url\(|@import", html)

@@ -98,7 +98,7 @@ def test_the_page_shows_gold_and_model_side_by_side(
     _, html = write(tmp_path, cases)
     page = Page(html)
     assert set(page.tags) <= ALLOWED
-    missed = html[html.index("<h2>missed poor: 1</h2>") : html.index("<h2>invented good: 0</h2>")]
+    missed = html[html.index(">missed poor: 1</h2>") : html.index(">invented good: 0</h2>")]
     gold, model = missed.split('<div class="label">Reward model')
     assert '<mark class="good" title="good">aa</mark>' in gold and '<mark class="poor" title="poor">bb</mark>' in gold
     assert '<mark class="good" title="good">aa</mark>' in model and 'class="poor"' not in model
@@ -127,7 +127,9 @@ def test_nothing_on_the_page_runs_or_is_fetched(tmp_path: Path) -> None:
     page = Page(html)
     assert set(page.tags) <= ALLOWED
     assert {name for name, _ in page.attributes} <= {"lang", "charset", "name", "content", "http-equiv", "class",
-                                                     "style", "title"}  # fmt: skip
+                                                     "style", "title", "id", "href", "aria-label"}  # fmt: skip
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links and all((link or "").startswith("#section-") for link in links)
     assert page.text.count("<script>alert(1)</script>␛[31m") >= 5
     assert "\x1b" not in html
     assert "default-src 'none'" in html and "prefers-color-scheme: dark" in html
