@@ -18,13 +18,13 @@ from t2g.runs import metrics
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "t2g" / "guides").glob("[0-9]*.md"))
 MAX_PARAGRAPH = 80  # words
-MAX_GUIDE = 900
+MAX_GUIDE = 1000
 MAX_WORDS = {  # of `wc -w`: tables and code count
     "README.md": 1200,
     "t2g/README.md": 1800,
     "actors/README.md": 1800,
     "docker/README.md": 1600,
-    "t2g/guides/02-your-feedback.md": 1400,
+    "t2g/guides/02-your-feedback.md": 1600,
 }
 UNLIMITED = ("configs/README.md", "t2g/study/README.md", "jobs/stopwatch/README.md", "tests/README.md")  # tables
 NEWCOMER = [ROOT / "README.md", *GUIDES]
