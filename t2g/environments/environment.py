@@ -11,6 +11,7 @@ from t2g.feedback.sources.user_function import (
     FunctionFailed,
     UserFunction,
     check_function,
+    describe_error,
     load_function,
     select_options,
     shorten,
@@ -54,7 +55,7 @@ class Environment:
         try:
             environment = make(**select_options(make, options))
         except Exception as error:  # a user's class may raise anything
-            raise UserError(f"{key} cannot be constructed: {type(error).__name__}: {error}") from error
+            raise UserError(f"{key} cannot be constructed: {describe_error(error)}") from error
         reply = getattr(environment, "reply", None)
         check_function(reply, f"{key}, its method reply,", "(prompt, messages)", num_arguments=2)
         timeout_s = max(source.timeout_s for source in sources)

@@ -58,7 +58,7 @@ def training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSo
     return feedback if noise is None else NoisyFeedback(feedback, noise, seed=config.run.seed)
 
 
-def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: str) -> list[JudgedResponse]:
+def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int) -> list[JudgedResponse]:
     """Return the responses with usable feedback.
 
     Raises:
@@ -75,7 +75,8 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: s
         unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
         raise RunStopped(
             f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
-            f"({unsampled}{counts['failed']} failed, {counts['unparsable']} unparsable) from {source}; "
+            f"({unsampled}{counts['failed']} failed, {counts['unparsable']} unparsable) from feedback.source="
+            f"{config.feedback.describe()}; "
             f"feedback.max_failed_share allows {config.feedback.max_failed_share:.0%}{reason}"
         )
     return usable

@@ -167,7 +167,12 @@ class Trainer:
             judged = await producer.take(step, self.stop)
         except Stopped:
             return False
-        usable = sampling.select_usable(judged, self.config, step=step, source=self.feedback.name)
+        try:
+            usable = sampling.select_usable(judged, self.config, step=step)
+        except RunStopped:  # a resume drops these lines
+            self.log.write_samples(step, "train", judged.responses)
+            self.log.write_dropped(step, sampling.make_dropped_records(judged))
+            raise
         scored = [self._score(rollout, feedback) for _, rollout, feedback in usable]
         ages = steps.token_staleness(
             [s.rollout for s in scored], policy_version=self.state.policy_version, max_staleness=max_staleness

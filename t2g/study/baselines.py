@@ -258,7 +258,7 @@ async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutS
     revised_steps: list[JudgedStep] = []
     with show_progress(f"{job.run.name}: revisions", job.num_steps) as bar:
         for step, judged in enumerate(steps, start=1):
-            responses = select_usable(judged, job, step=step, source=feedback.name)
+            responses = select_usable(judged, job, step=step)
             began = time.monotonic()
             revised = await revise(arm, responses, rollouts, split="revise", step=step, num_samples=num_samples)
             sampled_at = time.monotonic()
@@ -380,7 +380,7 @@ def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Sc
     for step, judged in enumerate(steps, start=1):
         if not judged.responses and not judged.unsampled:
             continue
-        for response in select_usable(judged, arm.job, step=step, source=arm.feedback.name):
+        for response in select_usable(judged, arm.job, step=step):
             prompt = response.prompt
             reward = sum_rewards(arm.job, response, tokenizer)
             scored = Scored(prompt=prompt, rollout=response.rollout, reward=reward)

@@ -9,6 +9,7 @@ import numpy as np
 
 from t2g.config import StyleConfig
 from t2g.config.python_functions import import_object
+from t2g.config.texts import mask_secrets
 from t2g.errors import MissingLocally, UserError
 from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message
@@ -211,7 +212,7 @@ def get_task(name: str) -> Task:
         return import_object(path)()
     except Exception as error:  # import of the user's module and construction of its class may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
-        raise kind(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise kind(mask_secrets(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}")) from error
 
 
 def stable_id(text: str) -> str:

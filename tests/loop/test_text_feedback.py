@@ -10,7 +10,7 @@ from fakes import letter_tokenizer
 from trainer_bench import Bench, job
 
 from t2g.config import PolicyJob, with_overrides
-from t2g.errors import RunStopped
+from t2g.errors import UserError
 from t2g.feedback.sources.make import make_local_source
 from t2g.runs.identity import Identity
 from t2g.runs.judgements import JournaledFeedback
@@ -63,8 +63,10 @@ def test_without_align_the_run_stops_with_a_sentence_that_names_the_key(tmp_path
     config = text_job("http://127.0.0.1:9/v1")
     bench = Bench(tmp_path, letter_tokenizer(tmp_path), config)
     bench.trainer.feedback = bench.trainer.train_feedback = make_local_source(config.feedback, PromptsTask())
-    with pytest.raises(RunStopped, match=r"100% of 32 samples .* returned a critique alone: feedback\.align=llm"):
+    CALLS.clear()
+    with pytest.raises(UserError, match=r"returned a critique alone, on prompt \S+: feedback\.align=llm"):
         bench.run()
+    assert len(CALLS) <= config.feedback.concurrency, "the first such answer stops the run"
 
 
 def test_a_killed_run_requests_no_judgement_twice_from_function_and_endpoint(tmp_path: Path) -> None:

@@ -171,10 +171,17 @@ def test_a_stop_during_sampling_leaves_the_step_undone(tokenizer: Any, tmp_path:
 
 
 def test_too_much_failed_feedback_stops_the_run_and_says_so(tokenizer: Any, tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tokenizer, job())
+    bench = Bench(tmp_path, tokenizer, with_overrides(job(), {"feedback.source": "facts:judge"}))
     bench.feedback.failing = lambda prompt: int(prompt.prompt_id[-1]) < 8
-    with pytest.raises(RunStopped, match=r"step 1: .*of 32 samples have no usable feedback .*from program"):
+    with pytest.raises(RunStopped, match=r"step 1: .*no usable feedback .*from feedback\.source=facts:judge;"):
         bench.run()
+    dropped = bench.dropped()
+    assert len(dropped) > 16 and {line["step"] for line in dropped} == {1}
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert "failed" in {sample["feedback"]["status"] for sample in samples if sample["split"] == "train"}
+    again = Bench(tmp_path, tokenizer, job())
+    again.run()
+    assert [line for line in again.dropped() if line["step"] == 1] == []
 
 
 def test_a_run_that_stops_itself_keeps_the_steps_that_were_done(tokenizer: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from t2g.errors import UserError
 from t2g.feedback.parse import check_critique, make_failed_feedback, make_feedback, read_judgement
 from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.user_function import FunctionFailed, UserFunction, load_function, shorten
@@ -39,7 +40,7 @@ class ProgramFeedback(FeedbackSource):
         Args:
             function: The function or its import path. It is called as `function(prompt_text, response_text)`, with
                 those of OPTIONS that it has as parameters.
-            aligner: Finds the spans of a text alone; without it such an answer is failed feedback.
+            aligner: Finds the spans of a text alone; without it such an answer ends the run.
             section, field: Section and key of the config that name the function; with align it may have a parameter
                 `critique`, too.
             timeout_s, concurrency, log: See `UserFunction`.
@@ -55,7 +56,8 @@ class ProgramFeedback(FeedbackSource):
             function = load_function(function, key, form, num_arguments=2, options=options)
         self._path = paid or _path_of(function)
         self.journal_version = paid or (aligner.journal_version if aligner else "")
-        self._section, self._aligner, self.fleet = section, aligner, aligner.fleet if aligner else None
+        self._key, self._section = key, section
+        self._aligner, self.fleet = aligner, aligner.fleet if aligner else None
         self._function = UserFunction(
             function, kind="feedback function", key=key, timeout_s=timeout_s,
             concurrency=concurrency, log=log, section=section,
@@ -65,7 +67,7 @@ class ProgramFeedback(FeedbackSource):
         """Return the pieces that the function names, as spans of this critique, which replaces the function's own.
 
         Raises:
-            RunStopped: As `UserFunction.call`.
+            UserError, RunStopped: As `judge`.
         """
         own = await self.judge(prompt, response_text, critique=critique)
         if not own.usable or own.critique == critique:
@@ -81,6 +83,7 @@ class ProgramFeedback(FeedbackSource):
             options: Further keyword arguments, which the function gets if it takes them.
 
         Raises:
+            UserError: The function returned a text alone, and there is no aligner.
             RunStopped: As `UserFunction.call`.
         """
         messages = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
@@ -93,18 +96,18 @@ class ProgramFeedback(FeedbackSource):
         except FunctionFailed as failed:
             return make_failed_feedback("failed", source=self.name, version=self._path, reason=str(failed))
         if isinstance(feedback, str):
+            if self._aligner is None:
+                raise UserError(
+                    f"{self._key}: the feedback function returned a critique alone, on prompt {prompt.prompt_id}: "
+                    f"{self._section}.align=llm or reward_model finds its spans, or return (critique, good pieces, "
+                    "poor pieces)"
+                )
             own = make_feedback(feedback, (), (), response_text, source=self.name, version=self._path)
-            assert self._aligner is not None, "see _read"
             return await find_spans(self._aligner, prompt, response_text, own) if own.critique.strip() else own
         return feedback
 
     def _read(self, answer: Any, response_text: str) -> SpanFeedback | str:
         """Return the feedback, or a critique alone, whose spans the aligner finds. FunctionFailed for anything else."""
-        if isinstance(answer, str) and self._aligner is None:
-            raise FunctionFailed(
-                f"returned a critique alone: {self._section}.align=llm or reward_model finds its spans, or return "
-                "(critique, good pieces, poor pieces)"
-            )
         try:
             if isinstance(answer, str):
                 return check_critique(answer)

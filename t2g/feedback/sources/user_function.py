@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t2g.config.python_functions import import_object
+from t2g.config.texts import mask_secrets
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import FailureLog, PerLoop
 from t2g.text.segments import printable
@@ -84,7 +85,7 @@ class UserFunction:
                     self._num_timeouts, self._timed_out_at = self._num_timeouts + 1, time.monotonic()
                 answer = FunctionFailed(f"gave no answer within {self._section}.timeout_s={self._timeout_s:g}")
         if isinstance(answer, FunctionFailed):
-            reason = f"the {self._kind} {answer}"
+            reason = mask_secrets(f"the {self._kind} {answer}")
             self._failures.log(reason.partition(":")[0], f"{self._key}: {reason}, on prompt {prompt_id}")
             self._check_timeouts()
             raise FunctionFailed(reason)
@@ -117,7 +118,7 @@ class UserFunction:
     def _make_failed(self, error: BaseException) -> FunctionFailed:
         if isinstance(error, FunctionFailed):
             return error
-        message = traceback.format_exception_only(error)[-1].strip()  # str(error) may raise
+        message = mask_secrets(traceback.format_exception_only(error)[-1].strip())  # str(error) may raise
         return FunctionFailed(f"raised {shorten(printable(message))}{self._log_traceback(error)}")
 
     def _log_traceback(self, error: BaseException) -> str:
@@ -129,7 +130,7 @@ class UserFunction:
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("a", encoding="utf-8", errors="replace") as file:
-                file.write("".join(traceback.format_exception(error)))
+                file.write(mask_secrets("".join(traceback.format_exception(error))))
         except OSError:
             return ""
         return f" (traceback in {self._log})"
@@ -161,7 +162,7 @@ def load_function(
         function = import_object(import_path)
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
-        raise kind(f"{key} cannot be imported: {type(error).__name__}: {error}") from error
+        raise kind(f"{key} cannot be imported: {describe_error(error)}") from error
     check_function(function, key, form, num_arguments=num_arguments, options=options)
     return function
 
@@ -176,6 +177,11 @@ def check_function(function: Any, key: str, form: str, *, num_arguments: int, op
         signature.bind(*range(num_arguments), **select_options(function, dict.fromkeys(options)))
     except (TypeError, ValueError) as error:  # a built-in class has no signature
         raise UserError(f"{key} cannot be called with {form}, but is {text}: {error}") from None
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type and message of an error in a user's code, without the secrets that it repeats."""
+    return mask_secrets(f"{type(error).__name__}: {error}")
 
 
 def select_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

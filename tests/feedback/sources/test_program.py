@@ -19,6 +19,7 @@ from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_failed_feedback, make_feedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.feedback.sources.program import ProgramFeedback
+from t2g.tasks.base import get_task
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Span, SpanFeedback
 
@@ -53,7 +54,7 @@ def leaving(prompt: str, response: str) -> None:
 
 
 def invalid(prompt: str, response: str) -> Any:
-    return "good"
+    return 3
 
 
 def raising_later(prompt: str, response: str) -> Any:
@@ -251,12 +252,9 @@ def test_the_spans_of_a_text_alone_are_the_aligners(function: Any) -> None:
     assert "at most 65536" in judged("long").reason
 
 
-def test_a_text_alone_without_an_aligner_names_the_key() -> None:
-    found = asyncio.run(ProgramFeedback(text_alone).judge(PROMPT, "a bag"))
-    assert found.status == "failed" and found.reason == (
-        "the feedback function returned a critique alone: feedback.align=llm or reward_model finds its spans, or "
-        "return (critique, good pieces, poor pieces)"
-    )
+def test_a_text_alone_without_an_aligner_ends_the_run_and_names_the_key() -> None:
+    with pytest.raises(UserError, match=r"critique alone, on prompt 7: feedback\.align=llm or reward_model finds"):
+        asyncio.run(ProgramFeedback(text_alone).judge(PROMPT, "a bag"))
 
 
 def test_an_empty_response() -> None:
@@ -269,7 +267,7 @@ def test_an_empty_response() -> None:
         ("raising", "raised KeyError: 'facts'"),
         ("quoting", "raised ValueError: no number in ␛]52;c;eA==␇"),  # a terminal would execute it
         ("leaving", "raised SystemExit: 3"),
-        ("invalid", "returned a critique alone: feedback.align=llm"),
+        ("invalid", "returned an invalid judgement: 3; it needs to be"),
         ("raising_later", "raised OSError: the connection is gone"),
         ("unspeakable", "Unspeakable"),
         ("unspeakable_answer", "raised ZeroDivisionError"),
@@ -462,3 +460,33 @@ def test_the_traceback_of_each_kind_of_error_lies_in_the_run_folder(tmp_path: Pa
     assert kept.count("ZeroDivisionError: by nothing") == 1 and kept.count("Traceback") == 2
     assert "in feedback_function" in kept and str(tmp_path) in reasons[0] and str(tmp_path) not in reasons[2]
     assert "word …" in reasons[0], "no message is cut within a word"
+
+
+def test_secrets_in_an_error_of_a_function_are_masked_in_reason_log_and_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One secret is the value of an environment variable, one has the form of a key, one is cut by the reason's end."""
+    monkeypatch.setenv("JUDGE_API_KEY", "plain-words-as-a-key")
+    secrets = ("plain-words-as-a-key", "sk-proj-12345678abcd")
+
+    def feedback_function(prompt: str, response: str) -> Any:
+        if response == "returned":
+            return {secrets[0]: 1}
+        try:
+            raise KeyError(f"Incorrect API key provided: {secrets[0]}")
+        except KeyError as error:
+            raise ValueError("x " * (140 if response == "cut" else 0) + " ".join(secrets)) from error
+
+    source = ProgramFeedback(feedback_function, log=tmp_path / "feedback.log")
+    reasons = [asyncio.run(source.judge(PROMPT, response)).reason for response in ("raised", "cut", "returned")]
+    written = [*reasons, caplog.text, (tmp_path / "feedback.log").read_text()]
+    assert all("***" in text for text in written)
+    assert not any(secret[:10] in text for text in written for secret in secrets)
+
+
+def test_a_secret_in_the_error_of_an_import_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_with_a_key.py").write_text("raise OSError('no access with sk-proj-12345678abcd')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for load in (ProgramFeedback, get_task):
+        with pytest.raises(UserError, match=r"OSError: no access with \*\*\*"):
+            load("module_with_a_key:f")
