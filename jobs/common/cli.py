@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,6 +28,7 @@ from t2g.config.validation_errors import format_errors, section_type
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import describe_write_failure
 
+STDERR = 2  # its file descriptor
 Config = TypeVar("Config", bound=AnyJob)
 Result = TypeVar("Result")
 
@@ -154,11 +156,15 @@ class StopFlag:
         return self.signal_name is not None
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal: set the flag."""
-        # No lock here: a handler that takes one, as threading.Event does, may wait for what it interrupted.
+        """Handle a signal: set the flag, and answer on stderr."""
+        # No lock here: a handler that takes one, as threading.Event or print do, may wait for what it interrupted.
         self.signal_name = signal.Signals(number).name
+        answer = f"\n{self.signal_name}: the job stops as soon as its finished work is saved"
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
+            answer += "; a second Ctrl-C stops it at once"
+        with suppress(OSError):  # stderr is closed
+            os.write(STDERR, f"{answer}\n".encode())
 
 
 def stop_flag() -> StopFlag:

@@ -243,10 +243,11 @@ def run_with_learner(
 
             def on_step(step: int, metrics: dict[str, float]) -> None:
                 bar.print_line(format_step(step, metrics))
-                bar.advance(min(step, 1))  # step 0 is the evaluation before the first update
+                if step > 0:  # step 0 is the evaluation before the first update
+                    bar.advance()
                 steering.on_step(step, metrics)
 
-            trainer.on_step = on_step
+            trainer.on_step, trainer.on_phase = on_step, bar.set_phase
             state = asyncio.run(run_with_background(trainer.run(), *steering.make_background_tasks()))
         if state.step == config.num_steps:
             with log_duration("writing the policy"):

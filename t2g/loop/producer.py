@@ -27,6 +27,8 @@ class Producer:
     Args:
         finished: Groups by step, from a checkpoint, that are not sampled again.
         outcome_rewards: Scores the responses to each prompt once they are judged.
+        on_phase: Called with "sampling", and with "feedback" once all responses of the step are sampled that `take`
+            waits for.
     """
 
     def __init__(
@@ -37,11 +39,14 @@ class Producer:
         feedback: FeedbackSource,
         finished: Mapping[int, Sequence[Group]] = {},
         outcome_rewards: OutcomeRewards | None = None,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self._config, self._prompts, self._rollouts, self._feedback = config, prompts, rollouts, feedback
         self._restored, self._outcome_rewards = dict(finished), outcome_rewards
         self._steps: dict[int, list[asyncio.Task[Group]]] = {}
         self._sampled_at: dict[int, float] = {}  # time of a step's latest response
+        self._unsampled: dict[int, set[str]] = {}  # ids of a step's prompts that wait for responses
+        self._taken_step, self._on_phase = 0, on_phase
 
     async def __aenter__(self) -> Self:
         return self
@@ -63,6 +68,7 @@ class Producer:
         finished = {group.prompt.prompt_id: group for group in self._restored.pop(step, ())}
         self._sampled_at[step] = 0.0
         self._steps[step] = []
+        self._unsampled[step] = {self._prompts[i].prompt_id for i in indices}
         for i, count in Counter(indices).items():
             sampling = make_sampling(self._config, "train", step, num_samples=count * rollout.samples_per_prompt)
             group = self._make_group(step, self._prompts[i], sampling, finished)
@@ -70,6 +76,7 @@ class Producer:
 
     async def _make_group(self, step: int, prompt: Prompt, sampling: Sampling, finished: Mapping[str, Group]) -> Group:
         if prompt.prompt_id in finished:
+            self._on_sampled(step, prompt)
             return finished[prompt.prompt_id]
         judgements: dict[int, asyncio.Task[SpanFeedback]] = {}
 
@@ -81,16 +88,24 @@ class Producer:
         try:
             rollouts = await self._rollouts.sample(prompt, sampling, start_judging)
             self._sampled_at[step] = time.monotonic()
+            self._on_sampled(step, prompt)
             for rollout in rollouts:
                 start_judging(rollout)
             feedback = await asyncio.gather(*(judgements[rollout.sample_index] for rollout in rollouts))
             if self._outcome_rewards is not None:
                 feedback = await self._outcome_rewards.score(prompt, [*zip(rollouts, feedback, strict=True)])
         except SamplingFailed as error:
+            self._on_sampled(step, prompt)
             return Group(prompt=prompt, samples=(), failure=str(error))
         finally:
             await cancel_all(list(judgements.values()))
         return Group(prompt=prompt, samples=tuple(zip(rollouts, feedback, strict=True)))
+
+    def _on_sampled(self, step: int, prompt: Prompt) -> None:
+        """Note that a prompt of the step waits for responses no longer."""
+        self._unsampled[step].discard(prompt.prompt_id)
+        if step == self._taken_step and not self._unsampled[step]:
+            self._on_phase("feedback")
 
     async def take(self, step: int, stop: Callable[[], bool]) -> JudgedStep:
         """Return all samples of an admitted step once they are judged.
@@ -99,6 +114,8 @@ class Producer:
             Stopped: `stop()` returned True.
         """
         started = time.monotonic()
+        self._taken_step = step
+        self._on_phase("sampling" if self._unsampled[step] else "feedback")
         groups = await wait_unless_stopped(self._steps[step], stop)
         del self._steps[step]
         unsampled = {group.prompt.prompt_id: group.failure for group in groups if not group.samples}

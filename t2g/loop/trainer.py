@@ -80,6 +80,7 @@ class Trainer:
     identity: Identity  # of the run; a checkpoint is valid for the same prompts and the same reference policy only
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+    on_phase: Callable[[str], None] = lambda phase: None  # called with what the run does next: sampling, learning
     on_checkpoint: Callable[[int], None] = lambda step: None  # called with the step before its checkpoint is written
     extra_metrics: Callable[[], Awaitable[dict[str, float]]]  # further metrics of a step, read at its end
     gpu_time_sharing: GpuTimeSharing | None = None  # if engines and learner share GPUs
@@ -134,7 +135,7 @@ class Trainer:
         recovered = {} if self.lost_at is None else {"recovery/learner_s": time.monotonic() - self.lost_at}
         if self.state.step == 0 and self.eval_prompts:
             self._log(0, await self._evaluate(step=0))
-        inputs = self.prompts, self.rollouts, self.train_feedback, self._finished, self._outcome_rewards
+        inputs = self.prompts, self.rollouts, self.train_feedback, self._finished, self._outcome_rewards, self.on_phase
         async with Producer(self.config, *inputs) as producer:
             saved = self.state.step
             try:
@@ -179,10 +180,12 @@ class Trainer:
         )
 
         self._learner_is_at_state = False
+        self.on_phase("learning")
         learn_started = time.monotonic()
         await self._give_gpus_to("learner")
         samples, stats, kl, result = await self._learn(step, scored, [prompt for prompt, _, _ in usable])
         learn_s = time.monotonic() - learn_started
+        self.on_phase("weight sync")
         await self._give_gpus_to("engines")
         synced = await self.sync.push(result.policy_version)
 
@@ -326,6 +329,7 @@ class Trainer:
     async def _evaluate(self, *, step: int) -> dict[str, float]:
         """Evaluate the held-out prompts, sampled as in training, and keep the policy if it is the best so far."""
         started = time.monotonic()
+        self.on_phase("evaluation")
         pairs = await sampling.sample_held_out(self.config, self.eval_prompts, self.rollouts)
         metrics = await sampling.compute_held_out_metrics(
             self.config, self.task, pairs, self.feedback, self.log, step=step
@@ -345,6 +349,7 @@ class Trainer:
         self.on_step(step, metrics)
 
     async def _checkpoint(self, producer: Producer) -> None:
+        self.on_phase("checkpoint")
         await self._give_gpus_to("learner")
         now = time.monotonic()
         self.state, self._since = replace(self.state, wall_s=self.state.wall_s + now - self._since), now

@@ -12,11 +12,21 @@ from datetime import datetime
 from pathlib import Path
 
 from rich import get_console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 10.0
 MAX_SILENCE_S, POLL_S = 14.0, 1.0  # together at most 15 seconds without a line
 RATE_PERIOD_S = 3600.0  # rich's default of 30 s gives no rate for steps of a minute
+MIN_ITEMS = 3  # of this session, before a time left is estimated; the first one pays for warm-up and does not count
 PROGRESS_FILE = "progress.log"
 
 _folder: Path | None = None  # run folder of progress.log
@@ -24,23 +34,39 @@ _last_line_at = 0.0  # time.monotonic()
 _blocks: list[object] = []  # the innermost is last
 
 
+class TimeLeftColumn(TimeRemainingColumn):
+    """The time left on a terminal; a dash while too few items are done for an estimate."""
+
+    def render(self, task: Task) -> Text:
+        """Return the time left."""
+        return super().render(task) if task.finished or time_left(task) is not None else Text("time left unknown")
+
+
+def time_left(task: Task) -> float | None:
+    """Return the estimated seconds until the task ends; None before MIN_ITEMS items of this session."""
+    return task.time_remaining if task.completed - task.fields["done_before"] >= MIN_ITEMS else None
+
+
 class ProgressBar:
     """A bar on a terminal; elsewhere at most one line in SECONDS_BETWEEN_LINES."""
 
     def __init__(self, name: str, total: int, done: int, progress: Progress) -> None:
         self._progress, self._last = progress, progress.get_time()
-        progress.add_task(name, total=total, completed=done)
-        (self._task,) = progress.tasks
-        progress.advance(self._task.id, 0)  # rich measures from its first sample on
+        progress.add_task(name, total=total, completed=done, done_before=done, phase="")
+        (self._task,) = progress.tasks  # rich measures the speed from the end of the first item on
 
     def advance(self, count: int = 1) -> None:
         """Add `count` to the finished items."""
         task, now = self._task, self._progress.get_time()
         self._progress.advance(task.id, count)
         is_due = self._progress.disable and now - self._last >= SECONDS_BETWEEN_LINES
-        if is_due and (left := task.time_remaining) is not None:
+        if is_due and (left := time_left(task)) is not None:
             self._last = now
-            self.print_line(f"{self.position}, {format_duration(left)} left")
+            self.print_line(f"{self.count}, {format_duration(left)} left")
+
+    def set_phase(self, phase: str) -> None:
+        """Show what the current item does: sampling, feedback, learning."""
+        self._progress.update(self._task.id, phase=phase)
 
     def advance_to(self, done: int) -> None:
         """Set the finished items to `done`, unless more are finished."""
@@ -52,22 +78,34 @@ class ProgressBar:
         record_line(line)
 
     @property
-    def position(self) -> str:
+    def count(self) -> str:
         return f"{self._task.description}: {self._task.completed:.0f} of {self._task.total:.0f}"
+
+    @property
+    def position(self) -> str:
+        """Return the finished items, and the phase of the current one."""
+        phase = self._task.fields["phase"]
+        return f"{self.count}, {phase}" if phase else self.count
+
+    @property
+    def is_complete(self) -> bool:
+        return self._task.completed >= (self._task.total or 0)
 
 
 @contextmanager
 def show_progress(name: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
     """Show a progress bar while the block runs, and print how long it took.
 
-    On a terminal the bar disappears at the end; elsewhere at most one line is printed in 10 s, for logs.
+    On a terminal the bar disappears at the end; elsewhere at most one line is printed in 10 s, for logs. The last line
+    says how many items are finished, where some are not: the block was stopped, or left some out.
 
     Args:
         done: Items of `total` that an earlier session finished; they do not count for the time left.
     """
     console = get_console()  # the shared console: nested bars use one live display
     started = console.get_time()
-    columns = *Progress.get_default_columns(), MofNCompleteColumn()
+    texts = [TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[phase]}")]
+    columns = *texts, BarColumn(), TaskProgressColumn(), TimeLeftColumn(), MofNCompleteColumn()
     look = {"console": console, "disable": not console.is_terminal, "transient": True}
     with Progress(*columns, **look, speed_estimate_period=RATE_PERIOD_S) as progress:
         bar = ProgressBar(name, total, done, progress)
@@ -76,7 +114,8 @@ def show_progress(name: str, total: int, done: int = 0) -> Iterator[ProgressBar]
         write = record_line if console.is_terminal else bar.print_line  # the bar is on the terminal
         with _limit_silence(lambda elapsed: write(f"{bar.position}, {elapsed} so far")):
             yield bar
-    bar.print_line(f"{name}: done in {format_duration(console.get_time() - started)}")
+    duration = format_duration(console.get_time() - started)
+    bar.print_line(f"{name}: done in {duration}" if bar.is_complete else f"{bar.count}, ended after {duration}")
 
 
 @contextmanager

@@ -76,6 +76,46 @@ def take_step(tmp_path: Path, *, fails: bool) -> tuple[Any, list[str]]:
     return asyncio.run(run())
 
 
+class HoldingFeedback(RecordingFeedback):
+    """Feedback that waits for `release`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = asyncio.Event()
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        judged = await super().judge(prompt, response_text)
+        await asyncio.wait_for(self.release.wait(), 10)
+        return judged
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_is_awaited_tells_whether_it_samples_or_judges(fails: bool) -> None:
+    config = PolicyJob(
+        model={"policy": "m"}, data={"path": "d"}, feedback={"source": "a:b"},
+        rollout={"prompts_per_step": 1, "samples_per_prompt": 2},
+    )  # fmt: skip
+    phases: list[str] = []
+
+    async def run() -> None:
+        feedback = HoldingFeedback()
+        inputs = [PROMPT], StreamingRollouts(feedback, fails), feedback
+        async with Producer(config, *inputs, on_phase=phases.append) as producer:
+            producer.admit(1)
+            producer.admit(2)
+            first = asyncio.ensure_future(producer.take(1, lambda: False))
+            await asyncio.wait_for(feedback.has_judged.wait(), 10)
+            await asyncio.sleep(0.05)
+            assert phases == ["sampling", "feedback"]
+            feedback.release.set()
+            await first
+            await asyncio.sleep(0.05)
+            await producer.take(2, lambda: False)
+
+    asyncio.run(run())
+    assert phases == ["sampling", "feedback", "feedback"], "the second step was sampled meanwhile"
+
+
 def test_a_response_is_judged_before_the_others_are_sampled_and_once(tmp_path: Path) -> None:
     step, judged = take_step(tmp_path, fails=False)
     assert judged == ["response 1", "response 0"]

@@ -163,6 +163,13 @@ def test_a_run_that_dies_after_its_checkpoint_repeats_only_the_steps_since(token
     assert second.metrics() == whole.metrics()
 
 
+def test_a_run_tells_what_it_does_within_a_step(tokenizer: Any, tmp_path: Path) -> None:
+    phases: list[str] = []
+    Bench(tmp_path, tokenizer, with_overrides(job(), {"num_steps": 3}), on_phase=phases.append).run()
+    step = ["sampling", "feedback", "learning", "weight sync"]
+    assert phases == ["evaluation", *step, *step, "checkpoint", *step, "evaluation", "checkpoint"]
+
+
 def test_a_stop_during_sampling_leaves_the_step_undone(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, job(), stop=lambda: bench.rollouts.version >= 1)
     assert bench.run().step == 1

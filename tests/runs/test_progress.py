@@ -45,17 +45,57 @@ def test_the_remaining_time_follows_the_speed_of_this_session(shown: Shown) -> N
     out = shown.on(terminal=False)
     with show_progress("train", 40, 30) as train:
         shown.now += 11
-        train.advance(False)
         train.advance(True)
         shown.now += 11
         train.advance(True)
-    # 11 s: 1 of 10 done, 9 * 11 s left; 22 s: 2 of 10 done, 8 * 11 s left
+        shown.now += 12
+        train.advance(True)
+        shown.now += 14
+        train.advance(True)
+    # 34 s: 3 of 10 done, the last two in 23 s, 7 * 11.5 s left; 48 s: 4 done, three in 37 s, 6 * 12.33 s left
     assert out.file.getvalue().splitlines() == [
         "train: going on after 30 of 40",
-        "train: 31 of 40, 1 min 39 s left",
-        "train: 32 of 40, 1 min 28 s left",
-        "train: done in 22 s",
+        "train: 33 of 40, 1 min 21 s left",
+        "train: 34 of 40, 1 min 14 s left",
+        "train: 34 of 40, ended after 48 s",
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_first_items_give_no_time_left(shown: Shown, terminal: bool) -> None:
+    """The first step of a run compiles kernels: 632 times its length is no estimate."""
+    out = shown.on(terminal=terminal)
+    with show_progress("train", 632) as train:
+        for seconds in (33.0, 12.0):
+            shown.now += seconds
+            train.advance()
+        assert " left" not in out.file.getvalue().replace("left unknown", "")
+        shown.now += 12.0
+        train.advance()
+    text = out.file.getvalue()
+    if terminal:
+        assert "left unknown" in text
+    else:
+        assert "train: 3 of 632, 2 h 05 min left" in text  # 629 * 12 s
+
+
+def test_work_that_is_stopped_is_not_done(shown: Shown) -> None:
+    out = shown.on(terminal=False)
+    with show_progress("train", 6) as train:
+        shown.now += 3
+        train.advance(2)
+    with show_progress("nothing", 0):
+        pass
+    assert out.file.getvalue().splitlines() == ["train: 2 of 6, ended after 3 s", "nothing: done in 0 s"]
+
+
+def test_the_phase_of_the_current_item_is_shown(shown: Shown) -> None:
+    out = shown.on(terminal=True)
+    with show_progress("train", 2) as train:
+        train.set_phase("learning [x]")
+        assert train.position == "train: 0 of 2, learning [x]"
+        train.advance()
+    assert "learning [x]" in out.file.getvalue()
 
 
 def test_a_bar_begins_where_the_last_session_ended(shown: Shown) -> None:
@@ -82,7 +122,7 @@ def test_a_terminal_has_a_bar_and_nested_stages(shown: Shown) -> None:
     text = out.file.getvalue()
     assert "2/3" in text
     assert "step 2" in text
-    assert "evaluate: done in 0 s" in text
+    assert "evaluate: done in 0 s" in text and "train: 2 of 3, ended after 0 s" in text
 
 
 def test_a_stage_that_fails_is_not_done(shown: Shown) -> None:
@@ -116,7 +156,9 @@ def test_work_that_is_silent_says_how_far_it_is_also_into_the_file(
     out, file = shown.on(terminal=terminal), tmp_path / "run" / "progress.log"
     with record_lines(file.parent), show_progress("train", 11) as train:
         train.advance(3)
-        wait_for("train: 3 of 11, ", file)
+        train.set_phase("feedback")
+        wait_for("train: 3 of 11, feedback, ", file)
+        train.advance(8)
     assert lines_of(file)[-1] == "train: done in 0 s"
     assert ("so far" in out.file.getvalue()) == (not terminal)  # where the bar is
 
@@ -130,7 +172,9 @@ def test_the_innermost_work_speaks(
         wait_for("inner: ", tmp_path / "progress.log")
     lines = lines_of(tmp_path / "progress.log")
     inner = lines[lines.index("inner ...") :]
-    assert {line.partition(":")[0] for line in inner[1:-1]} == {"inner"} and inner[-1] == "outer: done in 0 s"
+    assert {line.partition(":")[0] for line in inner[1:-1]} == {"inner"} and inner[
+        -1
+    ] == "outer: 0 of 2, ended after 0 s"
     assert "inner: " in capsys.readouterr().err
 
 
@@ -142,6 +186,7 @@ def test_no_line_is_added_while_others_are_printed(
     with record_lines(tmp_path), show_progress("train", 2) as train:
         train.print_line("step 1")
         time.sleep(0.1)  # ten looks
+        train.advance(2)
     assert lines_of(tmp_path / "progress.log") == ["step 1", "train: done in 0 s"]
 
 

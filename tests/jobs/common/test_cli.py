@@ -234,7 +234,8 @@ def test_help_answers_within_a_second_of_processor_time() -> None:
 
 
 def child(code: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -256,6 +257,9 @@ print(stop.signal_name, flush=True)
 def test_a_signal_only_sets_the_flag(name: str) -> None:
     process = child(LOOP)
     process.send_signal(signal.Signals[name])
+    assert process.stderr is not None and process.stderr.readline() == "\n"
+    answer = process.stderr.readline()  # at once, before the job ends
+    assert answer.startswith(f"{name}: ") and ("a second Ctrl-C" in answer) == (name == "SIGINT")
     out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == (f"{name}\n", 0)
 
