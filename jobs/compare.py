@@ -1,7 +1,8 @@
 """Train by several methods on the same model, data, seeds and feedback, and compare them.
 
     python -m jobs.compare --config configs/tiny/compare.yaml
-    python -m jobs.compare --config configs/tiny/compare.yaml compare.methods=[scalar,my/method.yaml] compare.seeds=[1]
+    python -m jobs.compare --config configs/tiny/compare.yaml 'compare.methods=[scalar,my/method.yaml]' \\
+        'compare.seeds=[1]'
 
 A method is a file of configs/methods, or one of your own. Each first chooses its learning rate from one grid on seeds
 of its own, then runs on the seeds that are compared. With `compare.rewards` the reward models that the methods need are

@@ -148,6 +148,17 @@ def test_config_keys_in_a_document_exist(file: Path) -> None:
     assert {key for key in keys if key.partition(".")[0] in sections and not is_known(key, known)} == set()
 
 
+@pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
+def test_keys_whose_values_a_shell_would_split_are_quoted(file: Path) -> None:
+    """`'learner.lora={r: 16}'`: without quotes a shell splits it at the space, and zsh expands brackets."""
+    last = {key.rpartition(".")[2] for job in JOBS for key in list_fields(job)}
+    shell = "\n".join(block.text for block in find_blocks(read(file)) if not block.language)
+    texts = [*find_spans(read(file)), shell]
+    pattern = r"(?<![\w.])('?)([a-z_]+(?:\.[a-z_]+)*)=(?=[\[{])(?!\{[a-z]+\})"  # {name} is a placeholder
+    pairs = [found for text in texts for found in re.findall(pattern, text)]
+    assert [key for quote, key in pairs if not quote and key.rpartition(".")[2] in last] == []
+
+
 def is_known(key: str, known: set[str]) -> bool:
     """Whether a key exists; below a mapping, such as policies, any name does, and files share names of sections."""
     parents = {".".join(key.split(".")[:length]) for length in range(1, key.count(".") + 1)}

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from jobs.common.unknown_options import describe_unknown
 from t2g.config import AnyJob, loading
 from t2g.config.validation_errors import format_errors, section_type
 from t2g.errors import RunStopped, Stopped, UserError
@@ -57,7 +58,11 @@ def main(
     parser = job_parser(schema)
     for option, about in options.items():
         parser.add_argument(option, **about)
-    given = vars(parser.parse_intermixed_args(argv))
+    argv = sys.argv[1:] if argv is None else argv
+    known, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(describe_unknown(schema, unknown, argv))
+    given = vars(known)
     file, overrides, dry_run, show_config = (
         given.pop(name) for name in ("config", "overrides", "dry_run", "show_config")
     )

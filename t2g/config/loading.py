@@ -33,6 +33,9 @@ Config = TypeVar("Config", bound=BaseModel)
 MAX_DEPTH, MAX_VALUES = 50, 10_000  # bounds of a YAML document
 FILE_NAME = "config.yaml"  # the resolved config in the run folder
 JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a driver
+QUOTES = (
+    "; put the whole key=value in quotes where it has spaces, brackets or braces: 'learner.lora={r: 16, alpha: 32}'"
+)
 UPLOAD_PREFIX = "_ray_pkg_"  # name of the folders into which Ray unpacks an uploaded working directory
 
 
@@ -233,11 +236,12 @@ def _override(text: str) -> tuple[Keys, Any]:
     name, equals, value = text.partition("=")
     keys = tuple(name.split("."))
     if not equals or not all(keys):
-        raise UserError(f"got {mask_secrets(text)!r}, needs the form section.key=value")
+        advice = "" if equals else QUOTES  # a shell splits what is not quoted at its spaces
+        raise UserError(f"got {mask_secrets(text)!r}, needs the form section.key=value{advice}")
     try:
         node, parsed = _parse(value)
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"{name}: {mask_secrets(value)!r} is not valid YAML; quote text") from None
+        raise UserError(f"{name}: {mask_secrets(value)!r} is not valid YAML{QUOTES}") from None
     written = Counter(inner for inner, _ in _key_lines(keys, node))
     if twice := next((inner for inner, count in written.items() if count > 1), None):
         raise UserError(f"{dotted_key(twice)} is given twice")

@@ -18,7 +18,7 @@ REMOVED_KEYS = {
     "refresh": "removed: annotate responses of the last checkpoint with jobs.annotate, train on them with "
     "jobs.train_reward",
     "objective.w_span": "renamed to objective.span_coef",
-    "objective.w_end": "replaced by objective.outcome_rewards=[{source: task, weight: W}]",
+    "objective.w_end": "replaced by 'objective.outcome_rewards=[{source: task, weight: W}]'",
     "objective.rewards.cut": "renamed to objective.truncation_penalty",
     "objective.loss_mean": "renamed to objective.loss_aggregation",
     "objective.importance": "renamed to objective.rollout_correction",

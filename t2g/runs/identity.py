@@ -151,7 +151,7 @@ def check_identity(folder: Path, identity: Identity) -> Identity:
         advice = "restore that, or take another run.name"
         if not settings and (tokens := dict.fromkeys(change.token for change in refused if change.after)):
             entries = [token for token in tokens for _ in range(used[token] + 1)]
-            advice += f"; run.accept=[{','.join(entries)}] goes on with the changed content"
+            advice += f"; 'run.accept=[{','.join(entries)}]' goes on with the changed content"
         if (steps := saved.config.get(SCHEDULE)) and steps != identity.config.get(SCHEDULE):
             advice += f"; {SCHEDULE}={steps} keeps the learning-rate schedule whatever num_steps is"
         raise UserError(f"{folder} was made with other inputs: {', '.join(settings + contents)}; {advice}")

@@ -236,9 +236,9 @@ def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("temperature", "command line: got 'temperature', needs the form section.key=value"),
+        ("temperature", f"command line: got 'temperature', needs the form section.key=value{loading.QUOTES}"),
         ("rollout..x=1", "command line: got 'rollout..x=1', needs the form section.key=value"),
-        ("data.limit=[1", "command line: data.limit: '[1' is not valid YAML; quote text"),
+        ("data.limit=[1", f"command line: data.limit: '[1' is not valid YAML{loading.QUOTES}"),
         ("data.path.x=1", "command line: data.path.x=1: data.path is a value, not a section"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(made: Made
     made.write(file, content + " ")
     second = Identity.from_config(made.job()).contents[key]
     assert f"made with other inputs: the content of {key} (hash {before} -> {second})" in made.refusal()
-    assert f"run.accept=[{part}:{second}] goes on" in made.refusal()
+    assert f"run.accept=[{part}:{second}]' goes on" in made.refusal()
     assert second in made.refusal(f"{part}:{before}"), "the hash of the old content accepts nothing"
 
     change = ContentChange(key=key, before=before, after=second)

@@ -205,6 +205,45 @@ def test_wrong_options_are_exit_code_2(argv: list[str]) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--seed", "3"], "--seed is no option: write run.seed=3"),
+        (["--lr", "1e-5"], "--lr is no option: write learner.policy.lr=1e-5 or learner.critic.lr=1e-5"),
+        (["--learning-rate=1e-5"], "--learning-rate is no option: write learner.policy.lr=1e-5 or "),
+        (["--rollout.temperature", ".6"], "--rollout.temperature is no option: write rollout.temperature=.6"),
+        (["--num-steps=9"], "--num-steps is no option: write num_steps=9"),
+        (["--smoke"], "--smoke is no option: write run.smoke=true"),
+        (["--model", "my model"], "--model is no option: write 'model.policy=my model'"),
+        (["--temprature", "1"], "--temprature is no option: write rollout.temperature=1"),
+        (
+            ["--name", "a", "--seed", "3"],
+            "--name is no option: write run.name=a\n--seed is no option: write run.seed=3",
+        ),
+        (["--seed", "num_steps=3"], "--seed is no option: write run.seed=VALUE"),
+        (["--zzzzz", "3"], "--zzzzz is no option: settings are written as key=value, and --help lists the keys"),
+    ],
+)
+def test_an_option_that_is_none_is_answered_with_its_key(
+    config: str, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(PolicyJob, never, argv=["--config", config, *options])
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "split", [["learner.lora={r:", "16}"], ["run.name=my", "run"], ["data.columns={prompt:", "q}"]]
+)
+def test_a_key_that_the_shell_split_is_answered_with_quotes(
+    config: str, capsys: pytest.CaptureFixture[str], split: list[str]
+) -> None:
+    assert main(PolicyJob, never, argv=["--config", config, *split]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "put the whole key=value in quotes" in line
+
+
 def test_help_lists_every_section_with_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(PolicyJob, lambda job: 0, lambda job: "", ["--help"])
