@@ -20,8 +20,13 @@ from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spre
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
 TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns", "retention")
-STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  # of t2g.runs.metrics
-KL, LENGTH = "policy/kl", "response/length_mean"
+# Metrics of t2g.runs.metrics.
+STEP = "step"
+SAMPLES = "samples"
+SCORE = "eval/score"
+STEP_S = "time/step_s"
+KL = "policy/kl"
+LENGTH = "response/length_mean"
 KL_LEVELS = (0.5, 1.0, 2.0)  # nats a response at which scores are compared
 
 
@@ -45,11 +50,18 @@ class Run:
     @property
     def smoothed(self) -> tuple[float, ...]:
         base, *later = self.scores
-        return base, *(mean(later[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(later)))
+        smoothed = [base]
+        for end in range(1, len(later) + 1):
+            window = later[max(0, end - WINDOW) : end]
+            smoothed.append(mean(window))
+        return tuple(smoothed)
 
     def first_at(self, level: float) -> int | None:
         """Return the index of the first evaluation at which the smoothed curve reaches `level`, or None."""
-        return next((i for i, score in enumerate(self.smoothed) if score >= level), None)
+        for index, score in enumerate(self.smoothed):
+            if score >= level:
+                return index
+        return None
 
     def score_at(self, level: float, values: Sequence[float]) -> float | None:
         """Return the score where `values`, kls or lengths, first reach `level`, or None if they never do.
@@ -59,8 +71,10 @@ class Run:
             scores .6, .8, .9 at KL 0, 1, 3 -> .85 at 2
         """
         for (value, score), (next_value, next_score) in pairwise(zip(values, self.scores, strict=False)):
-            if value < level <= next_value or next_value <= level < value:
-                return score + (next_score - score) * (level - value) / (next_value - value)
+            is_crossed = value < level <= next_value or next_value <= level < value
+            if is_crossed:
+                share = (level - value) / (next_value - value)
+                return score + (next_score - score) * share
         return None
 
 
@@ -73,26 +87,34 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
     Raises:
         UserError: The run has no held-out score.
     """
-    points, steps, kls, lengths, seconds, last = [], list[float](), list[float](), list[float](), 0.0, 0
+    samples: list[int] = []
+    scores: list[float] = []
+    times: list[float] = []
+    kls: list[float] = []
+    lengths: list[float] = []
+    step_durations: list[float] = []
+    seconds = 0.0
+    last_step = 0
     for record in records:
-        if len(kls) < len(points) and record.get(KL) is not None:
+        if len(kls) < len(scores) and record.get(KL) is not None:
             kls.append(float(record[KL]))
             lengths.append(float(record.get(LENGTH, 0.0)))
         if record.get(STEP_S) is not None:
             seconds += record[STEP_S]
-            steps.append(record[STEP_S] / (record[STEP] - last))
-        last = record[STEP]
+            num_steps = record[STEP] - last_step
+            step_durations.append(record[STEP_S] / num_steps)
+        last_step = record[STEP]
         if record.get(SCORE) is not None:
-            points.append((int(record.get(SAMPLES, 0)), float(record[SCORE]), seconds))
-    if not points:
+            samples.append(int(record.get(SAMPLES, 0)))
+            scores.append(float(record[SCORE]))
+            times.append(seconds)
+    if not scores:
         raise UserError("a run has no held-out score that can be compared: check its eval_data")
-    samples, scores, times = zip(*points, strict=True)
-    step_seconds = median(steps) if steps else None
     return Run(
-        samples=samples,
-        scores=scores,
-        seconds=times,
-        step_seconds=step_seconds,
+        samples=tuple(samples),
+        scores=tuple(scores),
+        seconds=tuple(times),
+        step_seconds=median(step_durations) if step_durations else None,
         targeting=targeting,
         kls=tuple(kls),
         lengths=tuple(lengths),
@@ -101,16 +123,10 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
 
 def base_run(run: Run) -> Run:
     """Return the run of the base policy: step 0 of any run, at which no log-probability has changed."""
-    return replace(
-        run,
-        samples=run.samples[:1],
-        scores=run.scores[:1],
-        seconds=run.seconds[:1],
-        kls=run.kls[:1],
-        lengths=run.lengths[:1],
-        step_seconds=None,
-        targeting=dict.fromkeys(TARGETING, 0.0) | {"returns": None},
-    )
+    curves = ("samples", "scores", "seconds", "kls", "lengths")
+    first_points = {name: getattr(run, name)[:1] for name in curves}
+    targeting = dict.fromkeys(TARGETING, 0.0) | {"returns": None}
+    return replace(run, **first_points, step_seconds=None, targeting=targeting)
 
 
 def summarise(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]]:
@@ -121,50 +137,68 @@ def summarise(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]
 
 def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | None) -> dict[str, Any]:
     """Return the figures of one method, compared with the scalar runs of the same seeds if there are any."""
+    runs = list(by_seed.values())
+    scores_at_kl: dict[str, Interval | None] = {}
+    for level in KL_LEVELS:
+        scores = [run.score_at(level, run.kls) for run in runs]
+        scores_at_kl[f"{level:g}"] = interval_of_all(scores)
     summary: dict[str, Any] = {
-        "score": interval([run.score for run in by_seed.values()]),
-        "score_at_kl": {f"{level:g}": summarise_at_kl(by_seed.values(), level) for level in KL_LEVELS},
-        "samples": max(run.samples[-1] for run in by_seed.values()),
-        "step_seconds": mean_known(run.step_seconds for run in by_seed.values()),
-        "targeting": summarise_targeting([run.targeting for run in by_seed.values()]),
-        "by_seed": {
-            seed: {
-                "score": run.score,
-                "step_seconds": run.step_seconds,
-                "curve": {"samples": run.samples, "scores": run.scores, "kls": run.kls, "lengths": run.lengths},
-                "targeting": run.targeting,
-            }
-            for seed, run in by_seed.items()
-        },
+        "score": interval([run.score for run in runs]),
+        "score_at_kl": scores_at_kl,
+        "samples": max(run.samples[-1] for run in runs),
+        "step_seconds": mean_known(run.step_seconds for run in runs),
+        "targeting": summarise_targeting([run.targeting for run in runs]),
+        "by_seed": {seed: describe_run(run) for seed, run in by_seed.items()},
     }
     if scalar is None:
         return summary
     reached = {seed: reach(run, scalar[seed]) for seed, run in by_seed.items()}
     for seed, values in reached.items():
-        summary["by_seed"][seed] |= {f"{name}_to_scalar_best": values[name] for name in ("samples", "seconds")}
-    own_s, scalar_s = summary["step_seconds"], mean_known(run.step_seconds for run in scalar.values())
-    return summary | {
-        "minus_scalar": interval([run.score - scalar[seed].score for seed, run in by_seed.items()]),
-        "minus_scalar_at_equal": {name: summarise_matched(by_seed, scalar, name) for name in ("kls", "lengths")},
-        "samples_to_scalar_best": mean_known(r["samples"] for r in reached.values()),
-        "seconds_to_scalar_best": mean_known(r["seconds"] for r in reached.values()),
-        "share_of_scalar_samples": mean_known(r["share"] for r in reached.values()),
-        "samples_to_scalar_best_censored": interval(censored(by_seed, reached)),
-        "seeds_at_scalar_best": sum(r["samples"] is not None for r in reached.values()),
-        "overhead": own_s / scalar_s - 1 if own_s and scalar_s else None,
+        figures = summary["by_seed"][seed]
+        figures["samples_to_scalar_best"] = values["samples"]
+        figures["seconds_to_scalar_best"] = values["seconds"]
+    return summary | subtract_scalar(by_seed, scalar) | summarise_reached(by_seed, reached)
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """Return `by_seed` of compare.json for one run."""
+    return {
+        "score": run.score,
+        "step_seconds": run.step_seconds,
+        "curve": {"samples": run.samples, "scores": run.scores, "kls": run.kls, "lengths": run.lengths},
+        "targeting": run.targeting,
     }
 
 
-def summarise_at_kl(runs: Iterable[Run], level: float) -> Interval | None:
-    """Return the mean score at a KL, or None if a run never has this KL."""
-    scores = [run.score_at(level, run.kls) for run in runs]
-    return None if None in scores else interval([score for score in scores if score is not None])
+def subtract_scalar(by_seed: Mapping[int, Run], scalar: Mapping[int, Run]) -> dict[str, Any]:
+    """Return the differences of a method from the scalar runs of the same seeds."""
+    differences = [run.score - scalar[seed].score for seed, run in by_seed.items()]
+    at_equal: dict[str, Interval | None] = {}
+    for name in ("kls", "lengths"):
+        matched = [subtract_matched(run, scalar[seed], name) for seed, run in by_seed.items()]
+        at_equal[name] = interval_of_all(matched)
+    own_s = mean_known(run.step_seconds for run in by_seed.values())
+    scalar_s = mean_known(run.step_seconds for run in scalar.values())
+    overhead = own_s / scalar_s - 1 if own_s and scalar_s else None
+    return {"minus_scalar": interval(differences), "minus_scalar_at_equal": at_equal, "overhead": overhead}
 
 
-def summarise_matched(by_seed: Mapping[int, Run], scalar: Mapping[int, Run], name: str) -> Interval | None:
-    """Return the mean of `subtract_matched` over seeds, or None if a seed has none."""
-    differences = [subtract_matched(run, scalar[seed], name) for seed, run in by_seed.items()]
-    return None if None in differences else interval([value for value in differences if value is not None])
+def summarise_reached(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> dict[str, Any]:
+    """Return the means over seeds of `reach`."""
+    values = list(reached.values())
+    return {
+        "samples_to_scalar_best": mean_known(value["samples"] for value in values),
+        "seconds_to_scalar_best": mean_known(value["seconds"] for value in values),
+        "share_of_scalar_samples": mean_known(value["share"] for value in values),
+        "samples_to_scalar_best_censored": interval(censored(by_seed, reached)),
+        "seeds_at_scalar_best": sum(value["samples"] is not None for value in values),
+    }
+
+
+def interval_of_all(values: Sequence[float | None]) -> Interval | None:
+    """Return the interval of the values, or None if one of them is None."""
+    numbers = [value for value in values if value is not None]
+    return interval(numbers) if len(numbers) == len(values) else None
 
 
 def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
@@ -177,16 +211,30 @@ def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
     Args:
         name: What is equal: kls or lengths.
     """
-    curves = [getattr(each, name) for each in (run, scalar)]
-    signs = {np.sign(values[-1] - values[0]) if values else 0 for values in curves}
-    if len(signs) != 1 or 0 in signs:
+    own_values = np.array(getattr(run, name))
+    scalar_values = np.array(getattr(scalar, name))
+    sign = _direction(own_values)
+    if sign == 0 or sign != _direction(scalar_values):
         return None
-    (sign,) = signs
-    farthest = min(max(sign * (value - values[0]) for value in values) for values in curves)
+    own_distance = (sign * (own_values - own_values[0])).max()
+    scalar_distance = (sign * (scalar_values - scalar_values[0])).max()
+    distance = sign * min(own_distance, scalar_distance)
+    own_score = _score_at_distance(run, own_values, distance)
+    scalar_score = _score_at_distance(scalar, scalar_values, distance)
+    if own_score is None or scalar_score is None:
+        return None
+    return own_score - scalar_score
+
+
+def _direction(values: np.ndarray) -> float:
+    """Return the sign of the last value less the first one, 0 without values."""
+    return float(np.sign(values[-1] - values[0])) if len(values) else 0.0
+
+
+def _score_at_distance(run: Run, values: np.ndarray, distance: float) -> float | None:
     # A rounded sum may lie beyond the farthest value.
-    levels = [float(np.clip(values[0] + sign * farthest, min(values), max(values))) for values in curves]
-    own, other = (each.score_at(*at) for each, at in zip((run, scalar), zip(levels, curves, strict=True), strict=True))
-    return None if own is None or other is None else own - other
+    level = np.clip(values[0] + distance, values.min(), values.max())
+    return run.score_at(float(level), values.tolist())
 
 
 def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
@@ -196,8 +244,13 @@ def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, floa
 
         800 of 1,280 samples, and never in 1,280 -> 800, 1,280
     """
-    totals = {seed: run.samples[-1] for seed, run in by_seed.items() if run.step_seconds is not None}
-    return [total if (at := reached[seed]["samples"]) is None else at for seed, total in totals.items()]
+    samples: list[float] = []
+    for seed, run in by_seed.items():
+        if run.step_seconds is None:  # not trained
+            continue
+        reached_at = reached[seed]["samples"]
+        samples.append(run.samples[-1] if reached_at is None else reached_at)
+    return samples
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
@@ -214,7 +267,8 @@ def reach(run: Run, scalar: Run) -> dict[str, float | None]:
         never reaches it, or is not trained.
     """
     best = max(scalar.smoothed)
-    at, scalar_at = run.first_at(best), scalar.first_at(best)
+    at = run.first_at(best)
+    scalar_at = scalar.first_at(best)
     assert scalar_at is not None
     if run.step_seconds is None or at is None:
         return {"samples": None, "seconds": None, "share": None}
@@ -224,19 +278,29 @@ def reach(run: Run, scalar: Run) -> dict[str, float | None]:
 
 def summarise_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
     """Return means over seeds of the measurements of t2g.study.targeting, or None if a run has none."""
-    if None in measurements:
+    known = [measurement for measurement in measurements if measurement is not None]
+    if len(known) < len(measurements):
         return None
-    by_name = {name: [m[name] for m in measurements if m and m.get(name) is not None] for name in TARGETING}
-    return {name: interval(values) if values else None for name, values in by_name.items()}
+    means: dict[str, Any] = {}
+    for name in TARGETING:
+        values = [measurement.get(name) for measurement in known]
+        numbers = [value for value in values if value is not None]
+        means[name] = interval(numbers) if numbers else None
+    return means
 
 
 def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict[str, dict[str, Any]]:
     """Return `noise` of compare.json, from noise -> method -> seed -> run: scores, and their paired difference."""
     summary: dict[str, dict[str, Any]] = {}
     for name, by_method in runs.items():
-        span, scalar = by_method["span"], by_method[SCALAR]
-        summary[name] = {method: interval([r.score for r in by.values()]) for method, by in by_method.items()}
-        summary[name]["span_minus_scalar"] = interval([span[seed].score - scalar[seed].score for seed in span])
+        figures: dict[str, Any] = {}
+        for method, by_seed in by_method.items():
+            figures[method] = interval([run.score for run in by_seed.values()])
+        span = by_method["span"]
+        scalar = by_method[SCALAR]
+        differences = [span[seed].score - scalar[seed].score for seed in span]
+        figures["span_minus_scalar"] = interval(differences)
+        summary[name] = figures
     return summary
 
 
@@ -274,51 +338,90 @@ JSON."""
 
 def tables(summary: Mapping[str, Any]) -> str:
     """Return compare.json as Markdown: tables of methods, noise and reward models, each if there are any."""
-    parts = []
-    if methods := summary["methods"]:
-        search = summary["search"]
-        grids = {name: [float(lr) for lr in search["scores"].get(name, ())] for name in search["chosen"]}
-        ends = {name: (min(grid), max(grid)) if grid else () for name, grid in grids.items()}
-        lrs = {name: f"{lr:g}{'*' if lr in ends[name] else ''}" for name, lr in search["chosen"].items()}
-        rows = [(name, lrs.get(name, NOTHING), *_cells(figures)) for name, figures in methods.items()]
-        samples = max(figures["samples"] for figures in methods.values())
-        seeds = _seeds(next(iter(methods.values()))["by_seed"])
-        parts += [markdown(COLUMNS, rows), LEGEND.format(seeds=seeds, samples=samples)]
+    parts: list[str] = []
+    if summary["methods"]:
+        parts += _method_table(summary["methods"], summary["search"])
     if summary["noise"]:
-        clean = {name: methods[name]["score"] for name in ("span", SCALAR)}
-        clean["span_minus_scalar"] = methods["span"]["minus_scalar"]
-        noise = {"none": clean, **summary["noise"]}.items()
-        rows = [(name, *(spread(scores[key]) for key in clean)) for name, scores in noise]
-        parts.append(markdown(("noise in the feedback", "span", "scalar", "span less scalar"), rows))
-    if rewards := summary["rewards"]:
-        rows = [
-            (model, *(spread(interval([metrics[key] for metrics in by_seed.values()])) for key in REWARD_COLUMNS))
-            for model, by_seed in rewards.items()
-        ]
-        head = ("reward model", *(key.replace("_", " ") for key in REWARD_COLUMNS))
-        parts += [markdown(head, rows), REWARD_LEGEND.format(seeds=_seeds(next(iter(rewards.values()))))]
+        parts.append(_noise_table(summary["noise"], summary["methods"]))
+    if summary["rewards"]:
+        parts += _reward_table(summary["rewards"])
     return "\n\n".join(parts)
 
 
-def _seeds(by_seed: Mapping[Any, Any]) -> str:
-    return f"{len(by_seed)} seed{'s' if len(by_seed) > 1 else ''}"
+def _method_table(methods: Mapping[str, Any], search: Mapping[str, Any]) -> list[str]:
+    """Return the table of methods and its legend."""
+    rows = [(name, _format_lr(name, search), *_cells(figures)) for name, figures in methods.items()]
+    samples = max(figures["samples"] for figures in methods.values())
+    first = next(iter(methods.values()))
+    legend = LEGEND.format(seeds=_count_seeds(first["by_seed"]), samples=samples)
+    return [markdown(COLUMNS, rows), legend]
+
+
+def _format_lr(method: str, search: Mapping[str, Any]) -> str:
+    """Return a method's chosen learning rate, marked with * at an end of the grid."""
+    lr = search["chosen"].get(method)
+    if lr is None:
+        return NOTHING
+    grid = [float(tried) for tried in search["scores"].get(method, ())]
+    is_end = bool(grid) and lr in (min(grid), max(grid))
+    return f"{lr:g}*" if is_end else f"{lr:g}"
+
+
+def _noise_table(noise: Mapping[str, Any], methods: Mapping[str, Any]) -> str:
+    clean = {
+        "span": methods["span"]["score"],
+        SCALAR: methods[SCALAR]["score"],
+        "span_minus_scalar": methods["span"]["minus_scalar"],
+    }
+    rows: list[list[str]] = []
+    for name, scores in {"none": clean, **noise}.items():
+        cells = [spread(scores[key]) for key in clean]
+        rows.append([name, *cells])
+    return markdown(("noise in the feedback", "span", "scalar", "span less scalar"), rows)
+
+
+def _reward_table(rewards: Mapping[str, Any]) -> list[str]:
+    """Return the table of reward models and its legend."""
+    rows: list[list[str]] = []
+    for model, by_seed in rewards.items():
+        row = [model]
+        for key in REWARD_COLUMNS:
+            values = [metrics[key] for metrics in by_seed.values()]
+            row.append(spread(interval(values)))
+        rows.append(row)
+    head = ("reward model", *(key.replace("_", " ") for key in REWARD_COLUMNS))
+    first = next(iter(rewards.values()))
+    return [markdown(head, rows), REWARD_LEGEND.format(seeds=_count_seeds(first))]
+
+
+def _count_seeds(by_seed: Mapping[Any, Any]) -> str:
+    return f"{len(by_seed)} seeds" if len(by_seed) > 1 else "1 seed"
+
+
+def _format_reached(figures: Mapping[str, Any]) -> str:
+    """Return the samples to scalar's best, with the number of seeds that got there."""
+    censored_samples = figures.get("samples_to_scalar_best_censored") or {}
+    reached = figure(censored_samples.get("mean"), ",.0f")
+    if "seeds_at_scalar_best" not in figures:
+        return reached
+    num_reached = figures["seeds_at_scalar_best"]
+    num_seeds = len(figures["by_seed"])
+    if reached != NOTHING and num_reached < num_seeds:
+        reached = f"at least {reached}"
+    return f"{reached} ({num_reached} of {num_seeds})"
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
     targeting = figures["targeting"] or {}
-    reached = figure((figures.get("samples_to_scalar_best_censored") or {}).get("mean"), ",.0f")
-    if "seeds_at_scalar_best" in figures:
-        if reached != NOTHING and figures["seeds_at_scalar_best"] < len(figures["by_seed"]):
-            reached = f"at least {reached}"
-        reached += f" ({figures['seeds_at_scalar_best']} of {len(figures['by_seed'])})"
+    measured = [spread(targeting.get(key)) for key in ("criticised", "unmentioned", "matched", "returns")]
     return [
         spread(figures["score"]),
         spread(figures.get("minus_scalar")),
         spread(figures["score_at_kl"]["1"]),
-        reached,
+        _format_reached(figures),
         figure(figures.get("share_of_scalar_samples"), ".0%"),
         figure(figures.get("seconds_to_scalar_best"), ",.0f"),
         figure(figures["step_seconds"], ",.2f"),
         figure(figures.get("overhead"), "+.0%"),
-        *(spread(targeting.get(key)) for key in ("criticised", "unmentioned", "matched", "returns")),
+        *measured,
     ]
