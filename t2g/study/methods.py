@@ -13,10 +13,12 @@ The shipped files are in configs/methods, and in the wheel; `compare.methods` ma
     <run>/rewards/<model>-<seed>/model     reward models that `compare.rewards` trains
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -32,6 +34,7 @@ PLACEHOLDER = "${artifacts}"  # in a path: the folder of the demo whose artifact
 PLAIN = "plain"  # reward model of the methods that do not change the feedback style
 NOISY = ("span", "scalar")  # methods that run under `compare.noise`
 MAX_WIDER = 4  # learning rates that a search may add to its grid
+STYLE = "feedback.style."
 # key of feedback.style -> feedback sources that use it
 READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program"), "spans": ("llm",)}
 
@@ -83,8 +86,9 @@ def next_lr(scores: Scores) -> float | None:
     best = choose_lr(scores)
     if len(rates) < 2 or best not in (rates[0], rates[-1]):
         return None
-    end, inner = (rates[0], rates[1]) if best == rates[0] else (rates[-1], rates[-2])
-    return float(f"{end * end / inner:.3g}")
+    inner = rates[1] if best == rates[0] else rates[-2]
+    beyond = best * best / inner
+    return float(f"{beyond:.3g}")
 
 
 def choose_lr(scores: Scores) -> float:
@@ -93,7 +97,11 @@ def choose_lr(scores: Scores) -> float:
     Raises:
         UserError: At every learning rate a run diverged.
     """
-    means = {lr: mean(by.values()) for lr, by in sorted(scores.items()) if None not in by.values()}
+    means: dict[float, float] = {}
+    for lr, by_seed in sorted(scores.items()):
+        known = [score for score in by_seed.values() if score is not None]
+        if len(known) == len(by_seed):
+            means[lr] = mean(known)
     if not means:
         raise UserError(f"no learning rate of compare.lr_grid={[*scores]} trains to the end; add smaller ones")
     return max(means, key=means.__getitem__)
@@ -140,9 +148,11 @@ class Arms:
 
         Runs are compared at equal numbers of samples per evaluation, and no policy job holds a baseline's procedure.
         """
-        grid, method = {"num_steps": self.job.num_steps, "eval.every": self.job.eval.every}, self.methods[name]
-        baseline = {"procedure": method.procedure, "reviser": self.job.compare.reviser}
-        return grid | (baseline if method.is_baseline else {})
+        method = self.methods[name]
+        extras: dict[str, Any] = {"num_steps": self.job.num_steps, "eval.every": self.job.eval.every}
+        if method.is_baseline:
+            extras |= {"procedure": method.procedure, "reviser": self.job.compare.reviser}
+        return extras
 
     @property
     def reference(self) -> PolicyJob:
@@ -155,25 +165,29 @@ class Arms:
         style = _style_changes(self.methods.get(name, UNCHANGED))
         if not style:
             return PLAIN
-        return next(sharer for sharer, method in self.methods.items() if _style_changes(method) == style)
+        sharers = [sharer for sharer, method in self.methods.items() if _style_changes(method) == style]
+        return sharers[0]
 
     def reward_folder(self, model: str, seed: int) -> Path:
         return self.job.run.folder / "rewards" / f"{model}-{seed}"
 
     def _run(
-        self, name: str, folder: str, seed: int, lr: float | None, more: dict[str, Any] | None = None
+        self, name: str, folder: str, seed: int, lr: float | None, overrides: Mapping[str, Any] = MappingProxyType({})
     ) -> PolicyJob:
         path = self.job.run.folder / folder
         run = RunConfig(root=path.parent, name=path.name, seed=seed, accept=self.job.run.accept)
         changes: dict[str, Any] = {"run": run, "artifacts": None}
         if lr is not None:
             changes["learner.policy.lr"] = lr
-        if self.job.compare.rewards:
-            model = self.reward_folder(self.reward_model(name), self.job.compare.rewards.seeds[0]) / "model"
-            changes["feedback.reward_model"] = str(model)
-        overrides = self.methods.get(name, UNCHANGED).overrides | (more or {})
-        changes |= {k: v.replace(PLACEHOLDER, self.stages) if isinstance(v, str) else v for k, v in overrides.items()}
-        policy_job = PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
+        rewards = self.job.compare.rewards
+        if rewards:
+            folder_of_model = self.reward_folder(self.reward_model(name), rewards.seeds[0])
+            changes["feedback.reward_model"] = str(folder_of_model / "model")
+        method = self.methods.get(name, UNCHANGED)
+        for key, value in (method.overrides | dict(overrides)).items():
+            changes[key] = value.replace(PLACEHOLDER, self.stages) if isinstance(value, str) else value
+        fields = {field: getattr(self.job, field) for field in PolicyJob.model_fields}
+        policy_job = PolicyJob(**fields)
         try:
             return with_overrides(policy_job, changes, loading.path_context())
         except ValidationError as error:
@@ -191,7 +205,16 @@ class Arms:
         Raises:
             UserError: A method does not fit the job.
         """
-        job, config = self.job, self.job.compare
+        self._check_methods(score_name)
+        for name, method in self.methods.items():
+            if any(self.arm(name, 0, lr).learner.policy.lr != lr for lr in self.job.compare.lr_grid):
+                raise UserError(
+                    f"compare.methods has {name}, which sets learner.policy.lr; compare.lr_grid sets it for all methods"
+                )
+            self._check_style(name, method)
+
+    def _check_methods(self, score_name: str) -> None:
+        config = self.job.compare
         if config.seeds and not self.trained_methods:
             raise UserError(
                 "compare.methods has no trained method; sft is measured at step 0 of a trained method's run"
@@ -200,30 +223,30 @@ class Arms:
             raise UserError("compare.noise needs span and scalar among compare.methods: it uses their learning rates")
         changed = [name for name in self.methods if self.arm(name, 0).feedback != self.reference.feedback]
         if changed and config.seeds and not score_name:
+            names = ", ".join(changed)
             raise UserError(
-                f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so these methods "
-                "would be scored by the feedback that they change; leave them out"
+                f"{names} cannot be compared: task {self.job.task} has no measure of its own, so these methods would "
+                "be scored by the feedback that they change; leave them out"
             )
-        source = job.feedback.source
-        for name, method in self.methods.items():
-            if any(self.arm(name, 0, lr).learner.policy.lr != lr for lr in config.lr_grid):
+
+    def _check_style(self, name: str, method: Method) -> None:
+        """Check that the feedback source can give the feedback style of a method."""
+        source = self.job.feedback.source
+        style = _style_changes(method)
+        for key in style:
+            sources = READS_STYLE[key.removeprefix(STYLE)]
+            if source not in sources:
                 raise UserError(
-                    f"compare.methods has {name}, which sets learner.policy.lr; compare.lr_grid sets it for all methods"
+                    f"compare.methods has {name}, which changes a feedback style that feedback.source={source} "
+                    f"does not use; set feedback.source to one of {', '.join(sources)}"
                 )
-            style = _style_changes(method)
-            for sources in (READS_STYLE[key.removeprefix("feedback.style.")] for key in style):
-                if source not in sources:
-                    raise UserError(
-                        f"compare.methods has {name}, which changes a feedback style that feedback.source={source} "
-                        f"does not use; set feedback.source to one of {', '.join(sources)}"
-                    )
-            has_own_model = config.rewards or "feedback.reward_model" in method.overrides
-            if source == "reward_model" and style and not has_own_model:
-                raise UserError(
-                    f"compare.methods has {name}, which needs a reward model of its own: set compare.rewards, or "
-                    "feedback.reward_model among the overrides of the method file"
-                )
+        has_own_model = self.job.compare.rewards or "feedback.reward_model" in method.overrides
+        if source == "reward_model" and style and not has_own_model:
+            raise UserError(
+                f"compare.methods has {name}, which needs a reward model of its own: set compare.rewards, or "
+                "feedback.reward_model among the overrides of the method file"
+            )
 
 
 def _style_changes(method: Method) -> dict[str, Any]:
-    return {k: v for k, v in method.overrides.items() if k.startswith("feedback.style.")}
+    return {key: value for key, value in method.overrides.items() if key.startswith(STYLE)}

@@ -32,12 +32,15 @@ class Draws:
             num_prompts: 2 or more.
             num_draws: A multiple of 1,000.
         """
+        self.num_prompts = num_prompts
+        self.num_draws = num_draws
         rng = np.random.default_rng(seed)
-        blocks, share = range(num_draws // _BLOCK), np.full(num_prompts, 1 / num_prompts)
-        self.num_prompts, self.num_draws = num_prompts, num_draws
+        blocks = range(num_draws // _BLOCK)
+        share = np.full(num_prompts, 1 / num_prompts)
         # Counts of each prompt, so that a resample's sums are one product (Efron, Annals of Statistics 1979).
         self._counts = [rng.multinomial(num_prompts, share, _BLOCK).astype(np.uint16) for _ in blocks]
-        self._signs = [rng.integers(0, 2, (_BLOCK, num_prompts), np.int8) * np.int8(2) - np.int8(1) for _ in blocks]
+        bits = [rng.integers(0, 2, (_BLOCK, num_prompts), np.int8) for _ in blocks]
+        self._signs = [block * np.int8(2) - np.int8(1) for block in bits]
 
     def resampled(self, columns: np.ndarray) -> np.ndarray:
         """Return sums over prompts drawn with replacement. columns [N, K] -> [B, K] float64"""
@@ -62,7 +65,8 @@ def interval(drawn: np.ndarray, num_prompts: int) -> tuple[np.ndarray, np.ndarra
     Args:
         drawn: The figures over resamples, [B, ...].
     """
-    tail = NormalDist().cdf(-sqrt(num_prompts / (num_prompts - 1)) * t_quantile(num_prompts - 1))
+    expansion = sqrt(num_prompts / (num_prompts - 1))
+    tail = NormalDist().cdf(-expansion * t_quantile(num_prompts - 1))
     low, high = np.quantile(drawn, [tail, 1 - tail], axis=0)
     return low, high
 
@@ -74,7 +78,9 @@ def t_quantile(freedom: int) -> float:
     (2.26, 2.01, 1.962)
     """
     z = NormalDist().inv_cdf(0.5 + _LEVEL / 2)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    first_order = (z**3 + z) / (4 * freedom)
+    second_order = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return z + first_order + second_order
 
 
 def with_interval(drawn: np.ndarray, value: np.ndarray, num_prompts: int) -> dict[str, float]:
@@ -99,13 +105,18 @@ def compare(a: np.ndarray, b: np.ndarray, figure: Figure, draws: Draws) -> dict[
         wins, ties, losses: Prompts on which a's value is above, equal to and below b's; None for several columns.
     """
     drawn = figure(draws.resampled(a)) - figure(draws.resampled(b))
-    difference = with_interval(drawn, figure(a.sum(0)) - figure(b.sum(0)), draws.num_prompts)
-    signs = np.sign(a - b) if a.shape[1] == 1 else None
-    sides = {"wins": 1, "ties": 0, "losses": -1}
-    counts = {name: None if signs is None else int((signs == sign).sum()) for name, sign in sides.items()}
-    exact = signs is not None and bool(np.isin([a, b], [0.0, 1.0]).all())
-    p = mcnemar_p(counts["wins"], counts["losses"]) if exact else float(flip_p(a, b, figure, draws))
-    return {**difference, **counts, "p": p, "exact": exact, "resolvable": float(resolvable(drawn, draws.num_prompts))}
+    value = figure(a.sum(0)) - figure(b.sum(0))
+    result: dict[str, Any] = with_interval(drawn, value, draws.num_prompts)
+
+    has_single_column = a.shape[1] == 1
+    signs = np.sign(a - b)
+    for name, sign in (("wins", 1), ("ties", 0), ("losses", -1)):
+        result[name] = int((signs == sign).sum()) if has_single_column else None
+
+    exact = has_single_column and bool(np.isin([a, b], [0.0, 1.0]).all())
+    p = mcnemar_p(result["wins"], result["losses"]) if exact else float(flip_p(a, b, figure, draws))
+    smallest = float(resolvable(drawn, draws.num_prompts))
+    return result | {"p": p, "exact": exact, "resolvable": smallest}
 
 
 def resolvable(drawn: np.ndarray, num_prompts: int) -> np.ndarray:
@@ -126,10 +137,13 @@ def flip_p(a: np.ndarray, b: np.ndarray, figure: Figure, draws: Draws) -> np.nda
     It is the share of swaps with a difference at least as large as the observed one. The observed difference counts as
     a draw, so that p is never 0 (Phipson and Smyth, 2010). For a mean this is the sign-flip test of the differences.
     """
-    middle, half = (a.sum(0) + b.sum(0)) / 2, draws.flipped(a - b) / 2
+    middle = (a.sum(0) + b.sum(0)) / 2
+    half = draws.flipped(a - b) / 2
     drawn = np.abs(figure(middle + half) - figure(middle - half))
     observed = np.abs(figure(a.sum(0)) - figure(b.sum(0)))
-    return (1 + (drawn >= observed * (1 - 1e-9) - 1e-12).sum(0)) / (1 + draws.num_draws)
+    threshold = observed * (1 - 1e-9) - 1e-12  # rounding must not make an equal difference a smaller one
+    num_as_large = (drawn >= threshold).sum(0)
+    return (1 + num_as_large) / (1 + draws.num_draws)
 
 
 def mcnemar_p(wins: int, losses: int) -> float:
@@ -141,7 +155,8 @@ def mcnemar_p(wins: int, losses: int) -> float:
     (1.0, 1.0, 0.03125)
     """
     num = wins + losses
-    return min(1.0, 2 * sum(comb(num, k) for k in range(min(wins, losses) + 1)) / 2**num)
+    tail = sum(comb(num, k) for k in range(min(wins, losses) + 1))
+    return min(1.0, 2 * tail / 2**num)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -150,8 +165,11 @@ def holm(values: Sequence[float]) -> list[float]:
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    adjusted, least = [inf] * len(values), 0.0
-    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        least = max(least, min(1.0, (len(values) - rank) * values[index]))
+    adjusted = [inf] * len(values)
+    ascending = sorted(range(len(values)), key=values.__getitem__)
+    least = 0.0
+    for rank, index in enumerate(ascending):
+        scaled = (len(values) - rank) * values[index]
+        least = max(least, min(1.0, scaled))
         adjusted[index] = least
     return adjusted

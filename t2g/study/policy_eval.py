@@ -18,7 +18,8 @@ from pydantic_core import to_json
 
 from t2g.study.paired import Draws, Figure, compare, holm, mean_of, with_interval
 
-BLEU, PASSED = "bleu", "passed"
+BLEU = "bleu"
+PASSED = "passed"
 REFERENCED = "rougeL"  # a task with this measure has references, so BLEU is computed as well
 NGRAM = 4  # length of a repeated n-gram (Welleck et al., arXiv 1908.04319)
 GENERAL = ("words", "cut", "empty", "repetition")  # reported without a test: neither direction is better
@@ -59,12 +60,13 @@ def general_measures(response: Response) -> dict[str, float]:
     {'words': 5.0, 'cut': 0.0, 'empty': 0.0, 'repetition': 0.5}
     """
     words = response.text.split()
-    ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    ngrams = [tuple(words[start : start + NGRAM]) for start in range(len(words) - NGRAM + 1)]
+    repetition = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
     return {
         "words": float(len(words)),
         "cut": float(response.cut),
         "empty": float(not words),
-        "repetition": 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0,
+        "repetition": repetition,
     }
 
 
@@ -97,8 +99,13 @@ def bleu_counts(text: str, reference: str) -> np.ndarray:
 
 def bleu(sums: np.ndarray) -> np.ndarray:
     """Return corpus BLEU, 0 to 100, from summed counts, [..., 10] -> [...]; equal to sacrebleu's score of the texts."""
-    rows = np.rint(sums.reshape(-1, 10)).astype(int).tolist()
-    scores = [_bleu().compute_bleu(row[:4], row[4:8], *row[8:], smooth_method="exp").score for row in rows]
+    scores: list[float] = []
+    for row in np.rint(sums.reshape(-1, 10)).astype(int).tolist():
+        matched = row[:4]
+        totals = row[4:8]
+        lengths = row[8:]
+        result = _bleu().compute_bleu(matched, totals, *lengths, smooth_method="exp")
+        scores.append(result.score)
     return np.array(scores).reshape(sums.shape[:-1])
 
 
@@ -119,7 +126,8 @@ def bert_score(text: str, reference: str, folder: str, layer: int) -> float:
     """Return BERTScore F1 (Zhang et al., arXiv 1904.09675), or 0 for a blank text, which the package refuses."""
     if not (text.strip() and reference.strip()):
         return 0.0
-    return float(_bert_scorer(folder, layer).score([text], [reference])[2][0])
+    _, _, f1 = _bert_scorer(folder, layer).score([text], [reference])
+    return float(f1[0])
 
 
 def figure_of(measure: str, num_prompts: int) -> Figure:
@@ -139,17 +147,43 @@ def columns(
     """
     measures: dict[str, np.ndarray] = {}
     for name in scores[0].scores[0]:
-        values = np.array([[sample[name] for sample in row.scores] for row in scores])  # [N, S]
+        values = np.array([_sample_values(row, name) for row in scores])  # [N, S]
         if name == PASSED:
-            passed = [(values.shape[1], int(num)) for num in values.sum(1)]
-            measures |= {f"pass@{k}": np.array([[pass_at(k, *counts)] for counts in passed]) for k in ks}
+            measures |= _pass_at_columns(values, ks)
         else:
             measures[name] = values.mean(1, keepdims=True)
     if REFERENCED in measures:
-        pairs = zip(rows, references, strict=True)
-        measures[BLEU] = np.stack([sum(bleu_counts(r.text, str(ref)) for r in row.responses) for row, ref in pairs])
-    general = [[general_measures(response) for response in row.responses] for row in rows]
-    return measures | {name: np.array([[np.mean([r[name] for r in row])] for row in general]) for name in GENERAL}
+        counts = [_sum_bleu_counts(row, str(reference)) for row, reference in zip(rows, references, strict=True)]
+        measures[BLEU] = np.stack(counts)
+    general = np.array([_mean_general(row) for row in rows])  # [N, measures of GENERAL]
+    for index, name in enumerate(GENERAL):
+        measures[name] = general[:, index : index + 1]
+    return measures
+
+
+def _sample_values(row: Scores, name: str) -> list[float]:
+    return [sample[name] for sample in row.scores]
+
+
+def _pass_at_columns(passed: np.ndarray, ks: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return pass@k of each prompt, [N, 1] for each k; passed [N, S] is 0 or 1 for each sample."""
+    num_samples = passed.shape[1]
+    num_passed = passed.sum(1).astype(int).tolist()
+    columns: dict[str, np.ndarray] = {}
+    for k in ks:
+        estimates = [pass_at(k, num_samples, num) for num in num_passed]
+        columns[f"pass@{k}"] = np.array(estimates)[:, None]
+    return columns
+
+
+def _sum_bleu_counts(row: Answers, reference: str) -> np.ndarray:
+    return sum(bleu_counts(response.text, reference) for response in row.responses)
+
+
+def _mean_general(row: Answers) -> list[float]:
+    """Return the means over samples of the measures GENERAL, in that order."""
+    samples = [general_measures(response) for response in row.responses]
+    return [float(np.mean([sample[name] for sample in samples])) for name in GENERAL]
 
 
 def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
@@ -158,25 +192,39 @@ def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     A pair is (later, earlier) in the order of `policies`. p_holm is p adjusted over all pairs and tested measures. Both
     are None for the measures GENERAL.
     """
-    num_prompts = len(next(iter(next(iter(policies.values())).values())))
+    first_policy = next(iter(policies.values()))
+    num_prompts = len(next(iter(first_policy.values())))
     draws = Draws(num_prompts, seed=seed)
-
-    def estimate(measure: str, values: np.ndarray) -> dict[str, float]:
-        figure = figure_of(measure, num_prompts)
-        return with_interval(figure(draws.resampled(values)), figure(values.sum(0)), num_prompts)
-
-    figures = {policy: {name: estimate(name, values) for name, values in c.items()} for policy, c in policies.items()}
-    pairs = [
-        {"policy": policy, "against": against, "measure": name}
-        | compare(values, policies[against][name], figure_of(name, num_prompts), draws)
-        for against, policy in combinations(policies, 2)
-        for name, values in policies[policy].items()
-    ]
-    tested = [pair for pair in pairs if pair["measure"] not in GENERAL]
-    adjusted = iter(holm([pair["p"] for pair in tested]))
-    for pair in pairs:
-        pair |= {"p_holm": next(adjusted)} if pair in tested else {"p": None, "p_holm": None}
+    figures = {policy: _estimate_all(measures, draws) for policy, measures in policies.items()}
+    pairs: list[dict[str, Any]] = []
+    for against, policy in combinations(policies, 2):
+        for name, values in policies[policy].items():
+            difference = compare(values, policies[against][name], figure_of(name, num_prompts), draws)
+            pairs.append({"policy": policy, "against": against, "measure": name} | difference)
+    _adjust_p(pairs)
     return {"policies": figures, "pairs": pairs}
+
+
+def _estimate_all(measures: Columns, draws: Draws) -> dict[str, dict[str, float]]:
+    """Return the figure of each measure `with_interval`."""
+    figures: dict[str, dict[str, float]] = {}
+    for name, values in measures.items():
+        figure = figure_of(name, draws.num_prompts)
+        resampled = figure(draws.resampled(values))
+        figures[name] = with_interval(resampled, figure(values.sum(0)), draws.num_prompts)
+    return figures
+
+
+def _adjust_p(pairs: Sequence[dict[str, Any]]) -> None:
+    """Set p_holm of each pair; both p are None for the measures GENERAL."""
+    tested = [pair for pair in pairs if pair["measure"] not in GENERAL]
+    adjusted = holm([pair["p"] for pair in tested])
+    for pair in pairs:
+        pair["p_holm"] = None
+        if pair["measure"] in GENERAL:
+            pair["p"] = None
+    for pair, p_holm in zip(tested, adjusted, strict=True):
+        pair["p_holm"] = p_holm
 
 
 def has_only_ties(summary: Mapping[str, Any], judged: Mapping[str, Any]) -> bool:
@@ -186,6 +234,8 @@ def has_only_ties(summary: Mapping[str, Any], judged: Mapping[str, Any]) -> bool
         summary: Result of `summarise`.
         judged: Result of `pairwise.win_rates`.
     """
-    ties = [pair["value"] == pair["resolvable"] == 0 for pair in summary["pairs"] if pair["p_holm"] is not None]
-    ties += [rate["low"] == rate["high"] == 0.5 for pair in judged["pairs"] if (rate := pair["win_rate"])]
+    tested = [pair for pair in summary["pairs"] if pair["p_holm"] is not None]
+    rates = [pair["win_rate"] for pair in judged["pairs"] if pair["win_rate"]]
+    ties = [pair["value"] == pair["resolvable"] == 0 for pair in tested]
+    ties += [rate["low"] == rate["high"] == 0.5 for rate in rates]
     return bool(ties) and all(ties)
