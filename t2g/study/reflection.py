@@ -25,7 +25,8 @@ class Reflecting:
     async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> Sequence[Rollout]:
         """Sample responses, and revise each one whose critique is not empty and fits the context window."""
         first = await self.rollouts.sample(prompt, sampling)
-        return await gather_all(self._revise(prompt, rollout, replace(sampling, num_samples=1)) for rollout in first)
+        single = replace(sampling, num_samples=1)
+        return await gather_all(self._revise(prompt, rollout, single) for rollout in first)
 
     async def _revise(self, prompt: Prompt, first: Rollout, sampling: Sampling) -> Rollout:
         def follow_up(phase: str, ids: Any) -> Prompt:  # the prompt_id decides the seed: each answer gets its own
@@ -36,7 +37,8 @@ class Reflecting:
         if ids is None:
             return first
         (answer,) = await self.rollouts.sample(follow_up("critique", ids), sampling)
-        if not (critique := answer.answer.strip()):
+        critique = answer.answer.strip()
+        if not critique:
             return first
         ids = encode_revision(self.task, prompt, first.answer, critique, self.tokenizer, self.max_prompt_tokens)
         if ids is None:

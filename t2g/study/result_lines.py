@@ -47,7 +47,8 @@ class Results:
     """
 
     def __init__(self, config: CompareConfig) -> None:
-        self._config, self._lines = config, dict[str, ResultLine]()
+        self._config = config
+        self._lines: dict[str, ResultLine] = {}
         if config.results is None:
             return
         try:
@@ -58,7 +59,9 @@ class Results:
 
     def find(self, arm: PolicyJob, **more: Any) -> Run | None:
         """Return the figures of a run, or None. more: See `Identity.from_config`."""
-        line = self._lines.get(self.make_key(arm, **more)) if self._lines else None
+        if not self._lines:  # the key would hash the run's data
+            return None
+        line = self._lines.get(self.make_key(arm, **more))
         return line.run if line else None
 
     def append(self, method: str, arm: PolicyJob, run: Run, *, seconds: float, **more: Any) -> None:
@@ -80,8 +83,9 @@ class Results:
 
     def make_key(self, arm: PolicyJob, **more: Any) -> str:
         """Return a hash of what decides a run's figures."""
-        identity, retention = Identity.from_config(arm, **more), self._config.retention
+        identity = Identity.from_config(arm, **more)
         contents = {key: digest for key, digest in identity.contents.items() if key != MODEL}
+        retention = self._config.retention
         texts = retention and (Path(retention.name).name, retention.columns, retention.limit)
         model = Path(arm.model.policy).parts[-2:]
         return content_key(identity.config, contents, model, self._config.reference_prompts, texts)

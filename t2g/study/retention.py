@@ -19,18 +19,25 @@ def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list
     Raises:
         UserError: A record has no text in `prompt` or `response`.
     """
-    texts: list[str] = []
-    for number, record in enumerate(load_records(data, "compare.retention") if data else (), start=1):
+    if data is None:
+        return []
+    prompts: list[str] = []
+    responses: list[str] = []
+    for number, record in enumerate(load_records(data, "compare.retention"), start=1):
         try:
-            texts += get_text(record, "prompt"), get_text(record, "response")
+            prompts.append(get_text(record, "prompt"))
+            responses.append(get_text(record, "response"))
         except ValueError as error:
             raise UserError(f"{describe_record(record, number, 'compare.retention')}: {error}") from None
-    ids = [np.asarray(row, np.int32) for row in (encode_texts(tokenizer, texts) if texts else ())]
-    return [
-        TokenIds(prompt_ids=prompt, response_ids=response)
-        for prompt, response in zip(ids[::2], ids[1::2], strict=True)
-        if len(prompt) + len(response) <= max_tokens
-    ]
+    if not prompts:
+        return []
+    texts: list[TokenIds] = []
+    encoded = zip(encode_texts(tokenizer, prompts), encode_texts(tokenizer, responses), strict=True)
+    for prompt, response in encoded:
+        if len(prompt) + len(response) <= max_tokens:
+            ids = TokenIds(prompt_ids=np.asarray(prompt, np.int32), response_ids=np.asarray(response, np.int32))
+            texts.append(ids)
+    return texts
 
 
 def measure_retention(stats: Sequence[TokenStats], *, has_reference: bool) -> dict[str, float]:
@@ -40,6 +47,9 @@ def measure_retention(stats: Sequence[TokenStats], *, has_reference: bool) -> di
         perplexity, exp of the mean of -log p over all tokens of the responses; and with a reference also retention, the
         mean change of log p against it, nats a token, below 0 for a policy that has forgotten.
     """
-    policy, reference = (np.concatenate([getattr(s, name) for s in stats]) for name in ("old_logprobs", "ref_logprobs"))
-    perplexity = {"perplexity": float(np.exp(-policy.mean()))}
-    return perplexity | ({"retention": float((policy - reference).mean())} if has_reference else {})
+    logprobs = np.concatenate([text.old_logprobs for text in stats])
+    figures = {"perplexity": float(np.exp(-logprobs.mean()))}
+    if has_reference:
+        ref_logprobs = np.concatenate([text.ref_logprobs for text in stats])
+        figures["retention"] = float((logprobs - ref_logprobs).mean())
+    return figures

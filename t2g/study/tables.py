@@ -33,8 +33,11 @@ def spread(value: Interval | None) -> str:
     """
     if value is None or value["mean"] is None:
         return NOTHING
-    half = "" if value["high"] is None else f" ± {value['high'] - value['mean']:.3f}"
-    return f"{value['mean']:.3f}{half}"
+    middle = f"{value['mean']:.3f}"
+    if value["high"] is None:
+        return middle
+    half = value["high"] - value["mean"]
+    return f"{middle} ± {half:.3f}"
 
 
 def figure(value: float | None, form: str) -> str:
@@ -48,4 +51,8 @@ def figure(value: float | None, form: str) -> str:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table, without a line break at its end."""
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
+    lines: list[str] = []
+    for row in (head, ["---"] * len(head), *rows):
+        cells = " | ".join(map(str, row))
+        lines.append(f"| {cells} |")
+    return "\n".join(lines)

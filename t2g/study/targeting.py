@@ -13,9 +13,9 @@ import numpy as np
 
 from t2g.feedback.rewards import token_rewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.loop.sampling import JudgedResponse, judge_answer
+from t2g.loop.sampling import judge_answer
 from t2g.text.transcript import find_answer_tokens, rollout_offsets
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.types import JudgedResponse, Prompt, Rollout, SpanFeedback
 
 NUM_MATCHES = 10  # unmentioned tokens that a criticised token is compared with
 THINKING = 2  # label of tokens that are left out
@@ -29,7 +29,8 @@ async def sample_and_judge(
 
     async def respond(prompt: Prompt) -> JudgedResponse:
         (rollout,) = await rollouts.sample(prompt, sampling)
-        return prompt, rollout, await judge_answer(feedback, prompt, rollout)
+        answer = await judge_answer(feedback, prompt, rollout)
+        return JudgedResponse(prompt, rollout, answer)
 
     return list(await asyncio.gather(*(respond(prompt) for prompt in prompts)))
 
@@ -53,16 +54,28 @@ async def measure(
         rollouts: Engines with the trained policy.
         sampling: Sampling parameters of the reference, including the seed, so that only the policy changes a response.
     """
-    before = await asyncio.gather(*(judge_answer(feedback, p, r) for p, r, _ in reference))
-    after = await sample_and_judge([p for p, _, _ in reference], rollouts, feedback, sampling)
-    returned = returns(
-        [criticisms(r.response_text, f) for (_, r, _), f in zip(reference, before, strict=True)],
-        [criticisms(r.response_text, f) for _, r, f in after],
-    )
-    judged = [(r, f, new - r.rollout_logprobs) for (_, r, f), new in zip(reference, logprobs, strict=True) if f.usable]
-    labels = [mentions(tokenizer, r, f) for r, f, _ in judged]
-    base = [r.rollout_logprobs for r, _, _ in judged]
-    return changes_by_mention(labels, [change for _, _, change in judged], base) | returned
+    requests = [judge_answer(feedback, response.prompt, response.rollout) for response in reference]
+    judged_again = await asyncio.gather(*requests)
+    prompts = [response.prompt for response in reference]
+    responses_after = await sample_and_judge(prompts, rollouts, feedback, sampling)
+
+    before = [
+        criticisms(response.rollout.response_text, answer)
+        for response, answer in zip(reference, judged_again, strict=True)
+    ]
+    after = [criticisms(response.rollout.response_text, response.feedback) for response in responses_after]
+
+    labels: list[np.ndarray] = []
+    changes: list[np.ndarray] = []
+    base: list[np.ndarray] = []
+    for response, new_logprobs in zip(reference, logprobs, strict=True):
+        if not response.feedback.usable:
+            continue
+        old_logprobs = response.rollout.rollout_logprobs
+        labels.append(mentions(tokenizer, response.rollout, response.feedback))
+        changes.append(new_logprobs - old_logprobs)
+        base.append(old_logprobs)
+    return changes_by_mention(labels, changes, base) | returns(before, after)
 
 
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
@@ -98,18 +111,20 @@ def changes_by_mention(
     Returns:
         The means, difference and matched are None where there is no such token.
     """
-    label, change = np.concatenate(labels), np.concatenate(changes)
-    parts = {name: change[label == value] for value, name in MENTIONS.items()}
-    means = {name: float(part.mean()) if part.size else None for name, part in parts.items()}
-    criticised, unmentioned = means["criticised"], means["unmentioned"]
+    label = np.concatenate(labels)
+    change = np.concatenate(changes)
+    means: dict[str, float | None] = {}
+    num_tokens: dict[str, int] = {}
+    for value, name in MENTIONS.items():
+        mentioned = change[label == value]
+        means[name] = float(mentioned.mean()) if mentioned.size else None
+        num_tokens[name] = int(mentioned.size)
+
+    criticised = means["criticised"]
+    unmentioned = means["unmentioned"]
     difference = None if criticised is None or unmentioned is None else criticised - unmentioned
     matched = matched_difference(label, change, np.concatenate(base))
-    return {
-        **means,
-        "difference": difference,
-        "matched": matched,
-        "tokens": {name: int(part.size) for name, part in parts.items()},
-    }
+    return {**means, "difference": difference, "matched": matched, "tokens": num_tokens}
 
 
 def matched_difference(label: np.ndarray, change: np.ndarray, base: np.ndarray) -> float | None:
@@ -118,14 +133,18 @@ def matched_difference(label: np.ndarray, change: np.ndarray, base: np.ndarray) 
     Each criticised token's change is compared with the mean change of the NUM_MATCHES unmentioned tokens of the nearest
     `base`. None if there are no criticised or no unmentioned tokens. label, change, base: [N].
     """
-    criticised, unmentioned = label == -1, label == 0
+    criticised = label == -1
+    unmentioned = label == 0
     if not (criticised.any() and unmentioned.any()):
         return None
     order = np.argsort(base[unmentioned], kind="stable")
-    sums, count = np.append(0, np.cumsum(change[unmentioned][order])), min(NUM_MATCHES, len(order))
-    nearest = np.searchsorted(base[unmentioned][order], base[criticised])
+    sorted_base = base[unmentioned][order]
+    sums = np.append(0, np.cumsum(change[unmentioned][order]))
+    count = min(NUM_MATCHES, len(order))
+    nearest = np.searchsorted(sorted_base, base[criticised])
     first = np.clip(nearest - count // 2, 0, len(order) - count)
-    return float((change[criticised] - (sums[first + count] - sums[first]) / count).mean())
+    matched_mean = (sums[first + count] - sums[first]) / count
+    return float((change[criticised] - matched_mean).mean())
 
 
 def criticisms(response_text: str, feedback: SpanFeedback) -> frozenset[str] | None:
@@ -144,7 +163,14 @@ def returns(before: Sequence[frozenset[str] | None], after: Sequence[frozenset[s
         before: Criticised quotes by prompt, None for unusable feedback. Such a prompt does not count.
         after: As before, of the new responses.
     """
-    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
-    count = sum(len(old) for old, _ in pairs)
-    recurring = sum(len(old & new) for old, new in pairs)
-    return {"returns": recurring / count if count else None, "criticisms": count, "prompts": len(pairs)}
+    num_prompts = 0
+    num_criticisms = 0
+    num_recurring = 0
+    for old, new in zip(before, after, strict=True):
+        if old is None or new is None:
+            continue
+        num_prompts += 1
+        num_criticisms += len(old)
+        num_recurring += len(old & new)
+    share = num_recurring / num_criticisms if num_criticisms else None
+    return {"returns": share, "criticisms": num_criticisms, "prompts": num_prompts}
