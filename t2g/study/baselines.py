@@ -353,20 +353,25 @@ def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], trained: Sequence[S
         trained: The responses that the policy was trained on.
     """
     rollout = job.rollout
-    responses = list(chain.from_iterable(step.responses for step in steps))
     generate_s = sum(step.generate_s for step in steps)
     feedback_s = sum(step.feedback_s for step in steps)
-    return {
-        "samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt),
-        "reward/response_mean": mean(response.reward for response in trained),
-        "response/length_mean": mean(len(response.rollout.response_ids) for response in responses),
-        "response/truncated_share": mean(response.rollout.is_truncated for response in responses),
-        "feedback/failed_share": mean(not response.feedback.usable for response in responses),
-        "time/generate_s": generate_s,
-        "time/feedback_s": feedback_s,
-        "time/learn_s": learn_s,
-        "time/step_s": generate_s + feedback_s + learn_s,
-    }
+    lengths: list[int] = []
+    is_truncated: list[bool] = []
+    has_failed: list[bool] = []
+    for response in chain.from_iterable(step.responses for step in steps):
+        lengths.append(len(response.rollout.response_ids))
+        is_truncated.append(response.rollout.is_truncated)
+        has_failed.append(not response.feedback.usable)
+    metrics: Metrics = {"samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt)}
+    metrics["reward/response_mean"] = mean(response.reward for response in trained)
+    metrics["response/length_mean"] = mean(lengths)
+    metrics["response/truncated_share"] = mean(is_truncated)
+    metrics["feedback/failed_share"] = mean(has_failed)
+    metrics["time/generate_s"] = generate_s
+    metrics["time/feedback_s"] = feedback_s
+    metrics["time/learn_s"] = learn_s
+    metrics["time/step_s"] = generate_s + feedback_s + learn_s
+    return metrics
 
 
 # -------------------------------------------------------------------------------------------------- training examples

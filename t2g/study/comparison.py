@@ -152,11 +152,12 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     }
     if scalar is None:
         return summary
-    reached = {seed: reach(run, scalar[seed]) for seed, run in by_seed.items()}
-    for seed, values in reached.items():
+    reached: dict[int, dict[str, float | None]] = {}
+    for seed, run in by_seed.items():
+        reached[seed] = reach(run, scalar[seed])
         figures = summary["by_seed"][seed]
-        figures["samples_to_scalar_best"] = values["samples"]
-        figures["seconds_to_scalar_best"] = values["seconds"]
+        figures["samples_to_scalar_best"] = reached[seed]["samples"]
+        figures["seconds_to_scalar_best"] = reached[seed]["seconds"]
     return summary | subtract_scalar(by_seed, scalar) | summarise_reached(by_seed, reached)
 
 
@@ -185,13 +186,15 @@ def subtract_scalar(by_seed: Mapping[int, Run], scalar: Mapping[int, Run]) -> di
 
 def summarise_reached(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> dict[str, Any]:
     """Return the means over seeds of `reach`."""
-    values = list(reached.values())
+    samples = [value["samples"] for value in reached.values()]
+    seconds = [value["seconds"] for value in reached.values()]
+    shares = [value["share"] for value in reached.values()]
     return {
-        "samples_to_scalar_best": mean_known(value["samples"] for value in values),
-        "seconds_to_scalar_best": mean_known(value["seconds"] for value in values),
-        "share_of_scalar_samples": mean_known(value["share"] for value in values),
+        "samples_to_scalar_best": mean_known(samples),
+        "seconds_to_scalar_best": mean_known(seconds),
+        "share_of_scalar_samples": mean_known(shares),
         "samples_to_scalar_best_censored": interval(censored(by_seed, reached)),
-        "seeds_at_scalar_best": sum(value["samples"] is not None for value in values),
+        "seeds_at_scalar_best": len(samples) - samples.count(None),
     }
 
 
@@ -412,16 +415,13 @@ def _format_reached(figures: Mapping[str, Any]) -> str:
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
+    scores = (figures["score"], figures.get("minus_scalar"), figures["score_at_kl"]["1"])
+    cells = [spread(score) for score in scores]
+    cells.append(_format_reached(figures))
+    cells.append(figure(figures.get("share_of_scalar_samples"), ".0%"))
+    cells.append(figure(figures.get("seconds_to_scalar_best"), ",.0f"))
+    cells.append(figure(figures["step_seconds"], ",.2f"))
+    cells.append(figure(figures.get("overhead"), "+.0%"))
     targeting = figures["targeting"] or {}
-    measured = [spread(targeting.get(key)) for key in ("criticised", "unmentioned", "matched", "returns")]
-    return [
-        spread(figures["score"]),
-        spread(figures.get("minus_scalar")),
-        spread(figures["score_at_kl"]["1"]),
-        _format_reached(figures),
-        figure(figures.get("share_of_scalar_samples"), ".0%"),
-        figure(figures.get("seconds_to_scalar_best"), ",.0f"),
-        figure(figures["step_seconds"], ",.2f"),
-        figure(figures.get("overhead"), "+.0%"),
-        *measured,
-    ]
+    cells += [spread(targeting.get(key)) for key in ("criticised", "unmentioned", "matched", "returns")]
+    return cells

@@ -6,7 +6,7 @@ is parsed, its length is limited, and unparsable verdicts are counted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, Literal
 
 import numpy as np
@@ -87,9 +87,11 @@ def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]
         answers: policy -> answers by prompt, in the same order. Pairs are those of `policy_eval.summarise`.
     """
     points_of: dict[tuple[str, str, str, str], float] = {}
+    judges: list[str] = []
     for row in rows:
         points_of[row.judge, row.first, row.second, row.prompt_id] = POINTS[row.verdict]
-    judges = list(dict.fromkeys(judge for judge, *_ in points_of))
+        if row.judge not in judges:
+            judges.append(row.judge)
     lengths = {policy: _count_words(own) for policy, own in answers.items()}
 
     def first_points(judge: str, first: str, second: str) -> np.ndarray:
@@ -97,18 +99,15 @@ def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]
         return np.array([points_of.get(key, np.nan) for key in keys])
 
     figures: list[dict[str, Any]] = []
-    outcomes_by_judge: dict[str, np.ndarray] = {}
-    for judge in judges:
-        judge_outcomes: list[np.ndarray] = []
-        for against, policy in combinations(answers, 2):
-            when_first = first_points(judge, policy, against)
-            when_second = 1 - first_points(judge, against, policy)
-            points = np.stack([when_first, when_second])
-            sides = compare_lengths(lengths[policy], lengths[against])
-            names = {"judge": judge, "policy": policy, "against": against}
-            figures.append(names | judge_figures(points, sides, seed))
-            judge_outcomes.append(outcomes(points))
-        outcomes_by_judge[judge] = np.concatenate(judge_outcomes)
+    outcomes_by_judge: dict[str, list[np.ndarray]] = {judge: [] for judge in judges}
+    for judge, (against, policy) in product(judges, combinations(answers, 2)):
+        when_first = first_points(judge, policy, against)
+        when_second = 1 - first_points(judge, against, policy)
+        points = np.stack([when_first, when_second])
+        sides = compare_lengths(lengths[policy], lengths[against])
+        names = {"judge": judge, "policy": policy, "against": against}
+        figures.append(names | judge_figures(points, sides, seed))
+        outcomes_by_judge[judge].append(outcomes(points))
     return {"pairs": figures, "agreements": compute_agreements(outcomes_by_judge)}
 
 
@@ -127,12 +126,12 @@ def compare_lengths(lengths: np.ndarray, other_lengths: np.ndarray) -> np.ndarra
     return np.sign(difference) * (np.abs(difference) > tolerance)
 
 
-def compute_agreements(outcomes_by_judge: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+def compute_agreements(outcomes_by_judge: Mapping[str, Sequence[np.ndarray]]) -> list[dict[str, Any]]:
     """Return, for each two judges, the share of the pairs of responses with the same outcome, and their number."""
     agreements: list[dict[str, Any]] = []
     for first, second in combinations(outcomes_by_judge, 2):
-        first_outcomes = outcomes_by_judge[first]
-        second_outcomes = outcomes_by_judge[second]
+        first_outcomes = np.concatenate(outcomes_by_judge[first])
+        second_outcomes = np.concatenate(outcomes_by_judge[second])
         is_usable = ~np.isnan(first_outcomes + second_outcomes)
         is_equal = (first_outcomes == second_outcomes)[is_usable]
         agreements.append({"judges": [first, second], "share": _mean(is_equal), "of": int(is_usable.sum())})
@@ -178,13 +177,15 @@ def judge_figures(points: np.ndarray, sides: np.ndarray, seed: int) -> dict[str,
         is_on_side = usable & (sides == side)
         by_length[name] = {"win_rate": _mean(values[is_on_side]), "prompts": int(is_on_side.sum())}
     is_consistent = (points[0] == points[1])[usable]
+    tie_share = float((points == 0.5).mean())
+    unparsable_share = float(np.isnan(points).mean())
     return {
         "prompts": num,
         "win_rate": rate(values),
         "first_bias": rate(points[0] - points[1]),
         "consistency": _mean(is_consistent),
-        "tie_share": float((points == 0.5).mean()),
-        "unparsable_share": float(np.isnan(points).mean()),
+        "tie_share": tie_share,
+        "unparsable_share": unparsable_share,
         "by_length": by_length,
     }
 

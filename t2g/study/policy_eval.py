@@ -182,8 +182,8 @@ def _sum_bleu_counts(row: Answers, reference: str) -> np.ndarray:
 
 def _mean_general(row: Answers) -> list[float]:
     """Return the means over samples of the measures GENERAL, in that order."""
-    samples = [general_measures(response) for response in row.responses]
-    return [float(np.mean([sample[name] for sample in samples])) for name in GENERAL]
+    samples = [list(general_measures(response).values()) for response in row.responses]
+    return np.mean(samples, axis=0).tolist()
 
 
 def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:

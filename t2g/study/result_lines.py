@@ -68,12 +68,14 @@ class Results:
         """Append the line of a finished run, if there is a file. more: See `Identity.from_config`."""
         if self._config.results is None:
             return
+        key = self.make_key(arm, **more)
+        today = now().date().isoformat()
         line = ResultLine(
             method=method,
             seed=arm.run.seed,
             lr=arm.learner.policy.lr,
-            key=self.make_key(arm, **more),
-            date=now().date().isoformat(),
+            key=key,
+            date=today,
             minutes=round(seconds / 60, 1),
             versions=collect_versions(),
             run=run,

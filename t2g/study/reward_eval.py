@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,7 +64,8 @@ async def judge_records(
     """
 
     async def judge(record: AnnotatedRecord) -> JudgedRecord:
-        prompt, response = record.to_prompt(), record.response
+        prompt = record.to_prompt()
+        response = record.response
         guided, unguided = await asyncio.gather(model.judge(prompt, response), model.judge_unguided(prompt, response))
         on_record()
         return judged_record(response, record.to_feedback(), guided, unguided, tokenizer)
@@ -98,20 +99,27 @@ def reward_metrics(records: Sequence[JudgedRecord]) -> dict[str, float]:
     {good,poor}_{tokens,spans} count gold tokens and gold spans: a ratio over few of them is unreliable. Counts are
     floats.
     """
-    columns = _columns(records)
-    totals = {name: column.sum() for name, column in columns.items()}
-    metrics = {name: float(value) for name, value in _ratios(totals).items() if not np.isnan(value)}
-    for name in LABELS:
-        metrics[f"{name}_tokens"] = float(sum(totals[name, predicted] for predicted in CLASSES))
-        metrics[f"{name}_spans"] = float(totals[name, "gold spans"])
-    return metrics | {"num_records": float(len(records))}
+    totals = {name: column.sum() for name, column in _columns(records).items()}
+    metrics: dict[str, float] = {}
+    for name, value in _ratios(totals).items():
+        if not np.isnan(value):
+            metrics[name] = float(value)
+    for label in LABELS:
+        num_tokens = sum(totals[label, predicted] for predicted in CLASSES)
+        metrics[f"{label}_tokens"] = float(num_tokens)
+        metrics[f"{label}_spans"] = float(totals[label, "gold spans"])
+    metrics["num_records"] = float(len(records))
+    return metrics
 
 
 def parse_warning(metrics: Mapping[str, float]) -> str | None:
     """Return a warning if no answer of the reward model is usable or parses, given its `reward_metrics`."""
     rates = {"usable_rate": "could be used", "parse_rate": "parses without guided decoding"}
-    failure = next((text for rate, text in rates.items() if metrics[rate] == 0), None)
-    return failure and f"None of the reward model's {metrics['num_records']:g} answers {failure}: check task and style."
+    failures = [text for rate, text in rates.items() if metrics[rate] == 0]
+    if not failures:
+        return None
+    num_answers = f"{metrics['num_records']:g}"
+    return f"None of the reward model's {num_answers} answers {failures[0]}: check task and style."
 
 
 def arm_metrics(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], tokenizer: Any) -> dict[str, float]:
@@ -123,20 +131,26 @@ def arm_metrics(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], 
     Args:
         sparse: Gold feedback of the sparse style on the same responses.
     """
-    decisive = []
+    decisive: list[JudgedRecord] = []
     for record, gold in zip(judged, sparse, strict=True):
         relabelled = judged_record(record.response, gold, record.feedback, record.feedback, tokenizer)
         is_decisive = relabelled.gold_labels != 0
-        labels, gold_labels = relabelled.labels[is_decisive], relabelled.gold_labels[is_decisive]
-        decisive.append(replace(relabelled, gold_labels=gold_labels, labels=labels))
-    on_decisive = reward_metrics(decisive)
-    labelled = np.concatenate([record.gold_labels for record in judged]) != 0
-    ratios = [f"{label}_{ratio}" for label in LABELS for ratio in ("precision", "recall", "f1")]
-    return (
-        reward_metrics(judged)
-        | {"labelled_share": float(labelled.mean())}
-        | {f"decisive_{name}": on_decisive[name] for name in ratios}
-    )
+        on_decisive_tokens = replace(
+            relabelled,
+            gold_labels=relabelled.gold_labels[is_decisive],
+            labels=relabelled.labels[is_decisive],
+        )
+        decisive.append(on_decisive_tokens)
+    decisive_metrics = reward_metrics(decisive)
+    is_labelled = np.concatenate([record.gold_labels for record in judged]) != 0
+
+    metrics = reward_metrics(judged)
+    metrics["labelled_share"] = float(is_labelled.mean())
+    for label in LABELS:
+        for ratio in ("precision", "recall", "f1"):
+            name = f"{label}_{ratio}"
+            metrics[f"decisive_{name}"] = decisive_metrics[name]
+    return metrics
 
 
 def bootstrap_intervals(records: Sequence[JudgedRecord], *, seed: int) -> dict[str, tuple[float, float]]:
@@ -145,18 +159,26 @@ def bootstrap_intervals(records: Sequence[JudgedRecord], *, seed: int) -> dict[s
     A resample is represented by how often each record was drawn, so that its totals are one matrix product with the
     counts by record (Efron, "Bootstrap methods", Annals of Statistics 1979, section 2).
     """
-    columns = _columns(records)
-    draws = np.random.default_rng(seed).multinomial(len(records), [1 / len(records)] * len(records), NUM_RESAMPLES)
-    ratios = _ratios({name: draws @ column for name, column in columns.items()})
-    defined = {name: values[~np.isnan(values)] for name, values in ratios.items()}
-    bounds = {name: np.percentile(values, [2.5, 97.5]) for name, values in defined.items() if len(values)}
-    return {name: (float(low), float(high)) for name, (low, high) in bounds.items()}
+    num_records = len(records)
+    rng = np.random.default_rng(seed)
+    draws = rng.multinomial(num_records, [1 / num_records] * num_records, NUM_RESAMPLES)
+    totals = {name: draws @ column for name, column in _columns(records).items()}
+    intervals: dict[str, tuple[float, float]] = {}
+    for name, values in _ratios(totals).items():
+        defined = values[~np.isnan(values)]
+        if len(defined):
+            low, high = np.percentile(defined, [2.5, 97.5])
+            intervals[name] = (float(low), float(high))
+    return intervals
 
 
 def token_confusion(records: Sequence[JudgedRecord]) -> dict[str, dict[str, int]]:
     """Return the numbers of tokens by gold class (outer) and predicted class (inner)."""
     columns = _columns(records)
-    return {gold: {predicted: int(columns[gold, predicted].sum()) for predicted in CLASSES} for gold in CLASSES}
+    confusion: dict[str, dict[str, int]] = {}
+    for gold in CLASSES:
+        confusion[gold] = {predicted: int(columns[gold, predicted].sum()) for predicted in CLASSES}
+    return confusion
 
 
 Columns = Mapping[tuple[str, str], Any]  # name of a count -> its total, its values by record [N] or by resample [B]
@@ -167,25 +189,35 @@ def _columns(records: Sequence[JudgedRecord]) -> dict[tuple[str, str], np.ndarra
     if not records:
         raise ValueError("there is no record to measure a reward model on")
     rows = [_counts(record) for record in records]
-    return {name: np.array([row[name] for row in rows], np.float64) for name in rows[0]}
+    columns: dict[tuple[str, str], np.ndarray] = {}
+    for name in rows[0]:
+        columns[name] = np.array([row[name] for row in rows], np.float64)
+    return columns
 
 
 def _counts(record: JudgedRecord) -> dict[tuple[str, str], float]:
     """Count one record: (gold class, predicted class) -> tokens, (label, ...) -> spans, ("all", ...) -> the rest."""
-    gold, predicted = np.sign(record.gold_labels), np.sign(record.labels)
-    counts: dict[tuple[str, str], float] = {
-        (a, b): float(((gold == CLASSES[a]) & (predicted == CLASSES[b])).sum()) for a, b in product(CLASSES, CLASSES)
-    }
+    counts: dict[tuple[str, str], float] = {}
+    gold = np.sign(record.gold_labels)
+    predicted = np.sign(record.labels)
+    for (gold_class, gold_sign), (predicted_class, predicted_sign) in product(CLASSES.items(), CLASSES.items()):
+        is_pair = (gold == gold_sign) & (predicted == predicted_sign)
+        counts[gold_class, predicted_class] = float(is_pair.sum())
     for name, label in LABELS.items():
-        gold_ranges, ranges = _ranges(record.gold, label), _ranges(record.feedback, label)
-        counts[name, "gold spans"], counts[name, "spans"] = len(gold_ranges), len(ranges)
+        gold_ranges = _ranges(record.gold, label)
+        ranges = _ranges(record.feedback, label)
+        counts[name, "gold spans"] = len(gold_ranges)
+        counts[name, "spans"] = len(ranges)
         counts[name, "exact"] = len(set(gold_ranges) & set(ranges))
         counts[name, "overlapping"] = num_overlapping(gold_ranges, ranges, record.response)
-    counts["all", "quotes"], counts["all", "located"] = record.feedback.num_quotes, record.feedback.num_located
-    counts["all", "parse"], counts["all", "usable"] = record.parsed, record.feedback.usable
+    counts["all", "quotes"] = record.feedback.num_quotes
+    counts["all", "located"] = record.feedback.num_located
+    counts["all", "parse"] = record.parsed
+    counts["all", "usable"] = record.feedback.usable
     counts["all", "records"] = 1
     agreement = record.gold.agreement
-    counts["all", "voted"], counts["all", "agreement"] = agreement is not None, agreement or 0.0
+    counts["all", "voted"] = agreement is not None
+    counts["all", "agreement"] = agreement or 0.0
     return counts
 
 
@@ -201,30 +233,41 @@ def _ratios(counts: Columns) -> dict[str, np.ndarray]:
         gold + + 0 -, predicted + 0 + -: good precision, recall and f1 1/2; p 1/2, e (2*2 + 1*1 + 1*1) / 16, kappa 0.2
         gold spans [0, 5) [6, 9), predicted [0, 5) [5, 20): exact 2 * 1 / 4, overlap 2 * 2 / 4
     """
-    gold = {name: sum(counts[name, predicted] for predicted in CLASSES) for name in CLASSES}
-    predicted = {name: sum(counts[gold_name, name] for gold_name in CLASSES) for name in CLASSES}
-    ratios = {}
+    gold: dict[str, Any] = {}
+    predicted: dict[str, Any] = {}
+    for name in CLASSES:
+        gold[name] = sum(counts[name, other] for other in CLASSES)
+        predicted[name] = sum(counts[other, name] for other in CLASSES)
+    ratios: dict[str, np.ndarray] = {}
     for name in LABELS:
-        hits, spans = counts[name, name], counts[name, "gold spans"] + counts[name, "spans"]
+        hits = counts[name, name]
+        spans = counts[name, "gold spans"] + counts[name, "spans"]
         ratios[f"{name}_precision"] = _ratio(hits, predicted[name])
         ratios[f"{name}_recall"] = _ratio(hits, gold[name])
         ratios[f"{name}_f1"] = _ratio(2 * hits, gold[name] + predicted[name])
         ratios[f"{name}_span_exact_f1"] = _ratio(2 * counts[name, "exact"], spans)
         ratios[f"{name}_span_overlap_f1"] = _ratio(2 * counts[name, "overlapping"], spans)
-    tokens = sum(gold.values())
-    # p, e and 1, each times the squared number of tokens: integers, without rounding
-    agreement = tokens * sum(counts[name, name] for name in CLASSES)
-    by_chance = sum(gold[name] * predicted[name] for name in CLASSES)
-    ratios["kappa"] = _ratio(agreement - by_chance, tokens * tokens - by_chance)
+    ratios["kappa"] = _kappa(counts, gold, predicted)
     ratios["located_rate"] = _ratio(counts["all", "located"], counts["all", "quotes"])
-    ratios |= {f"{part}_rate": _ratio(counts["all", part], counts["all", "records"]) for part in ("parse", "usable")}
+    ratios["parse_rate"] = _ratio(counts["all", "parse"], counts["all", "records"])
+    ratios["usable_rate"] = _ratio(counts["all", "usable"], counts["all", "records"])
     ratios["agreement"] = _ratio(counts["all", "agreement"], counts["all", "voted"], empty=np.nan)
     return ratios
 
 
+def _kappa(counts: Columns, gold: Mapping[str, Any], predicted: Mapping[str, Any]) -> np.ndarray:
+    """Return Cohen's kappa; gold and predicted are the numbers of tokens by class."""
+    num_tokens = sum(gold.values())
+    # p, e and 1, each times the squared number of tokens: integers, without rounding
+    agreement = num_tokens * sum(counts[name, name] for name in CLASSES)
+    by_chance = sum(gold[name] * predicted[name] for name in CLASSES)
+    return _ratio(agreement - by_chance, num_tokens * num_tokens - by_chance)
+
+
 def _ratio(part: Any, total: Any, *, empty: float = 0.0) -> np.ndarray:
     """Return part / total, or `empty` where total is 0."""
-    return np.divide(part, total, out=np.full(np.shape(total), empty), where=np.asarray(total) != 0)
+    quotients = np.full(np.shape(total), empty)
+    return np.divide(part, total, out=quotients, where=np.asarray(total) != 0)
 
 
 def _ranges(feedback: SpanFeedback, label: int) -> list[tuple[int, int]]:
@@ -241,19 +284,25 @@ def num_overlapping(gold: Sequence[tuple[int, int]], predicted: Sequence[tuple[i
 
         "so good so bad": gold (3, 7) (11, 14), predicted (0, 14): 1; predicted (0, 7) (8, 14): 2
     """
-    pairs = i = j = 0
-    while i < len(gold) and j < len(predicted):
-        if _overlap(gold[i], predicted[j], text):
-            pairs, i, j = pairs + 1, i + 1, j + 1
-        elif gold[i][1] <= predicted[j][1]:
-            i += 1
+    num_pairs = 0
+    gold_index = 0
+    index = 0
+    while gold_index < len(gold) and index < len(predicted):
+        if _overlap(gold[gold_index], predicted[index], text):
+            num_pairs += 1
+            gold_index += 1
+            index += 1
+        elif gold[gold_index][1] <= predicted[index][1]:
+            gold_index += 1
         else:
-            j += 1
-    return pairs
+            index += 1
+    return num_pairs
 
 
-def _overlap(a: tuple[int, int], b: tuple[int, int], text: str) -> bool:
-    return bool(text[max(a[0], b[0]) : min(a[1], b[1])].strip())
+def _overlap(first: tuple[int, int], second: tuple[int, int], text: str) -> bool:
+    start = max(first[0], second[0])
+    end = min(first[1], second[1])
+    return bool(text[start:end].strip())
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -269,20 +318,37 @@ class Errors:
 def find_errors(records: Sequence[JudgedRecord], *, examples_per_kind: int = EXAMPLES_PER_KIND) -> dict[str, Errors]:
     """Return the errors by kind, for all ERROR_KINDS in that order."""
     by_record = [_errors_of(record) for record in records]
-    errors = {}
+    errors: dict[str, Errors] = {}
     for kind in ERROR_KINDS:
-        found = [(index, *kinds[kind]) for index, kinds in enumerate(by_record) if kind in kinds]
-        num = min(examples_per_kind, len(found))
-        examples = [(index, texts) for index, _, texts in (found[i * len(found) // num] for i in range(num))]
-        errors[kind] = Errors(count=sum(n for _, n, _ in found), num_records=len(found), examples=examples)
+        count = 0
+        indices: list[int] = []  # of the records with such an error
+        for index, errors_of_record in enumerate(by_record):
+            if kind in errors_of_record:
+                indices.append(index)
+                count += errors_of_record[kind].count
+        num_examples = min(examples_per_kind, len(indices))
+        examples: list[tuple[int, list[str]]] = []
+        for number in range(num_examples):
+            index = indices[number * len(indices) // num_examples]
+            examples.append((index, by_record[index][kind].texts))
+        errors[kind] = Errors(count=count, num_records=len(indices), examples=examples)
     return errors
 
 
-def _errors_of(record: JudgedRecord) -> dict[str, tuple[int, list[str]]]:
-    """Return kind -> (number, texts). An unusable answer is one error: its gold spans do not count as missed."""
-    feedback, text = record.feedback, record.response
+class RecordErrors(NamedTuple):
+    """The errors of one kind in one record."""
+
+    count: int
+    texts: list[str]  # of the spans, or a sentence
+
+
+def _errors_of(record: JudgedRecord) -> dict[str, RecordErrors]:
+    """Return the errors by kind. An unusable answer is one error: its gold spans do not count as missed."""
+    feedback = record.feedback
+    text = record.response
     if not feedback.usable:
-        return {"unparsable": (1, [f"{feedback.status}: {feedback.reason or 'no reason is known'}"])}
+        reason = feedback.reason or "no reason is known"
+        return {"unparsable": RecordErrors(1, [f"{feedback.status}: {reason}"])}
     wrong: dict[str, list[str]] = {}
     for span in record.gold.spans:
         if not _overlapping_labels(span, feedback, text):
@@ -292,17 +358,23 @@ def _errors_of(record: JudgedRecord) -> dict[str, tuple[int, list[str]]]:
         if span.label not in labels:
             kind = "wrong_label" if labels else f"invented_{_name(span)}"
             wrong.setdefault(kind, []).append(text[span.start : span.end])
-    errors = {kind: (len(quotes), quotes) for kind, quotes in wrong.items()}
+    errors = {kind: RecordErrors(len(quotes), quotes) for kind, quotes in wrong.items()}
     missing = feedback.num_quotes - feedback.num_located
     if missing:
-        errors["not_located"] = (missing, [f"{missing} of {feedback.num_quotes} quotes are not in the response"])
+        sentence = f"{missing} of {feedback.num_quotes} quotes are not in the response"
+        errors["not_located"] = RecordErrors(missing, [sentence])
     if not record.parsed:
-        errors["unparsable"] = (1, ["without guided decoding the answer is not JSON of the requested schema"])
+        sentence = "without guided decoding the answer is not JSON of the requested schema"
+        errors["unparsable"] = RecordErrors(1, [sentence])
     return errors
 
 
 def _overlapping_labels(span: Span, feedback: SpanFeedback, text: str) -> set[int]:
-    return {s.label for s in feedback.spans if _overlap((span.start, span.end), (s.start, s.end), text)}
+    labels: set[int] = set()
+    for other in feedback.spans:
+        if _overlap((span.start, span.end), (other.start, other.end), text):
+            labels.add(other.label)
+    return labels
 
 
 def _name(span: Span) -> str:
