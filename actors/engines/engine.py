@@ -147,6 +147,8 @@ class Engine:
         self._check_build(for_cpus=current_platform.is_cpu())
         try:
             vllm_config = AsyncEngineArgs(**self.arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if self._lora is not None:
+                self._check_adapters(vllm_config)
             if not self._config.gpus:
                 self._check_kv_cache(vllm_config)
             elif self._config.gpus < 1 and not self._can_sleep:
@@ -192,6 +194,18 @@ class Engine:
             raise UserError(f"engine_args asks for {found[0]}, which join_outputs excludes; set join_outputs=false")
         scheduling = vllm_config.scheduler_config
         scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]
+
+    def _check_adapters(self, vllm_config: Any) -> None:
+        """Raise UserError for an architecture whose adapters vLLM cannot load."""
+        from vllm.model_executor.model_loader.utils import get_model_cls
+        from vllm.model_executor.models import supports_lora
+
+        served = get_model_cls(vllm_config.model_config)
+        if not supports_lora(served):
+            raise UserError(
+                f"vLLM loads no LoRA adapters for {served.__name__}, the architecture of {self._model}: with "
+                "learner.sync_adapters=false the learner sends merged weights"
+            )
 
     def _check_kv_cache(self, vllm_config: Any) -> None:
         """Raise UserError if not even one sequence fits: the engine core would die without an error."""

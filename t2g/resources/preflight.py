@@ -39,7 +39,7 @@ from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
 from t2g.text.policy_chat import set_template_defaults
-from t2g.text.positions import check_head_size, check_heads, check_positions
+from t2g.text.positions import check_head_size, check_heads, check_positions, check_vision
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
 ADAPTER_FILE = "adapter_config.json"
@@ -90,6 +90,7 @@ class Model:
     revision: str | None = None
     chat: ModelConfig | None = None  # of a policy: the options of its chat template
     engine: tuple[str, EngineConfig] | None = None
+    is_trained: bool = False
 
 
 def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
@@ -154,7 +155,8 @@ def models(job: AnyJob) -> Iterator[Model]:
     if model := getattr(job, "model", None):
         section = "rollout" if "rollout" in job.roles() else "engine"
         engine = getattr(job, section, None)
-        yield _policy("model.policy", model, (section, engine) if engine else None)
+        is_trained = not {"learner", "sft"}.isdisjoint(job.roles())
+        yield _policy("model.policy", model, (section, engine) if engine else None, is_trained=is_trained)
     if isinstance(job, PolicyEvaluationJob):
         for name, model in job.served.items():
             if not (Path(model.policy) / ADAPTER_FILE).exists():  # an adapter is merged into its base before
@@ -171,8 +173,12 @@ def models(job: AnyJob) -> Iterator[Model]:
             yield Model(key=f"{section}.{key}", name=str(name), revision=revision, engine=engine)
 
 
-def _policy(key: str, model: ModelConfig, engine: tuple[str, EngineConfig] | None) -> Model:
-    return Model(key=key, name=model.policy, revision=model.revision, chat=model, engine=engine)
+def _policy(
+    key: str, model: ModelConfig, engine: tuple[str, EngineConfig] | None, *, is_trained: bool = False
+) -> Model:
+    return Model(
+        key=key, name=model.policy, revision=model.revision, chat=model, engine=engine, is_trained=is_trained
+    )  # fmt: skip
 
 
 def servers(job: AnyJob) -> Iterator[LLMConfig]:
@@ -240,6 +246,7 @@ def _check_model(model: Model) -> bool:
     if model.chat is not None:
         set_template_defaults(tokenizer, model.chat)
     check_chat_template(tokenizer)
+    check_vision(*source, model.key, is_trained=model.is_trained, has_engine=model.engine is not None)
     if model.engine is not None:
         section, engine = model.engine
         check_positions(*source, f"{section}.max_model_len", engine.max_model_len)

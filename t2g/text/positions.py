@@ -1,6 +1,7 @@
 """Checks whether an engine can run a model: its positions, vocabulary, head size, and its heads on several GPUs."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,34 @@ def check_vocabulary(tokenizer: Any, model: str, revision: str | None) -> None:
         )
 
 
+def check_vision(model: str, revision: str | None, key: str, *, is_trained: bool, has_engine: bool) -> None:
+    """Check that a model of images and text can be trained and served as a model of text, if its config is here.
+
+    Raises:
+        UserError: Its files have other names than the text model that transformers trains; or vLLM's part for images
+            lacks torchvision.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = _load_config(model, revision)
+    if getattr(config, "vision_config", None) is None:
+        return
+    stored = (config.architectures or ["a model of images and text"])[0]
+    trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, stored)
+    if is_trained and trained != stored:
+        raise UserError(
+            f"{key}={model} holds {stored}, a model of images and text; {trained}, the part that is trained, names its "
+            "weights differently: save that part by AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER), "
+            "the tokenizer beside it, and use FOLDER"
+        )
+    if has_engine and find_spec("torchvision") is None:
+        raise UserError(
+            f"{key}={model} holds {stored}, a model of images and text, and vLLM's processor for its images needs "
+            "torchvision, which is not installed: take a checkpoint of text alone, or install the torchvision that "
+            "fits the installed torch"
+        )
+
+
 def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:
     """Check that vLLM can shard the model over `gpus` GPUs, if its config is on this machine.
 
@@ -98,10 +127,15 @@ def find_uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
 
 def _load_text_config(model: str, revision: str | None) -> Any:
     """Return the text config of a model on this machine, None without its files."""
+    config = _load_config(model, revision)
+    return None if config is None else config.get_text_config()
+
+
+def _load_config(model: str, revision: str | None) -> Any:
     from transformers import AutoConfig
 
     source = {"revision": None if Path(model).is_dir() else revision, "local_files_only": True}
     try:
-        return AutoConfig.from_pretrained(model, **source, trust_remote_code=False).get_text_config()
+        return AutoConfig.from_pretrained(model, **source, trust_remote_code=False)
     except (OSError, ValueError):
         return None

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from models import random_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from actors.engines.engine import SCHEDULERS, Engine, engine_environment
-from t2g.config import EngineConfig
+from t2g.config import EngineConfig, LoRAConfig
 from t2g.config.feedback import RESERVED_ARGUMENTS
 from t2g.errors import UserError
+from t2g.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +144,15 @@ def test_arguments_that_vllm_does_not_know_or_take(tmp_path: Path) -> None:
     random_model(tmp_path)
     assert "unexpected keyword argument 'quantisation'" in refuse(tmp_path, engine_args={"quantisation": "x"})
     assert "quantization" in refuse(tmp_path, engine_args={"quantization": "no_such_method"})
+
+
+def test_an_architecture_without_adapters_names_the_key_that_sends_merged_weights(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(random_model(tmp_path)))
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=128, n_embd=64, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    lora = LoRAConfig(r=4, alpha=8)
+    engine = Engine(str(tmp_path), EngineConfig(max_model_len=64, kv_cache_gib=0.1), seed=1, lora=lora)
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel.*learner\.sync_adapters=false"):
+        asyncio.run(engine.start())

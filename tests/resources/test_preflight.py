@@ -1,6 +1,7 @@
 """One broken example of each thing that stops a job, on a model of random weights; and of what a machine lacks."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ import pytest
 from httpx import Request, Response
 from huggingface_hub.errors import RepositoryNotFoundError
 from models import random_model
+from transformers import AutoConfig
 
 from jobs.common.policy_runs import read_data
 from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
@@ -252,6 +254,18 @@ def test_heads_of_a_size_that_the_cpu_kernels_lack(model: Path, data: str, tmp_p
     (words,) = preflight(policy(tmp_path, data), None).wrong
     assert "head size 48" in words
     assert all_of(preflight(policy(tmp_path, data, rollout={"gpus": 1}, learner={"gpus": 1}), None)) == []
+
+
+def test_only_a_trained_policy_needs_the_names_of_the_text_model(model: Path, data: str, tmp_path: Path) -> None:
+    """Engines serve a vision checkpoint as it is."""
+    shutil.copytree(model, folder := tmp_path / "vision")
+    config = AutoConfig.for_model("qwen3_5", text_config=json.loads((model / "config.json").read_text()))
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    config.save_pretrained(folder)
+    (sentence, *_) = preflight(policy(folder, data), ROOMY).wrong
+    assert f"model.policy={folder}" in sentence and "Qwen3_5ForCausalLM" in sentence
+    evaluated = {"policies": {"plain": {"policy": str(folder)}}, "data": {"path": data}}
+    assert not any("Qwen3_5ForCausalLM" in text for text in preflight(PolicyEvaluationJob(**evaluated), ROOMY).wrong)
 
 
 def test_a_folder_without_a_model_and_a_tokenizer_without_a_template(model: Path, data: str, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from models import random_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from t2g.errors import UserError
-from t2g.text.positions import check_heads, check_positions, find_uneven_heads
+from t2g.text import positions
+from t2g.text.positions import check_heads, check_positions, check_vision, find_uneven_heads
 from t2g.text.tokenizer import load_tokenizer
 
 
@@ -89,3 +93,52 @@ def test_a_special_token_that_no_prompt_has_needs_no_row(tmp_path: Path) -> None
     model = random_model(tmp_path)
     add_token(model, special=True)
     assert "<|new|>" in load_tokenizer(str(model)).get_vocab()
+
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+VISION: dict[str, dict[str, object]] = {
+    "gemma3": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1},
+    "qwen3_5": {"depth": 1, "num_heads": 2, "out_hidden_size": 64},
+}
+
+
+def save_vision_model(folder: Path, architecture: str) -> Any:
+    shared = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    text = TEXT | ({"layer_types": ["full_attention"]} if architecture == "qwen3_5" else {})
+    config = AutoConfig.for_model(architecture, text_config=text, vision_config=shared | VISION[architecture])
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_vision_checkpoint_whose_text_part_has_other_names_is_not_trained(tmp_path: Path) -> None:
+    """The way out that the message names works."""
+    whole = save_vision_model(tmp_path / "whole", "qwen3_5")
+    name = str(tmp_path / "whole")
+    check_vision(name, None, "model.policy", is_trained=False, has_engine=False)
+    with pytest.raises(UserError, match=rf"model.policy={name} holds Qwen3_5ForConditionalGeneration") as refusal:
+        check_vision(name, None, "model.policy", is_trained=True, has_engine=False)
+    assert "Qwen3_5ForCausalLM" in str(refusal.value)
+
+    AutoModelForCausalLM.from_pretrained(name).save_pretrained(tmp_path / "text")
+    check_vision(str(tmp_path / "text"), None, "model.policy", is_trained=True, has_engine=True)
+    ids = torch.arange(20)[None]
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    torch.testing.assert_close(text(ids).logits, whole(input_ids=ids).logits)
+
+
+def test_an_engine_of_a_vision_checkpoint_names_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_vision_model(tmp_path, "gemma3")
+    check_vision(str(tmp_path), None, "model.policy", is_trained=True, has_engine=False)
+    monkeypatch.setattr(positions, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"Gemma3ForConditionalGeneration.*torchvision"):
+        check_vision(str(tmp_path), None, "model.policy", is_trained=True, has_engine=True)
+    monkeypatch.setattr(positions, "find_spec", lambda name: name)
+    check_vision(str(tmp_path), None, "model.policy", is_trained=True, has_engine=True)
+
+
+def test_a_model_of_text_is_trained_and_served(tmp_path: Path) -> None:
+    check_vision(str(random_model(tmp_path, "gemma2")), None, "model.policy", is_trained=True, has_engine=True)
