@@ -307,6 +307,13 @@ class SourceConfig(Section):
         description="calls of a function at once, also of each reward function and of an environment; "
         "1 for one that keeps state",
     )
+    retries: ResumeMutable[int] = Field(
+        0,
+        ge=0,
+        le=20,
+        description="further calls of a feedback or reward function that raised, after about 1, 2, 4 ... s, as for a "
+        "server that answers HTTP 429; each has timeout_s",
+    )
     timeout_s: float = Field(
         120, gt=0, description="deadline of the feedback on one response, retries included, and of the answer of a "
         "reward function or an environment. A reward model with engine.max_new_tokens above 256 has proportionally "

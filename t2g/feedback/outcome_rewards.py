@@ -54,6 +54,7 @@ class OutcomeRewards:
                     load_function(source, f"{KEY}: {source}", form, options=options),
                     kind=f"reward function {source}", key=KEY, log=config.run.folder / "feedback.log",
                     timeout_s=max(f.timeout_s for f in feedback), concurrency=max(f.concurrency for f in feedback),
+                    retries=max(f.retries for f in feedback),
                 )  # fmt: skip
             elif not config.environment and all(f.source in ("llm", "reward_model", "human") for f in feedback):
                 raise UserError(f"{KEY}: {source} is a number of a feedback function, and the feedback is by none")

@@ -135,7 +135,8 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig, tr
         case m.FAILED_SHARE if value > config.max_failed_share:
             return (
                 f"{value:.0%} of the responses have no usable feedback, above alarms.max_failed_share="
-                f"{config.max_failed_share:.0%}: look at feedback.status in samples.jsonl and at feedback.timeout_s"
+                f"{config.max_failed_share:.0%}: read the reasons in dropped.jsonl, and a function's tracebacks in "
+                "feedback.log; feedback.timeout_s and feedback.retries may help"
             )
     return ""
 

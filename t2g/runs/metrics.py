@@ -40,6 +40,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
 | importance/truncated_share                 | tokens whose weight rollout_correction_cap changed                     |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
+| feedback/empty_share                       | responses that were judged, and have no span                           |
 | feedback/source/<name>                     | share of the responses that this source judged                         |
 | sandbox/<mode>_share                       | share of the code responses whose tests ran in this mode               |
 | criterion_reward/                          | + criterion: mean over responses of the sum of its token rewards       |

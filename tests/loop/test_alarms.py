@@ -31,7 +31,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
             ["truncated 30%", "alarms.max_truncated_share=25%", "truncation_penalty"],
         ),
         ("response/unanswered_share", (1.0,), ["100% of the responses", "thinking", "rollout.max_new_tokens"]),
-        ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "timeout_s"]),
+        ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "feedback.log"]),
         ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
         ("policy/kl", (0.0, 4.0, 9.9, 20.1), ["from 9.9 to 20.1 nats", "alarms.max_kl=40", "learner.policy.lr"]),
         ("policy/kl", (0.0, 12.0), ["from 0.0 to 12.0 nats"]),

@@ -25,6 +25,7 @@ from t2g.loop.steps import (
 )
 from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD
 from t2g.tasks.tiny.task import TinyTask
+from t2g.text.thinking import NO_ANSWER
 from t2g.types import CriterionResult, Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
 
 
@@ -210,6 +211,15 @@ def test_metrics_of_a_function_are_averaged_over_the_responses_that_have_them() 
     assert found == {"feedback/metrics/tone": 0.5, "feedback/metrics/facts/right": 0.25}
 
 
+def test_judgements_without_a_span_are_counted_and_responses_without_an_answer_are_not() -> None:
+    prompt, scored = scored_pair([1.0])
+    reasons = ("", "", NO_ANSWER)
+    empty = [replace(scored.feedback, spans=(), status="empty", reason=reason) for reason in reasons]
+    pairs = [(prompt, scored.rollout, feedback) for feedback in (scored.feedback, *empty)]
+    metrics = step_metrics(pairs, [scored] * 4, [stats(1)] * 4, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
+    assert metrics["feedback/empty_share"] == 3 / 4
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_response_without_an_answer_has_no_criteria_and_earns_0(order: int) -> None:
     prompt, scored = scored_pair([1.0])
@@ -254,7 +264,7 @@ def test_step_metrics_by_hand() -> None:
     assert metrics["reward/response_mean"] == pytest.approx((0 + 2) / 2)
     assert metrics["tokens/good_share"] == pytest.approx(3 / 6)
     assert metrics["tokens/poor_share"] == pytest.approx(1 / 6)
-    assert metrics["feedback/failed_share"] == pytest.approx(1 / 3)
+    assert metrics["feedback/failed_share"] == pytest.approx(1 / 3) and metrics["feedback/empty_share"] == 1
     assert metrics["feedback/source/reward_model"] == 1.0
     assert metrics["gap/logprob_mean"] == pytest.approx(2 * 0.2 / 6, rel=1e-5)
     assert metrics["response/length_mean"] == pytest.approx(8 / 3)

@@ -51,7 +51,8 @@ def make_local_source(
 def _make_program(config: SourceConfig, name: str, task: Task, **options: Any) -> ProgramFeedback:
     """Return the feedback of the task's own program, or of the function at an import path."""
     if name != "program":
-        return ProgramFeedback(name, timeout_s=config.timeout_s, concurrency=config.concurrency, **options)
+        options |= {"concurrency": config.concurrency, "retries": config.retries}
+        return ProgramFeedback(name, timeout_s=config.timeout_s, **options)
     function = task.make_feedback_function(style=config.style, sandbox=config.sandbox)
     if function is None:
         raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")

@@ -30,6 +30,7 @@ class ProgramFeedback(FeedbackSource):
         *,
         timeout_s: float = 120,
         concurrency: int = 1,
+        retries: int = 0,
         log: Path | None = None,
         aligner: Aligner | None = None,
         section: str = "feedback",
@@ -43,7 +44,7 @@ class ProgramFeedback(FeedbackSource):
             aligner: Finds the spans of a text alone; without it such an answer ends the run.
             section, field: Section and key of the config that name the function; with align it may have a parameter
                 `critique`, too.
-            timeout_s, concurrency, log: See `UserFunction`.
+            timeout_s, concurrency, retries, log: See `UserFunction`.
 
         Raises:
             UserError: As `load_function`.
@@ -60,7 +61,7 @@ class ProgramFeedback(FeedbackSource):
         self._aligner, self.fleet = aligner, aligner.fleet if aligner else None
         self._function = UserFunction(
             function, kind="feedback function", key=key, timeout_s=timeout_s,
-            concurrency=concurrency, log=log, section=section,
+            concurrency=concurrency, retries=retries, log=log, section=section,
         )  # fmt: skip
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:

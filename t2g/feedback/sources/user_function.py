@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import random
 import threading
 import time
 import traceback
@@ -16,10 +17,13 @@ from t2g.config.python_functions import import_object
 from t2g.config.texts import mask_secrets
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import FailureLog, PerLoop
+from t2g.feedback.sources.watchdog import WATCHDOG, WatchedCall
 from t2g.text.segments import printable
 
 MAX_TIMEOUTS = 3  # in a row
 MAX_REASON_CHARS = 300
+BACKOFF_S = 1.0  # before the first retry, doubled before each further one
+MAX_BACKOFF_S = 60.0
 
 Result = TypeVar("Result")
 
@@ -27,12 +31,17 @@ Result = TypeVar("Result")
 class FunctionFailed(Exception):
     """A call without a usable answer; the message is the reason, a sentence."""
 
+    def __init__(self, reason: str, *, was_raised: bool = False) -> None:
+        super().__init__(reason)
+        self.was_raised = was_raised  # by the function itself, which may succeed when it is called again
+
 
 class UserFunction:
     """A user's function.
 
     Each call of a plain function has a thread of its own, which a call that exceeds `timeout_s` keeps. An async
     function runs on one event loop in a thread of its own, so that blocking code in it does not block the driver.
+    Code that holds the interpreter lock blocks it all the same: the watchdog then ends the process.
     """
 
     def __init__(
@@ -43,6 +52,7 @@ class UserFunction:
         key: str,
         timeout_s: float,
         concurrency: int = 1,
+        retries: int = 0,
         log: Path | None = None,
         section: str = "feedback",
     ) -> None:
@@ -52,11 +62,13 @@ class UserFunction:
             kind: "feedback function", for messages.
             key: The config key and value that name it, for messages.
             concurrency: Maximum number of concurrent calls; 1 for a function that keeps state.
+            retries: Further calls of a function that raised, each later than the one before.
             log: File for the first traceback of each kind; its folder is created if needed.
             section: Section of the config that has timeout_s.
         """
         self._function, self._kind, self._key = function, kind, key
         self._timeout_s, self._section = timeout_s, section
+        self._retries = retries
         self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
         self._num_timeouts, self._timed_out_at = 0, -math.inf  # since the last answer; time of the last counted timeout
         self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))
@@ -75,20 +87,33 @@ class UserFunction:
         """
         async with self._calls.get():
             self._check_timeouts()
-            started = time.monotonic()
+            WATCHDOG.start()
             call = partial(self._function, *arguments, **select_options(self._function, options))
-            try:
-                answer = await asyncio.wait_for(self._start_call(call, read), self._timeout_s)
-                self._num_timeouts = 0
-            except TimeoutError:
-                if started >= self._timed_out_at:  # concurrent calls that time out together count once
-                    self._num_timeouts, self._timed_out_at = self._num_timeouts + 1, time.monotonic()
-                answer = FunctionFailed(f"gave no answer within {self._section}.timeout_s={self._timeout_s:g}")
+            answer = await self._call_once(call, read, prompt_id)
+            for attempt in range(self._retries):
+                if not isinstance(answer, FunctionFailed) or not answer.was_raised:
+                    break
+                wait_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))  # concurrent calls must not return together
+                answer = await self._call_once(call, read, prompt_id)
         if isinstance(answer, FunctionFailed):
             reason = mask_secrets(f"the {self._kind} {answer}")
             self._failures.log(reason.partition(":")[0], f"{self._key}: {reason}, on prompt {prompt_id}")
             self._check_timeouts()
             raise FunctionFailed(reason)
+        return answer
+
+    async def _call_once(
+        self, call: Callable[[], Any], read: Callable[[Any], Result], prompt_id: str
+    ) -> Result | FunctionFailed:
+        started = time.monotonic()
+        try:
+            answer = await asyncio.wait_for(self._start_call(call, read, prompt_id), self._timeout_s)
+        except TimeoutError:
+            if started >= self._timed_out_at:  # concurrent calls that time out together count once
+                self._num_timeouts, self._timed_out_at = self._num_timeouts + 1, time.monotonic()
+            return FunctionFailed(f"gave no answer within {self._section}.timeout_s={self._timeout_s:g}")
+        self._num_timeouts = 0
         return answer
 
     @cached_property
@@ -98,16 +123,28 @@ class UserFunction:
         threading.Thread(target=loop.run_forever, name="async user function", daemon=True).start()
         return loop
 
-    def _start_call(self, call: Callable[[], Any], read: Callable[[Any], Result]) -> Awaitable[Result | FunctionFailed]:
+    def _start_call(
+        self, call: Callable[[], Any], read: Callable[[Any], Result], prompt_id: str
+    ) -> Awaitable[Result | FunctionFailed]:
+        watched = WatchedCall(
+            function=f"{self._key}: the {self._kind}",
+            prompt_id=prompt_id,
+            timeout=f"{self._section}.timeout_s={self._timeout_s:g}",
+            deadline=time.monotonic() + self._timeout_s,
+            log=self._log,
+        )
+
         def answer() -> Result | FunctionFailed:
             try:
-                return read(call())
+                with WATCHDOG.watch(watched):
+                    return read(call())
             except BaseException as error:  # noqa: BLE001 sys.exit in a function must not end the run
                 return self._make_failed(error)
 
         async def answer_async() -> Result | FunctionFailed:
             try:
-                return read(await call())
+                with WATCHDOG.watch(watched):
+                    return read(await call())
             except BaseException as error:  # noqa: BLE001 as above
                 return self._make_failed(error)
 
@@ -119,7 +156,8 @@ class UserFunction:
         if isinstance(error, FunctionFailed):
             return error
         message = mask_secrets(traceback.format_exception_only(error)[-1].strip())  # str(error) may raise
-        return FunctionFailed(f"raised {shorten(printable(message))}{self._log_traceback(error)}")
+        reason = f"raised {shorten(printable(message))}{self._log_traceback(error)}"
+        return FunctionFailed(reason, was_raised=True)
 
     def _log_traceback(self, error: BaseException) -> str:
         """Write the traceback of the first error of its type to the log; return a reference to it, or ''."""

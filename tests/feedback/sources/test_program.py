@@ -17,6 +17,7 @@ import pytest
 from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_failed_feedback, make_feedback
+from t2g.feedback.sources import user_function
 from t2g.feedback.sources.make import make_local_source
 from t2g.feedback.sources.program import ProgramFeedback
 from t2g.tasks.base import get_task
@@ -490,3 +491,50 @@ def test_a_secret_in_the_error_of_an_import_is_masked(tmp_path: Path, monkeypatc
     for load in (ProgramFeedback, get_task):
         with pytest.raises(UserError, match=r"OSError: no access with \*\*\*"):
             load("module_with_a_key:f")
+
+
+class Flaky:
+    """Raises at the first calls, as for a server's rate limit."""
+
+    def __init__(self, num_failures: int, answer: Any = ("It is fine.", [], [])) -> None:
+        self.num_failures, self.answer, self.num_calls = num_failures, answer, 0
+
+    def __call__(self, prompt: str, response: str) -> Any:
+        self.num_calls += 1
+        if self.num_calls <= self.num_failures:
+            raise ConnectionError("HTTP 429: slow down")
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("flaky", "status", "num_calls"),
+    [
+        (Flaky(3), "empty", 4),
+        (Flaky(9), "failed", 4),
+        (Flaky(0, answer=7), "failed", 1),  # another form would come again
+    ],
+)
+def test_a_function_that_raised_is_called_again_with_growing_pauses(
+    flaky: Flaky, status: str, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_function, "BACKOFF_S", 0.01)
+    source = ProgramFeedback(flaky, retries=3)
+    started = time.monotonic()
+    feedback = asyncio.run(source.judge(PROMPT, "x"))
+    assert (feedback.status, flaky.num_calls) == (status, num_calls)
+    assert time.monotonic() - started >= (0.5 * (0.01 + 0.02 + 0.04) if num_calls == 4 else 0)
+
+
+def test_the_config_sets_the_retries() -> None:
+    config = FeedbackConfig(source=f"{__name__}:raising_twice", retries=2)
+    assert judge(make_local_source(config, PromptsTask())).status == "empty"  # type: ignore[arg-type]
+
+
+RAISED: list[str] = []
+
+
+def raising_twice(prompt: str, response: str) -> Any:
+    RAISED.append(response)
+    if len(RAISED) < 3:
+        raise ConnectionError("HTTP 429")
+    return "It is fine.", [], []
