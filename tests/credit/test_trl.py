@@ -1,4 +1,4 @@
-"""The trainer of guide 10: TRL's own steps on a tiny model, in one process and in two."""
+"""`SpanGRPOTrainer`: TRL's own steps on a tiny model, in one process and in two."""
 
 import json
 import os
@@ -13,12 +13,11 @@ import pytest
 import torch
 from models import SENTENCES, random_model
 from test_credit import loop_advantages
-from test_documents import ROOT, find_blocks, read
+from test_documents import ROOT
 
 from t2g.credit import assign_credit
 from t2g.feedback import decode
 
-GUIDE = ROOT / "t2g" / "guides" / "10-other-trainers.md"
 GENERATIONS, TOKENS, STEPS = 4, 12, 3
 
 
@@ -34,17 +33,12 @@ def judge(prompts: list[str], completions: list[str], **columns: Any) -> list[An
     return [judge_text(text) for text in completions]
 
 
-def write_trainer(folder: Path) -> None:
-    """Write the guide's module `span_grpo` into a folder."""
-    (code,) = (block.text for block in find_blocks(read(GUIDE)) if block.text.startswith("# span_grpo.py"))
-    (folder / "span_grpo.py").write_text(code)
-
-
 def make_trainer(folder: Path, model: Path, **changes: Any) -> tuple[Any, list[dict[str, torch.Tensor]]]:
-    """Return the guide's trainer and the list of the batches that it makes: ids, masks and advantages by row."""
+    """Return the trainer and the list of the batches that it makes: ids, masks and advantages by row."""
     from datasets import Dataset
-    from span_grpo import SpanGRPOTrainer  # type: ignore[import-not-found]
     from trl import GRPOConfig
+
+    from t2g.credit.grpo import SpanGRPOTrainer
 
     class Recorder(SpanGRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -80,10 +74,7 @@ def check_advantages(tokenizer: Any, rows: list[list[int]], advantages: list[lis
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    write_trainer(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "span_grpo", raising=False)
+def model(tmp_path: Path) -> Iterator[Path]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield random_model(tmp_path / "model")

@@ -1,0 +1,71 @@
+"""TRL's GRPOTrainer with the advantages of spans: `SpanGRPOTrainer("FOLDER", judge, args, train_dataset=...)`.
+
+Imports trl, which t2g does not install for its users. Written for TRL 1.16: `_generate_and_score_completions` is
+private to TRL.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import gather_object
+from trl import GRPOConfig, GRPOTrainer
+
+from t2g.credit.assign import assign_credit
+from t2g.feedback import decode
+
+
+class SpanGRPOTrainer(GRPOTrainer):
+    """GRPO with an advantage for each token: that of the spans, added to that of the reward functions.
+
+    Args:
+        judge: `judge(prompts, completions, **columns)` returns a judgement, or None, for each completion: what a
+            feedback function of t2g returns.
+        reward_funcs: TRL's reward functions, for numbers beside the spans.
+        kwargs: Other arguments of GRPOTrainer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        judge: Callable[..., Sequence[Any]],
+        args: GRPOConfig,
+        reward_funcs: Any = (),
+        **kwargs: Any,
+    ) -> None:
+        self.judge = judge
+        others = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        args = copy.copy(args)
+        args.reward_weights = [0.0, *(args.reward_weights or [1.0] * len(others))]  # spans are no number
+        super().__init__(model, [self.spans, *others], args, **kwargs)
+
+    def spans(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
+    ) -> list[float | None]:
+        """Judge the completions, set their advantages and log the mean sum of token rewards as `span_reward`."""
+        texts = [decode(self.processing_class, ids) for ids in completion_ids]
+        judgements = self.judge(prompts=prompts, completions=texts, **columns)
+        batch = gather_object(list(zip(texts, completion_ids, judgements, strict=True)))  # of all processes
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        groups = [row // size for row in range(len(batch))]
+        credit = assign_credit(self.processing_class, *zip(*batch, strict=True), groups)
+
+        first = self.accelerator.process_index * len(texts)
+        own = slice(first, first + len(texts))
+        self.span_advantages = credit.advantages[own]
+        totals = credit.token_rewards[own].sum(1).tolist()
+        for judged, total in zip(judgements, totals, strict=True):
+            if judged is not None:
+                columns["log_metric"]("span_reward", total)
+        # TRL excludes a completion without any number. Where there are no other functions it would exclude all.
+        number = None if len(self.reward_funcs) > 1 else 0.0
+        return [number] * len(texts)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
+        output = super()._generate_and_score_completions(inputs)
+        width = output["completion_ids"].shape[1]  # of this process: the batch's may differ
+        spans = F.pad(self.span_advantages, (0, width - self.span_advantages.shape[1]))
+        output["advantages"] = output["advantages"][:, None] + spans.to(output["advantages"].device)
+        return output
