@@ -20,7 +20,7 @@ GUIDES = sorted((ROOT / "t2g" / "guides").glob("[0-9]*.md"))
 MAX_PARAGRAPH = 80  # words
 MAX_GUIDE = 1000
 MAX_WORDS = {  # of `wc -w`: tables and code count
-    "README.md": 1200,
+    "README.md": 1400,
     "t2g/README.md": 1800,
     "actors/README.md": 1800,
     "docker/README.md": 1600,
