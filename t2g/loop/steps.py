@@ -61,7 +61,8 @@ def check_truncation_penalty(tokenizer: Any, prompts: Sequence[Prompt], model: M
     raise UserError(
         f"{model.policy} may think before {tags[1]}, and with objective.truncation_penalty=0 a response without an "
         "answer is worth more than a criticised one: set it to -1, switch thinking off as in "
-        "'model.chat_template_kwargs={enable_thinking: false}', or set model.thinking_tags=[] if the model never thinks"
+        "'model.chat_template_kwargs={enable_thinking: false}', or set 'model.thinking_tags=[]' where the model never "
+        "thinks"
     )
 
 
