@@ -103,7 +103,11 @@ def load(
             name = file if isinstance(file, Path) else "config"
             return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{name}: ")
 
-        raise UserError("\n".join(format_errors(schema, error, format_origin))) from None
+        counts = Counter(keys for keys, _ in parsed)
+        split = [keys for keys in counts if counts[keys] > 1]  # a shell makes {a:1,b:2} two arguments
+        is_split = any(detail["loc"][: len(keys)] == keys for keys in split for detail in error.errors())
+        advice = QUOTES if is_split else ""
+        raise UserError("\n".join(format_errors(schema, error, format_origin)) + advice) from None
 
 
 def format_auto(config: BaseModel, keys: Sequence[Keys], resources: Mapping[str, float]) -> str:

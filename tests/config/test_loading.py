@@ -246,6 +246,13 @@ def test_malformed_overrides(tmp_path: Path, override: str, sentence: str) -> No
     assert refused(tmp_path, GOOD, override) == [sentence]
 
 
+def test_braces_that_a_shell_expanded_are_answered_with_quotes(tmp_path: Path) -> None:
+    (split,) = refused(tmp_path, GOOD, "learner.lora=r:16", "learner.lora=alpha:32")
+    assert split.startswith("command line: learner.lora: ") and split.endswith(loading.QUOTES)
+    (once,) = refused(tmp_path, GOOD, "learner.lora=alpha:32")
+    assert not once.endswith(loading.QUOTES)
+
+
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 300))
 
