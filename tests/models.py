@@ -22,13 +22,29 @@ SHARED = {
     "bos_token_id": None,
 }
 BYTE_VOCABULARY, BYTE_EOS = 300, 256
+WINDOWED = ["sliding_attention", "full_attention"]  # of a model's two layers
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
     "gemma2": {"sliding_window": 256, "query_pre_attn_scalar": 32},
-}
+    "gemma3_text": {"sliding_window": 16, "query_pre_attn_scalar": 32, "layer_types": WINDOWED},
+    "gemma4_text": {
+        "sliding_window": 16, "layer_types": WINDOWED, "global_head_dim": 32, "hidden_size_per_layer_input": 0,
+    },
+    "phi3": {"tie_word_embeddings": False, "sliding_window": None},
+    "olmo2": {"tie_word_embeddings": False},
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+    "cohere2": {"sliding_window": 256, "layer_types": WINDOWED, "logit_scale": 0.5},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.08, "dropout": 0.1, "tie_word_embeddings": True},
+    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+WITHOUT_HEAD_DIM = ("qwen2", "phi3", "olmo2", "granite", "opt", "gpt_neox")  # hidden_size / num_attention_heads
 
 
 def random_model(folder: Path, architecture: str = "llama", *, seed: int = 0) -> Path:
@@ -37,12 +53,13 @@ def random_model(folder: Path, architecture: str = "llama", *, seed: int = 0) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = build_tokenizer(folder, SENTENCES, vocab_size=320)
+    shared = {key: value for key, value in SHARED.items() if key != "head_dim" or architecture not in WITHOUT_HEAD_DIM}
     config = AutoConfig.for_model(
         architecture,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **{key: value for key, value in SHARED.items() if not (architecture == "qwen2" and key == "head_dim")},
+        **shared,
         **ARCHITECTURES[architecture],
     )
     with torch.random.fork_rng(devices=[]):

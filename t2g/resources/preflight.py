@@ -39,7 +39,7 @@ from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
 from t2g.text.policy_chat import set_template_defaults
-from t2g.text.positions import check_head_size, check_heads, check_positions, check_vision
+from t2g.text.positions import check_head_size, check_heads, check_positions, check_vision, check_window
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
 ADAPTER_FILE = "adapter_config.json"
@@ -251,6 +251,8 @@ def _check_model(model: Model) -> bool:
         section, engine = model.engine
         check_positions(*source, f"{section}.max_model_len", engine.max_model_len)
         check_heads(*source, f"{section}.gpus", engine.tensor_parallel)
+        if model.is_trained:
+            check_window(*source, f"{section}.max_model_len", engine.max_model_len)
         if not engine.gpus:
             check_head_size(*source, model.key)
             shape = find_shape(*source)

@@ -8,6 +8,7 @@ from typing import Any
 from t2g.errors import UserError
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
+ONE_TOKEN_MORE = ("cohere2", "cohere2_moe")  # see `check_window`
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -28,6 +29,24 @@ def check_positions(model: str, revision: str | None, key: str, max_model_len: i
         return
     if max_model_len > num_positions:
         raise UserError(f"{key}={max_model_len}, and {model} knows {num_positions} positions; lower it")
+
+
+def check_window(model: str, revision: str | None, key: str, max_model_len: int) -> None:
+    """Check that engine and learner attend to the same tokens in the sliding layers of Cohere 2.
+
+    There vLLM 0.32 attends to one token more than transformers, `sliding_window` + 1. Within the window both agree.
+
+    Raises:
+        UserError: A text of `key` tokens can be longer than the window.
+    """
+    config = _load_text_config(model, revision)
+    if getattr(config, "model_type", "") not in ONE_TOKEN_MORE or max_model_len <= config.sliding_window:
+        return
+    raise UserError(
+        f"{key}={max_model_len}: in {model} ({config.model_type}) vLLM's sliding layers attend to one token more than "
+        f"those of transformers, which trains it, so that texts longer than {config.sliding_window} tokens get other "
+        f"log-probabilities; lower it to {config.sliding_window}"
+    )
 
 
 def check_vocabulary(tokenizer: Any, model: str, revision: str | None) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from t2g.errors import UserError
 from t2g.text import positions
-from t2g.text.positions import check_heads, check_positions, check_vision, find_uneven_heads
+from t2g.text.positions import check_heads, check_positions, check_vision, check_window, find_uneven_heads
 from t2g.text.tokenizer import load_tokenizer
 
 
@@ -93,6 +93,21 @@ def test_a_special_token_that_no_prompt_has_needs_no_row(tmp_path: Path) -> None
     model = random_model(tmp_path)
     add_token(model, special=True)
     assert "<|new|>" in load_tokenizer(str(model)).get_vocab()
+
+
+def test_texts_beyond_the_window_of_cohere_2_are_refused_with_the_reason(tmp_path: Path) -> None:
+    """One token more in the sliding layers changes the log-probabilities of a text only beyond the window."""
+    name = str(random_model(tmp_path, "cohere2"))
+    check_window(name, None, "rollout.max_model_len", 256)
+    with pytest.raises(UserError, match=r"^rollout.max_model_len=257: .*one token more.*lower it to 256$"):
+        check_window(name, None, "rollout.max_model_len", 257)
+    logits = []
+    for window in (16, 17):
+        model = AutoModelForCausalLM.from_pretrained(name, sliding_window=window)
+        with torch.no_grad():
+            logits.append(model(torch.arange(40)[None] * 5).logits[0])
+    gaps = (logits[0] - logits[1]).abs().amax(-1)
+    assert gaps[:16].max() < 1e-5 < 1e-3 < gaps[16:].min()
 
 
 TEXT = {
