@@ -5,7 +5,9 @@ ARGS ?=
 # DeepSpeed and torch look for ninja on PATH when they compile a kernel.
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 # A user's own files beside these folders, and a conftest.py, pytest.ini or ruff.toml among them, change nothing.
-LIGHT := $(RUN) ruff check --config pyproject.toml actors docker jobs t2g tests && $(RUN) lint-imports
+CODE := actors docker jobs t2g tests
+RUFF := $(RUN) ruff check --config pyproject.toml $(CODE) && $(RUN) ruff format --check --config pyproject.toml $(CODE)
+LIGHT := $(RUFF) && $(RUN) lint-imports && $(RUN) pyrefly check -c pyproject.toml --progress-bar no
 PYTEST := $(RUN) python -m pytest -c pyproject.toml --confcutdir=tests
 # One process a file, so that the fixtures of a module run once. The longest files first: so all end together.
 UNIT := $(PYTEST) tests --ignore=tests/integration -n 3 --dist loadfile
@@ -25,7 +27,7 @@ help:
 	@echo "make real-reward  a span reward model of 135 M from a program's critiques, and PPO from it"
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
-	@echo "make lint      ruff and the import contracts"
+	@echo "make lint      ruff, formatting, the import contracts and types"
 	@echo "make docs      configs/README.md again, from the schemas"
 	@echo "make setup     only the CPU set, in .venv"
 	@echo "make gpu       the GPU set, in .venv"

@@ -213,7 +213,9 @@ def test_files_of_a_user_change_neither_lint_nor_tests(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True, timeout=60)
     subprocess.run(["git", "add", "configs/tiny", "t2g", "tests", "Makefile"], cwd=tmp_path, check=True, timeout=60)
     makefile = (ROOT / "Makefile").read_text()
-    (lint,) = re.findall(r"^LIGHT := \$\(RUN\) (.*?) &&", makefile, re.M)
+    (code,) = re.findall(r"^CODE := (.*)$", makefile, re.M)
+    (ruff,) = re.findall(r"^RUFF := \$\(RUN\) (.*?) &&", makefile, re.M)
+    lint = ruff.replace("$(CODE)", code)
     (test,) = re.findall(r"^PYTEST := \$\(RUN\) (.*)$", makefile, re.M)
     some = ["tests/test_repository.py", "tests/config", "-k", "top_level or auto or config_loads"]
     for command in (lint.split(), [*test.split(), *some]):

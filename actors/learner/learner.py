@@ -48,7 +48,17 @@ from t2g.errors import LearnerLost
 from t2g.files import describe_file
 from t2g.resources.flops import peak_flops, train_flops
 from t2g.resources.memory import shape_of
-from t2g.types import TeacherQuery, TeacherStats, TokenIds, TokenSequence, TokenStats, TrainBatch, UpdateResult
+from t2g.types import (
+    TeacherQuery,
+    TeacherStats,
+    TokenIds,
+    TokenSequence,
+    TokenStats,
+    TrainBatch,
+    TrainSample,
+    TrainSequence,
+    UpdateResult,
+)
 
 STATE_FILE = "learner.json"
 FAILURE_POLL_S = 5.0  # to detect a dead rank whose connections did not break
@@ -333,8 +343,7 @@ class LearnerGroup:
         stats: tuple[TokenStats, ...] = ()
         if self.spec.defers_old_logprobs:
             stats = self._last_update_stats(batch, indices)
-            samples = zip(batch.minibatches[0], stats, strict=True)
-            batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))
+            batch = with_old_logprobs(batch, stats)
         seconds = time.monotonic() - started
         metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
         for by_rank in results.values():  # each rank knows its own share alone
@@ -454,6 +463,15 @@ class LearnerGroup:
         """Kill the ranks and remove their placement groups. Safe to call twice."""
         for ranks in self.groups:
             ranks.close()
+
+
+def with_old_logprobs(batch: TrainBatch, stats: Sequence[TokenStats]) -> TrainBatch:
+    """Return a batch of one minibatch with the old log-probabilities of the update's own forward pass."""
+    samples: list[TrainSequence] = []
+    for sample, sample_stats in zip(batch.minibatches[0], stats, strict=True):
+        assert isinstance(sample, TrainSample)
+        samples.append(replace(sample, old_logprobs=sample_stats.old_logprobs))
+    return replace(batch, minibatches=(tuple(samples),))
 
 
 def correction_metrics(batch: TrainBatch, objective: ObjectiveConfig) -> Metrics:

@@ -194,15 +194,16 @@ class Launcher:
                 num_workers=options.workers,
                 use_gpu=options.gpus > 0,
                 resources_per_worker=bundle(options),
-                label_selector=options.labels or None,
+                label_selector=options.labels or None,  # pyrefly: ignore[unexpected-keyword] (Ray Train's version 2)
             ),
             run_config=ray.train.RunConfig(
                 name="sft",
                 storage_path=str(job.folder / RAY_TRAIN),  # no Ray Train checkpoints: nothing but a marker is written
-                worker_runtime_env={"env_vars": env},
+                worker_runtime_env={"env_vars": env},  # pyrefly: ignore[unexpected-keyword]
                 # Retries once a process that did not start, as on a node that is short of memory for a moment.
+                # pyrefly: ignore[unexpected-keyword]
                 failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=1),
-                logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+                logging_config=ray.train.LoggingConfig(log_level="ERROR"),  # pyrefly: ignore[unexpected-keyword]
             ),
         )
         try:

@@ -95,7 +95,7 @@ def build_model(folder: Path | str, tokenizer: Any, *, seed: int = 0, **shape: f
         **SHAPE | shape,
         vocab_size=len(tokenizer),
         tie_word_embeddings=False,
-        rope_theta=10_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
