@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from t2g.environments.environment import Reply
 from t2g.sandbox import SandboxConfig, available
 from t2g.tasks.code import CodeTask, extract_code
+from t2g.tasks.code_feedback import describe_unsupported
 from t2g.tasks.references import with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -28,5 +29,7 @@ class CodeRepair:
         outcome = self._task.run(code, prompt.payload["test"], with_mode(self._sandbox, prompt.payload))
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
+        if outcome.reason == "unsupported":
+            raise ValueError(describe_unsupported(outcome))
         text = self._task.describe_failures(outcome, code, self._sandbox)
         return Reply(text, outcome.passed, {"passed": float(outcome.passed)})

@@ -18,6 +18,7 @@ from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 KEY = "objective.outcome_rewards"
+UNSUPPORTED = "unsupported"  # metric of a task: 1 for a response that cannot be measured here
 ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a reward function, beside the records' fields
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -105,7 +106,7 @@ class OutcomeRewards:
             return None  # there is no answer, or it is not trained on
         if source == "task":
             metrics = await measure(self._task, prompt, rollout.answer, self._sandbox, self._measure_limit)
-            return float(metrics[self._task.score_name])
+            return None if metrics.get(UNSUPPORTED) else float(metrics[self._task.score_name])
         found = f"{KEY} pays {source}, and the feedback has {', '.join(feedback.metrics) or 'none'}"
         return feedback.metrics.get(source.removeprefix("metric:"), FunctionFailed(found))
 

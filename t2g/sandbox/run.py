@@ -37,7 +37,7 @@ Line = Annotated[int, Field(ge=0, lt=2**31)]
 TESTS_MIB = 64  # memory of the tests' process, beside that of the solution
 Reason = Literal[
     "passed", "failed", "syntax", "bad_tests", "timeout", "exited", "killed", "too_much_output", "left_processes",
-    "no_result",
+    "unsupported", "no_result",
 ]  # fmt: skip
 _INCONCLUSIVE = ("timeout", "killed", "no_result")  # may be caused by a slow machine or one out of memory
 _CLEANUP_S = 2.0  # for the supervisor to end the remaining processes; then it is killed
@@ -56,6 +56,7 @@ class TestResult:
     name: Text
     passed: bool
     skipped: bool = False
+    unsupported: bool = False  # the test decides nothing here; the error says why
     error: Text = ""  # name of the exception's type
     message: Text = ""
     statement: Text = ""  # of the tests, in which the error was raised
@@ -142,7 +143,7 @@ def choose_mode(reference: str, tests: str, limits: SandboxConfig) -> Mode | Non
             outcome = run_solution(reference, tests, variant)
         if outcome.passed:
             return mode
-        if outcome.reason != "failed":
+        if outcome.reason not in ("failed", "unsupported"):
             return None
     return None
 

@@ -105,15 +105,23 @@ class CodeTask(Task):
         return isinstance(tests := prompt.payload.get("test"), str) and bool(tests.strip())
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """Return {"passed": 1 or 0}: whether all tests pass within the sandbox's limits; None without tests."""
+        """Return {"passed": 1 or 0}: whether all tests pass within the sandbox's limits; None without tests.
+
+        A program that the sandbox cannot measure also has {"unsupported": 1}.
+        """
         if not self.can_measure(prompt):
             return None
-        return {"passed": self.passed(prompt, response_text, prompt.payload["test"], sandbox)}
+        outcome = self._run_tests(prompt, response_text, prompt.payload["test"], sandbox)
+        return {"passed": float(outcome.passed), "unsupported": float(outcome.reason == "unsupported")}
 
     def passed(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> float:
         """Return 1 if the program in the response passes these tests, else 0."""
+        return float(self._run_tests(prompt, response_text, tests, sandbox).passed)
+
+    def _run_tests(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> Outcome:
+        """Run tests on the program in the response, in the record's mode."""
         code = _add_imports(extract_code(response_text)[0], prompt.payload)
-        return float(self.run(code, tests, with_mode(sandbox, prompt.payload)).passed)
+        return self.run(code, tests, with_mode(sandbox, prompt.payload))
 
     @_stop_without_sandbox()
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:

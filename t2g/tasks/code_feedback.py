@@ -52,7 +52,8 @@ def make_feedback_function(
 
     Raises:
         MissingLocally: This machine cannot isolate what `sandbox.require` names.
-        ValueError: Raised by the function: there are no tests, or they do not compile.
+        ValueError: Raised by the function: there are no tests, they do not compile, or the sandbox cannot measure the
+            program with them.
     """
     if lacking := available(sandbox.require):
         raise MissingLocally(lacking)
@@ -65,9 +66,20 @@ def make_feedback_function(
         outcome = run(code, tests, with_mode(sandbox, payload))
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
+        if outcome.reason == "unsupported":
+            raise ValueError(describe_unsupported(outcome))
         return judge_outcome(outcome, code, start, style, sandbox)
 
     return feedback_function
+
+
+def describe_unsupported(outcome: Outcome) -> str:
+    """Return why no test of an outcome of reason `unsupported` says whether the program is right."""
+    test = next(test for test in outcome.tests if test.unsupported)
+    return (
+        f"the sandbox cannot measure this program: in {test.name} {test.message}; sandbox.tests=auto with a reference "
+        "solution, or sandbox.tests=together, can"
+    )
 
 
 def judge_outcome(
@@ -148,7 +160,7 @@ def find_blamed_lines(outcome: Outcome, lines: Mapping[int, Any], fallen: Iterab
     """
     if outcome.passed:
         return []
-    ended = [test for test in outcome.tests if not test.passed and not test.skipped]
+    ended = [test for test in outcome.tests if not (test.passed or test.skipped or test.unsupported)]
     failed = [test for test in ended if test.trace or test.returned not in fallen]
     if ended and not failed:
         return []

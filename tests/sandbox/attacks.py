@@ -202,6 +202,45 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     "send a datagram": (
         reach("return socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))"), "failed", "*",
     ),
+    "datagrams of a pair": (
+        reach("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nreturn a.sendto(b'x', 'FOLDER/listens')"),
+        "failed", "*",
+    ),
+    "datagrams to an abstract address": (
+        reach("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+              "return a.sendto(b'x', '\\0t2g-listens-PORT')"),
+        "failed", "*",
+    ),
+    "packets of a pair": (
+        reach("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)\nreturn True"), "failed", "*",
+    ),
+    "a sibling by clone": (
+        reach("number = 56 if os.uname().machine == 'x86_64' else 220\n"
+              "child = libc.syscall(number, 0x8000 | 17, 0, 0, 0, 0)\n"
+              "if child == 0:\n    signal.pause()\nreturn child > 0"),
+        "failed", "*",
+    ),
+    "a sibling that shares memory": (
+        reach("number = 56 if os.uname().machine == 'x86_64' else 220\n"
+              "return libc.syscall(number, 0x8000 | 0x4000 | 17, 0, 0, 0, 0) >= 0 and (os.getpid() or True)"),
+        "failed", "*",
+    ),
+    "a sibling with a thread's files": (
+        reach("number = 56 if os.uname().machine == 'x86_64' else 220\n"
+              "return libc.syscall(number, 0x8000 | 0x400 | 17, 0, 0, 0, 0) >= 0"),
+        "failed", "*",
+    ),
+    "mode of the output": (
+        reach("before = os.fstat(2).st_mode\nos.fchmod(2, 0o4777)\nreturn os.fstat(2).st_mode != before"),
+        "failed", "*",
+    ),
+    "mode of a copy of the output": (
+        reach("copy = os.dup(2)\nbefore = os.fstat(copy).st_mode\nos.fchmod(copy, 0o4777)\n"
+              "return os.fstat(copy).st_mode != before"), "failed", "*",
+    ),
+    "attributes of the output": (
+        reach("os.setxattr(2, 'user.a', b'x')\nreturn os.getxattr(2, 'user.a') == b'x'"), "failed", "*",
+    ),
     "shared memory of System V": (reach("return libc.shmget(0, 2**27, 0o1600) >= 0"), "failed", "*"),
     "memory in a file of none": (reach("return os.memfd_create('x') >= 0"), "failed", "*"),
     "io_uring": (reach("return libc.syscall(425, 8, ctypes.create_string_buffer(128)) >= 0"), "failed", "*"),
@@ -273,6 +312,10 @@ def main(folder: str, mode: str) -> None:
     number = str(port.getsockname()[1])
     abstract.bind(f"\0t2g-attacks-{number}")
     abstract.listen()
+    datagrams = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+    datagrams[0].bind(f"{folder}/listens")
+    os.chmod(f"{folder}/listens", 0o777)
+    datagrams[1].bind(f"\0t2g-listens-{number}")
     for name in ("secret", "mine"):
         Path(folder, name).write_text(SECRET)
         Path(folder, name).chmod(0o600)

@@ -524,9 +524,8 @@ add(
 )
 
 TOGETHER = {
-    "monkeypatch.setenv", "monkeypatch.setitem", "monkeypatch.setattr on a class", "MagicMock arguments", "monkeypatch.chdir", "capsys of stderr", "assertLogs", "caplog",
+    "monkeypatch.setenv", "monkeypatch.setitem", "monkeypatch.setattr on a class", "MagicMock arguments", "monkeypatch.chdir", "assertLogs", "caplog",
     "patch builtins.print", "patch builtins.open", "os.environ", "patch.dict os.environ",
     "patch random of the library", "patch time.time", "dataclasses.asdict", "dataclasses.replace",
     "abstract base under the tests", "asyncio.run", "IsolatedAsyncioTestCase", "pickle of an object",
-    "generators are generators",
 }  # fmt: skip

@@ -391,7 +391,9 @@ class Fake:
     """
 import numpy, pytest
 from solution import Fake, one, tenth, yes
-def test_scalars(): assert one() == 1 and tenth() == pytest.approx(0.1) and tenth() < 1 and yes() is True
+def test_scalars():
+    assert one() == 1 and tenth() == pytest.approx(0.1) and tenth() < 1 and yes() == True
+    assert (type(one()), type(tenth()), type(yes())) == (numpy.int64, numpy.float64, numpy.bool_)
 def test_memory_is_not_read(): assert numpy.asarray(Fake()).dtype == object
 """,
 )

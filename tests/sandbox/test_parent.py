@@ -41,8 +41,8 @@ def test_a_run_inherits_no_descriptor_but_its_own(limits: SandboxConfig) -> None
         "    types = stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFDIR\n"
         "    return [kinds.count(kind) for kind in types], sum(map(bool, kinds))\n"
     )
-    # A socket to the tests; or together two sockets and the verdict's pipe. Never a folder, as the machine's /proc.
-    assert value_of(code, limits) == ("([1, 0, 0], 4)" if limits is LIMITS else "([2, 1, 0], 6)")
+    # A socket to the tests; or together two sockets. Never a folder, as the machine's /proc.
+    assert value_of(code, limits) == ("([1, 0, 0], 4)" if limits is LIMITS else "([2, 0, 0], 5)")
 
 
 @BOTH

@@ -5,24 +5,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from library_programs import HELD_OUT, REFUSED
+from library_programs import PROGRAMS as LIBRARY_PROGRAMS
 from right_programs import PROGRAMS, TOGETHER
 from test_sandbox import become_ordinary_without_namespaces, in_child
 
 from t2g.sandbox import Outcome, SandboxConfig, choose_mode, run, run_solution
 
 LIMITS = SandboxConfig(timeout_s=60, cpu_s=60)
+ALL = PROGRAMS | LIBRARY_PROGRAMS
 SEPARATE = [*PROGRAMS.keys() - TOGETHER]
 SAMPLE = (  # of each kind one, for the fast suite
     "pytest.warns", "capfd", "request.param", "expectedFailure", "threads in tests", "a pool in tests", "random.seed",
     "Mock arguments", "inspect.signature", "functools.wraps on a test function", "copy.deepcopy", "is_dataclass",
     "ZoneInfo", "uuid.UUID", "datetime.time", "array", "Decimal in approx", "numpy in the solution",
 )  # fmt: skip
+LIBRARY_SAMPLE = (
+    "array mask", "array in place", "approx of an array", "assert_frame_equal", "stdin lines", "stdin buffer",
+    "a script by runpy", "patch json.loads", "patch os.getpid", "inspect.getsource", "importlib.reload", "Random",
+    "Pattern", "SimpleNamespace", "__cause__", "__notes__", "a long list of nodes", "stdout buffer",
+)  # fmt: skip
 
 
 def run_all(names: list[str], mode: str) -> dict[str, Outcome]:
     limits = LIMITS.model_copy(update={"tests": mode})
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(lambda name: run_solution(*PROGRAMS[name], limits), names), strict=True))
+        return dict(zip(names, pool.map(lambda name: run_solution(*ALL[name], limits), names), strict=True))
 
 
 def failures(outcomes: dict[str, Outcome]) -> dict[str, list[tuple[str, str]]]:
@@ -35,6 +43,21 @@ def failures(outcomes: dict[str, Outcome]) -> dict[str, list[tuple[str, str]]]:
 
 def test_a_sample_passes_in_a_process_of_its_own() -> None:
     assert failures(run_all([*SAMPLE], "separate")) == {}
+
+
+def test_a_sample_with_library_objects_passes_in_a_process_of_its_own() -> None:
+    assert failures(run_all([*LIBRARY_SAMPLE], "separate")) == {}
+
+
+@pytest.mark.slow
+def test_programs_with_library_objects_pass() -> None:
+    assert len(LIBRARY_PROGRAMS) >= 115
+    assert len(HELD_OUT) > 50
+    assert failures(run_all([*LIBRARY_PROGRAMS], "together")) == {}
+    separate = run_all([*LIBRARY_PROGRAMS], "separate")
+    assert failures(separate).keys() == REFUSED
+    assert len(LIBRARY_PROGRAMS) - len(REFUSED) >= 95
+    assert {separate[name].reason for name in REFUSED} <= {"failed", "unsupported"}  # so that `auto` tries `together`
 
 
 def test_a_sample_passes_together_with_its_tests() -> None:

@@ -110,7 +110,8 @@ def attacked(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
             preexec_fn=MODES[user], capture_output=True, text=True, check=False, timeout=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        written = set(os.listdir(folder)) - {"secret", "mine"}  # which the program made that runs the attacks
+        made_by_the_program = {"secret", "mine", "listens"}
+        written = set(os.listdir(folder)) - made_by_the_program
         yield json.loads(done.stdout) | {"mode": user, "tests": tests, "written": written}
 
 
@@ -226,7 +227,7 @@ def test_what_can_be_isolated_is_not_refused() -> None:
 
 
 OLD_KERNEL = """
-import os, sys, time
+import os, socket, sys, time
 from t2g.sandbox.box import confine
 child = os.fork()
 if child == 0:
@@ -251,6 +252,9 @@ attempt("truncate", lambda: os.truncate("mine", 0))
 attempt("write", lambda: open("mine", "w").write("x"))
 attempt("outside", lambda: open("/etc/passwd"))
 attempt("mode", lambda: os.chmod("mine", 0))
+attempt("datagrams", lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
+attempt("packets", lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+attempt("stream", socket.socketpair)
 print(tried, os.stat("mine").st_mode & 0o777)
 """
 
@@ -267,7 +271,7 @@ def test_an_older_kernel_holds_with_the_filter(abi: int, tmp_path: Path) -> None
     denied = "Operation not permitted"
     assert done.stdout.strip() == str({
         "child": denied, "parent": denied, "all": denied, "own": "done", "truncate": denied, "write": "done",
-        "outside": "Permission denied", "mode": "done",
+        "outside": "Permission denied", "mode": "done", "datagrams": denied, "packets": denied, "stream": "done",
     }) + " 416"  # fmt: skip
 
 

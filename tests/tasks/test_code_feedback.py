@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from t2g.config import StyleConfig
+from t2g.environments.code_repair import CodeRepair
 from t2g.errors import UserError
 from t2g.feedback.fixes import apply_fixes
 from t2g.feedback.parse import make_quote, read_judgement
-from t2g.sandbox import Outcome, SandboxConfig, TestResult
+from t2g.sandbox import Outcome, SandboxConfig, TestResult, run_solution
 from t2g.tasks import code_feedback
+from t2g.tasks.code import CodeTask
 from t2g.tasks.code_feedback import (
     find_blamed_lines,
     find_code_lines,
@@ -21,7 +23,7 @@ from t2g.tasks.code_feedback import (
     make_feedback_function,
     ochiai,
 )
-from t2g.types import Span, SpanFeedback
+from t2g.types import Prompt, Span, SpanFeedback
 
 RECORDS = [
     json.loads(line)
@@ -277,3 +279,28 @@ def test_a_machine_that_cannot_isolate_what_is_required_has_no_feedback_function
     monkeypatch.setattr(code_feedback, "available", lambda require: f"no {' and '.join(require)}")
     with pytest.raises(UserError, match="no files and network"):
         make_feedback_function(LIMITS.model_copy(update={"require": ("files", "network")}), StyleConfig())
+
+
+UNMEASURED = (
+    "class U:\n    def __sub__(self, other): return self\n    def __abs__(self): return 0\ndef f(x): return U()\n"
+)
+UNMEASURED_TESTS = "from solution import f\ndef test_near():\n    assert abs(f(2) - 4.5) < 1e-6\n"
+
+
+def test_what_the_sandbox_cannot_measure_is_no_verdict() -> None:
+    sandbox = SandboxConfig(tests="separate")
+    function = make_feedback_function(sandbox, StyleConfig())
+    with pytest.raises(ValueError, match="cannot measure this program: in test_near"):
+        function("", UNMEASURED, payload={"test": UNMEASURED_TESTS})
+    prompt = Prompt(prompt_id="1", task="code", prompt_text="", payload={"test": UNMEASURED_TESTS})
+    with pytest.raises(ValueError, match="cannot measure"):
+        CodeRepair(CodeTask(), sandbox).reply(prompt, [{"role": "assistant", "content": UNMEASURED}])
+    assert CodeTask().measure(prompt, UNMEASURED, sandbox=sandbox) == {"passed": 0.0, "unsupported": 1.0}
+    outcome = run_solution(UNMEASURED, UNMEASURED_TESTS, sandbox)
+    assert (outcome.reason, outcome.passed, outcome.tests[0].unsupported) == ("unsupported", False, True)
+
+
+def test_one_test_that_fails_decides_whatever_else_is_unsupported() -> None:
+    tests = UNMEASURED_TESTS + "def test_equal():\n    assert f(2) == 4.5\n"
+    outcome = run_solution(UNMEASURED, tests, SandboxConfig(tests="separate"))
+    assert (outcome.reason, [test.unsupported for test in outcome.tests]) == ("failed", [True, False])

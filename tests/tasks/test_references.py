@@ -42,7 +42,7 @@ def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(
     judge = TASK.make_feedback_function(style=StyleConfig(), sandbox=LIMITS)
     outcome = judge("p", PRINTED, payload=kept[1].payload)["execution"]
     assert (outcome["passed"], outcome["mode"]) == (True, "together")
-    assert TASK.measure(kept[1], PRINTED, sandbox=LIMITS) == {"passed": 1.0}
+    assert TASK.measure(kept[1], PRINTED, sandbox=LIMITS) == {"passed": 1.0, "unsupported": 0.0}
     assert judge("p", RECORDS["plain"][0], payload=kept[0].payload)["execution"]["mode"] == "separate"
 
 

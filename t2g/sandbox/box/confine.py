@@ -42,11 +42,14 @@ _PRETENDED = {
     "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
-_CLONE, _PRLIMIT, _FCNTL, _IOCTL = (56, 220), (302, 261), (72, 25), (16, 29)
+# They reach an open file of the caller, such as the one that receives the output, whatever files are visible.
+_PRETENDED_OPEN = ("fchmod", "fchown", "fsetxattr", "fremovexattr")
+_CLONE, _PRLIMIT, _FCNTL, _IOCTL, _SOCKETPAIR = (56, 220), (302, 261), (72, 25), (16, 29), (53, 199)
 _SIGNALS = ((62, 129), (200, 130), (234, 131), (129, 138), (297, 240))  # kill, tkill, tgkill, rt_(tg)sigqueueinfo
-_NEW_NAMESPACE = 0x7E020000  # flags of clone
+_NEW_NAMESPACE, _CLONE_PARENT = 0x7E020000, 0x8000  # flags of clone; the latter makes a sibling, not a child
+_STREAM, _SOCKET_TYPE = 1, 0xF
 _SET_OWNER = (8, 15, 0x8901, 0x8902)  # F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: the process that the kernel signals
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
@@ -97,7 +100,8 @@ def filter_calls(*, keep_modes: bool, own_signals: bool) -> None:
     """Refuse system calls that reach other processes, namespaces or shared memory, by a seccomp filter.
 
     Args:
-        keep_modes: Calls that change modes, owners, times or attributes of files do nothing.
+        keep_modes: Calls that change modes, owners, times or attributes of files do nothing; else only those of open
+            files do nothing.
         own_signals: This process can signal only itself and its process group.
 
     Raises:
@@ -107,12 +111,15 @@ def filter_calls(*, keep_modes: bool, own_signals: bool) -> None:
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     program += [(_AT_LEAST, 0, 1, _FIRST_NEW), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     refused = [(numbers, errno.EPERM) for numbers in _FORBIDDEN.values()]
-    refused += [(numbers, 0) for numbers in _PRETENDED.values() if keep_modes]
+    refused += [(numbers, 0) for name, numbers in _PRETENDED.items() if keep_modes or name in _PRETENDED_OPEN]
     for numbers, error in refused:
         if numbers[column]:
             program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERROR | error)]
     refuse, allow = (_RETURN, 0, 0, _ERROR | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
-    program += _match_argument(_CLONE[column], 0, [(_ANY_BIT, 0, 1, _NEW_NAMESPACE), refuse, allow])
+    program += _match_argument(_CLONE[column], 0, [(_ANY_BIT, 0, 1, _NEW_NAMESPACE | _CLONE_PARENT), refuse, allow])
+    # A datagram socket of a pair can send to any address of the machine.
+    is_stream = [(_AND, 0, 0, _SOCKET_TYPE), (_EQUAL, 1, 0, _STREAM), refuse, allow]
+    program += _match_argument(_SOCKETPAIR[column], 1, is_stream)
     program += _match_argument(_PRLIMIT[column], 0, [(_EQUAL, 1, 0, 0), refuse, allow])  # 0: the process itself
     for numbers in (_FCNTL, _IOCTL):
         checks = [step for command in _SET_OWNER for step in ((_EQUAL, 0, 1, command), refuse)]

@@ -8,42 +8,57 @@ import inspect
 import json
 import os
 import socket
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from t2g.sandbox.box.remote import FORWARDED, NON_MUTATING, Gone, Remote, Unsupported, is_remote, proxy_class
-from t2g.sandbox.box.values import Codec, Exchange, Json, find_stdlib_exception, replace_contents, traceback_lines
+from t2g.sandbox.box.error_codec import ErrorCodec, is_own_error
+from t2g.sandbox.box.remote import (
+    FORWARDED,
+    NON_MUTATING,
+    Gone,
+    Remote,
+    Unsupported,
+    check_tainted,
+    is_remote,
+    proxy_class,
+)  # fmt: skip
+from t2g.sandbox.box.values import Exchange, Json, is_plain_type, type_name
 
 MAX_MESSAGE_BYTES = 2**25
-MAX_TRACE = 20  # lines of a traceback
 _END_OF_ITERATION = {"__next__": StopIteration, "__anext__": StopAsyncIteration}  # exceptions that a method may raise
-_CONTROL = ("SkipTest", "KeyboardInterrupt")  # pytest acts on these; those of the solution are ordinary exceptions
 # By plain type: returns the plain value of an instance of a subclass, by the methods of the plain type.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__, dict: dict.copy
 }  # fmt: skip
 for _kind in (bytes, tuple, frozenset, list, set, bytearray):
     _PLAIN[_kind] = lambda value, kind=_kind: kind(kind.__iter__(value))
+# What this module calls, however the tests patch the modules that it comes from.
+_to_json, _from_json = json.JSONEncoder().encode, json.JSONDecoder().decode
+_getpid, _exit, _find_signature = os.getpid, os._exit, inspect.signature
 
 
-class Peer(Codec):
+class Peer(ErrorCodec):
     """One end of the connection."""
 
     is_solution = False  # whether this end runs the solution
 
     def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._reader = end.makefile("rb")
+        self._send_bytes = end.sendall
+        self._read_line = end.makefile("rb").readline
         self._lock = threading.RLock()  # threads of the tests send requests one after the other
         self._objects: list[Any] = []  # objects of this end that the other end knows, for the whole run
         self._numbers: dict[int, int] = {}  # of these objects, by id
         self._proxies: dict[int, Any] = {}  # of objects of the other end, by number
         self._serial = 0
+        self._own_error: BaseException | None = None  # that a callback of the tests raised, and the solution received
+        self._is_tainted = False  # whether a request with a tainted object is in progress
         self.num_changes = 0  # requests that may have changed an object of the other end
         self.gone = False
 
-    def is_allowed(self, operation: str, target: Any, name: str) -> bool:
+    def is_allowed(self, operation: str, target: Any, name: str, value: Any) -> bool:
         """Return whether this end performs the operation for the other end."""
         return self.is_solution
 
@@ -53,6 +68,14 @@ class Peer(Codec):
 
     def on_note(self, note: Json) -> None:
         """Handle the note of a reply."""
+
+    def refuse(self, reason: str) -> Unsupported:
+        """Return the error of an operation that would decide nothing or show too much, after taking note of it."""
+        return Unsupported(reason)
+
+    def is_own_error(self, error: object) -> bool:
+        """Return whether an error belongs to the tests alone, so that no answer of the other end may suppress it."""
+        return not self.is_solution and isinstance(error, BaseException) and is_own_error(error)
 
     def call_root(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the other end's object 0, which is known from the start."""
@@ -64,7 +87,8 @@ class Peer(Codec):
         """Perform an operation on an object of the other end and return the result.
 
         Exceptions of the other end are raised here. StopIteration of the solution becomes RuntimeError unless an
-        iterator raised it, as do its subclasses: it would end `all(map(f, xs))`.
+        iterator raised it, as do its subclasses: it would end `all(map(f, xs))`. An error of the tests themselves is
+        raised even if the solution caught it.
 
         Raises:
             Gone: The other process has ended.
@@ -93,13 +117,29 @@ class Peer(Codec):
         is_non_mutating = operation == "method" and args[0] in NON_MUTATING
         self.num_changes += not is_non_mutating and operation not in ("get", "plain", "signature")
         parts = [self.encode(part, exchange) for part in (target, list(args), kwargs)]
+        was_tainted = self._is_tainted
+        self._is_tainted |= exchange.has_tainted
         self._send({"ask": serial, "operation": operation, "parts": parts})
+        try:
+            message = self._await_reply(serial)
+        finally:
+            self._is_tainted = was_tainted
+        if not exchange.has_tainted or self.is_solution:
+            return self._read_reply(message, exchange, is_non_mutating)
+        try:
+            value = self._read_reply(message, exchange, is_non_mutating)
+        except (StopIteration, StopAsyncIteration, IndexError):
+            raise self.refuse("a tainted object ended a loop of the tests") from None
+        check_tainted(value, operation, args, self.refuse)
+        return value
+
+    def _await_reply(self, serial: int) -> Json:
         while True:
             message = self._receive()
             if "ask" in message:
                 self._handle_request(message)
             elif message.get("reply") == serial:
-                return self._read_reply(message, exchange, is_non_mutating)
+                return message
             else:
                 self._fail("it answered a request that was not sent")
 
@@ -109,60 +149,68 @@ class Peer(Codec):
             self._handle_request(self._receive())
 
     def _read_reply(self, message: Json, exchange: Exchange, is_non_mutating: bool) -> Any:
+        error: BaseException | None = None
+        value = None
         try:
             self.on_note(message["note"])
-            for number, items in [] if is_non_mutating else message["changed"]:
-                container = exchange.containers[number]
-                replace_contents(container, [self.decode(item, exchange) for item in items])
-            if "error" not in message:
-                return self.decode(message["value"], exchange)
-            error = self._read_error(message["error"], exchange)
+            for number, content in [] if is_non_mutating else message["changed"]:
+                self.apply_change(exchange.containers[number], content, exchange)
+            if "error" in message:
+                error = self.read_error(message["error"])
+            else:
+                value = self.decode(message["value"], exchange)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as problem:
             self._fail(f"it answered what cannot be read: {problem!r:.80}")
-        raise error
+        own_error, self._own_error = self._own_error, None
+        if own_error or error:
+            raise own_error or error
+        return value
 
     def _handle_request(self, message: Json) -> None:
-        exchange, owner, reply = Exchange(), os.getpid(), {"reply": message["ask"], "changed": []}
+        exchange, owner, reply = Exchange(), _getpid(), {"reply": message["ask"], "changed": []}
         try:
             target, args, kwargs = (self.decode(part, exchange) for part in message["parts"])
             value = self.perform(message["operation"], target, args, kwargs)
-            reply["changed"] = [[n, self.encode_items(exchange.containers[n], exchange)] for n in exchange.changed()]
+            reply["changed"] = self.encode_changes(exchange)
             reply["value"] = self.encode(value, exchange)
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 any exception of the solution is its answer
-            reply["changed"], reply["error"] = [], self._encode_error(error)
-        if os.getpid() != owner:
-            os._exit(0)  # a fork that the solution made and that returned to here
+            if self.is_own_error(error):
+                self._own_error = error
+            reply["changed"], reply["error"] = [], self.encode_error(error)
+        if _getpid() != owner:
+            _exit(0)  # a fork that the solution made and that returned to here
         reply["note"] = self.take_note()
         try:
             self._send(reply)
         except (ValueError, RecursionError, MemoryError) as error:  # too large, or too deep
             reply.pop("value", None)
-            self._send(reply | {"changed": [], "error": self._encode_error(error)})
+            self._send(reply | {"changed": [], "error": self.encode_error(error)})
 
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation. In its process, code of the solution runs only inside this method."""
         name = args[0] if operation not in ("call", "signature") and args else ""
-        if not self.is_allowed(operation, target, name):
-            raise Unsupported(f"the solution may not {operation} {name} here")
+        if self._is_tainted or not self.is_allowed(operation, target, name, args[-1] if args else None):
+            reason = f"the solution may not {operation} {name} of {type(target).__name__} here"
+            raise self.refuse(reason)
         return _OPERATIONS[operation](target, args, kwargs)
 
     # -- messages, one per line
 
     def _send(self, message: Json) -> None:
-        data = json.dumps(message).encode() + b"\n"
+        data = _to_json(message).encode() + b"\n"
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a value of {len(data)} bytes is too large to leave its process")
         try:
-            self._end.sendall(data)
+            self._send_bytes(data)
         except OSError:
             self._fail("the process has ended")
 
     def _receive(self) -> Json:
         try:
-            line = self._reader.readline(MAX_MESSAGE_BYTES)
-            message = json.loads(line) if line.endswith(b"\n") else None
+            line = self._read_line(MAX_MESSAGE_BYTES)
+            message = _from_json(line.decode()) if line.endswith(b"\n") else None
         except (OSError, ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
@@ -177,29 +225,24 @@ class Peer(Codec):
 
     def export(self, value: Any, exchange: Exchange) -> Json:
         if is_remote(value):
+            exchange.has_tainted |= value._is_tainted
             return {"yours": value._number}
         if isinstance(value, BaseException | type) and "remote_number" in vars(value):
             return {"yours": value.remote_number}
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return self._export_exception_class(value, exchange)
-        if isinstance(value, BaseException):
-            args = [self.encode(part, exchange) for part in value.args]
-            return {"exception": self.encode(type(value), exchange), "number": self._number(value), "args": args}
+        if isinstance(value, BaseException) or (isinstance(value, type) and issubclass(value, BaseException)):
+            return self.export_error(value, exchange)
         return {
-            "object": self._number(value),
+            "object": self.number(value),
             "of": type(value).__name__,
+            "class": _stdlib_class(type(value)),
             "methods": [name for name in FORWARDED if hasattr(type(value), name)]
             + ["__dataclass_fields__"] * hasattr(value, "__dataclass_fields__"),
             "plain": self.encode(_plain_part(value), Exchange()),
+            "bare": isinstance(value, types.FunctionType) and not vars(value),
         }
 
-    def _export_exception_class(self, value: type[BaseException], exchange: Exchange) -> Json:
-        if find_stdlib_exception(value.__module__, value.__qualname__) is value:
-            return {"known": [value.__module__, value.__qualname__]}
-        bases = [self.encode(base, exchange) for base in value.__bases__ if issubclass(base, BaseException)]
-        return {"mirror": self._number(value), "name": value.__name__, "bases": bases}
-
-    def _number(self, value: Any) -> int:
+    def number(self, value: Any) -> int:
+        """Return the number by which the other end knows an object of this end."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
@@ -211,72 +254,44 @@ class Peer(Codec):
         if tag == "object":
             return self._proxy(message, exchange)
         if tag == "known":
-            kind = find_stdlib_exception(*message["known"])
-            if kind and (self.is_solution or kind.__name__ not in _CONTROL):
-                return kind
-            return type(str(message["known"][1]), (Exception,), {})
+            return self.resolve_class(message)
         if tag == "mirror":
-            return self._mirror(message, exchange)
+            return self.resolve_mirror(message, exchange)
         if tag == "exception":
-            return self._exception(message, exchange)
+            return self.resolve_exception(message, exchange)
         raise ValueError(f"no value {tag!r:.40}")
 
     def _proxy(self, message: Json, exchange: Exchange) -> Any:
         number = message["object"]
         if number not in self._proxies:
             kind = proxy_class(str(message["of"]), tuple(message["methods"]), is_guarded=not self.is_solution)
-            self._proxies[number] = kind(self, number, self.decode(message["plain"], Exchange()))
+            plain = self.decode(message["plain"], Exchange())
+            claimed = None if plain is not None else _find_class(str(message["class"]))
+            self._proxies[number] = kind(self, number, plain, claimed, is_bare=bool(message["bare"]))
         return self._proxies[number]
 
-    def _mirror(self, message: Json, exchange: Exchange) -> type:
-        """Return a local class for an exception class of the other end, for `pytest.raises` and `except`."""
-        number = message["mirror"]
-        if number not in self._proxies:
-            bases = tuple(self._exception_class(base, exchange) for base in message["bases"]) or (Exception,)
 
-            def get_attribute(error: Any, name: str) -> Any:
-                if error.remote_instance is None:
-                    raise AttributeError(name)
-                return self.request("get", error.remote_instance, name)
+def _stdlib_class(kind: type) -> str:
+    """Return the name of a class of the standard library whose objects stay in their process; "" for others."""
+    is_known = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    return type_name(kind) if is_known else ""
 
-            body = {"remote_number": number, "remote_instance": None, "__getattr__": get_attribute}
-            self._proxies[number] = type(str(message["name"]), bases, body | {"__module__": "solution"})
-        return self._proxies[number]
 
-    def _exception(self, message: Json, exchange: Exchange) -> BaseException:
-        kind = self._exception_class(message["exception"], exchange)
-        args = [self.decode(part, exchange) for part in message["args"]]
-        try:
-            error = kind(*args)
-        except Exception:  # noqa: BLE001 a class whose __init__ takes other arguments than its args
-            error = kind.__new__(kind, *args)
-            error.args = tuple(args)
-        if "remote_number" in vars(kind):
-            error.remote_number, error.remote_instance = message["number"], Remote(self, message["number"])
-        return error
+def _find_class(name: str) -> type | None:
+    """Return the class of an imported module of the standard library that a proxy claims by its `__class__`.
 
-    def _exception_class(self, message: Json, exchange: Exchange) -> type[BaseException]:
-        kind = self.decode(message, exchange)
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise ValueError(f"{kind!r:.40} is no exception")
-        return kind
+    A function, a method, a generator and other classes that builtins does not name are found in `types`.
+    """
+    module, _, attribute = name.rpartition(".")
+    if module.partition(".")[0] not in sys.stdlib_module_names:
+        return None
+    found = _UNNAMED.get(attribute) if module == "builtins" else getattr(sys.modules.get(module), attribute, None)
+    if not isinstance(found, type) or issubclass(found, type) or is_plain_type(found):
+        return None
+    return found
 
-    def _encode_error(self, error: BaseException) -> Json:
-        try:
-            encoded = self.encode(error, Exchange())
-            json.dumps(encoded)
-        except BaseException:  # noqa: BLE001 the arguments are the solution's objects
-            kind = self.encode(type(error), Exchange())
-            encoded = {"exception": kind, "number": self._number(error), "args": [type(error).__name__]}
-        return {"exception": encoded, "lines": traceback_lines(error, "solution.py")[-MAX_TRACE:]}
 
-    def _read_error(self, message: Json, exchange: Exchange) -> BaseException:
-        error = self.decode(message["exception"], Exchange())
-        if not isinstance(error, BaseException):
-            raise TypeError("no exception")
-        # Its presence also marks an error of the other end.
-        error.solution_lines = tuple(int(line) for line in message["lines"])
-        return error
+_UNNAMED = {kind.__name__: kind for kind in vars(types).values() if isinstance(kind, type)}
 
 
 _OPERATIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
@@ -286,7 +301,7 @@ _OPERATIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "set": lambda target, args, kwargs: setattr(target, *args),
     "delete": lambda target, args, kwargs: delattr(target, *args),
     "plain": lambda target, args, kwargs: _plain_part(target),
-    "signature": lambda target, args, kwargs: [*map(_parts_of, inspect.signature(target).parameters.values())],
+    "signature": lambda target, args, kwargs: [*map(_parts_of, _find_signature(target).parameters.values())],
 }
 
 

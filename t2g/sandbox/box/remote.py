@@ -5,6 +5,8 @@ import contextlib
 import functools
 import itertools
 import operator
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,8 @@ _NUMBERS = "int float index complex abs neg pos invert bool round trunc floor ce
 _NUMERIC = {f"__{name}__" for name in _NUMBERS.split()}
 # functools.wraps reads them from a function of the tests.
 _WRAPPED = {"__annotations__", "__dict__", "__type_params__"}
+# pytest reads them from each name that the tests import; a function without attributes of its own has none of them.
+_PROBED = {"_mock_name", "__bases__", "__test__", "__wrapped__"}
 _CONTENT = {"__bool__", "__len__", "__contains__", "__getitem__"}
 _MUTABLE = (list, dict, set, bytearray)
 _OPERATORS: dict[str, Callable[..., Any]] = {}  # special method -> the same as a function of (object, other)
@@ -30,6 +34,7 @@ for _name in _BINARY.split():
     _OPERATORS[f"__r{_name}__"] = lambda a, b, *c, op=_operator: op(b, a, *c)
 _OPERATORS |= {name: getattr(operator, name) for name in _ORDER}
 _IN_PLACE = {f"__i{name}__" for name in _BINARY.split()}
+_COMPARISONS = _ORDER | {"__eq__"}
 _INSPECTION = {"__eq__", "__hash__", "__repr__", "__str__", "__dir__", "__iter__", "__format__"}
 NON_MUTATING = (_NUMERIC | _CONTENT | _OPERATORS.keys() | _INSPECTION) - _IN_PLACE  # change neither object nor argument
 
@@ -42,7 +47,7 @@ class Unsupported(BaseException):
     """The operation is impossible on an object of another process."""
 
 
-_UNDECIDED = "an operator between an object of the solution's own class and plain data decides nothing here"
+_UNDECIDED = "what an object of the solution's own class makes of plain data of the tests decides nothing here"
 
 
 def forward_dict(proxy: object) -> Any:
@@ -59,13 +64,20 @@ class Remote:
 
     `_plain` is the value at the first transfer of the object. The other process cannot choose it after it has seen the
     operand. Only the content of a container is requested again, after code ran that may have changed it.
+
+    `_is_tainted` marks the result of an operator between an object of the other process and plain data, and all that is
+    obtained from such a result. `check_tainted` refuses plain data from there: `abs(f(2) - 4.5) < 1e-6` would hold for
+    an object whose difference to every number is 0.
     """
 
     __dict__ = property(forward_dict)
-    _is_mixed = False  # result of an operator between an object of the other process and plain data
+    _is_tainted = False
 
-    def __init__(self, peer: Any, number: int, plain: Any = None) -> None:
-        self._store(_peer=peer, _number=number, _plain=plain, _plain_version=peer.num_changes)
+    def __init__(
+        self, peer: Any, number: int, plain: Any = None, claimed: type | None = None, *, is_bare: bool = False
+    ) -> None:
+        self._store(_peer=peer, _number=number, _plain=plain, _plain_version=peer.num_changes, _claimed=claimed)
+        self._store(_is_bare=is_bare)
 
     def _store(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -81,12 +93,16 @@ class Remote:
 
     @property
     def __class__(self) -> type:
-        return type(self) if self._plain is None else type(self._plain)
+        if self._plain is not None:
+            return type(self._plain)
+        return self._claimed or type(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):  # numpy would read memory at an address from the object
             raise AttributeError(name)
-        if self._peer.is_solution and name in _WRAPPED:
+        if self._is_bare and name in _PROBED:
+            raise AttributeError(name)
+        if name in _WRAPPED and (self._peer.is_solution or self._claimed is types.ModuleType):
             raise AttributeError(name)
         return self._peer.request("get", self, name)
 
@@ -99,15 +115,15 @@ class Remote:
     def __eq__(self, other: object) -> Any:
         if is_remote(other):
             return self._peer.request("method", self, "__eq__", other)
+        if self._is_tainted:
+            raise self._peer.refuse(_UNDECIDED)
         if self._plain is None:
             return NotImplemented
-        if self._is_mixed:
-            raise Unsupported(_UNDECIDED)
         return self._current_plain() == other
 
     def __bool__(self) -> bool:
-        if self._is_mixed:
-            raise Unsupported(_UNDECIDED)
+        if self._is_tainted:
+            raise self._peer.refuse(_UNDECIDED)
         return len(self) > 0 if hasattr(type(self), "__len__") else True  # type: ignore[arg-type]
 
     def __copy__(self) -> Any:
@@ -117,7 +133,7 @@ class Remote:
         return self._peer.call_root("call", "deepcopy", self)
 
     def __reduce_ex__(self, protocol: object) -> str:
-        raise Unsupported("the tests pickle an object of the solution")
+        raise self._peer.refuse("the tests pickle an object of the solution")
 
 
 for _name in ("__hash__", "__repr__", "__str__", "__dir__"):
@@ -139,10 +155,8 @@ def call_type(function: Any, value: Any) -> Any:
 
 def _forward(name: str) -> Callable[..., Any]:
     def method(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
-        if name in ("__exit__", "__aexit__"):
-            args = (args[0], args[1], None)  # a traceback stays in its process
         plain = self._current_plain() if name in _OPERATORS else self._plain
-        has_plain_operands = not self._is_mixed and not any(map(is_remote, args))
+        has_plain_operands = not self._is_tainted and not any(map(is_remote, args))
         if has_plain_operands and name in _OPERATORS and isinstance(plain, _MUTABLE) and name not in _IN_PLACE:
             return _OPERATORS[name](plain, *args)
         answer = self._peer.request("method", self, name, *args, **kwargs)
@@ -151,26 +165,56 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
+def _leave_context(name: str) -> Callable[..., Any]:
+    def method(self: Remote, /, kind: Any, error: Any, traceback: object) -> Any:
+        """Call `__exit__` or `__aexit__`, without the traceback, which stays in its process."""
+        answer = self._peer.request("method", self, name, kind, error, None)
+        return False if self._peer.is_own_error(error) else answer
+
+    return method
+
+
+def _call(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
+    answer = self._peer.request("call", self, *args, **kwargs)
+    # ExitStack calls functions as it calls `__exit__`.
+    is_exit = sys._getframe(1).f_globals is vars(contextlib) and any(map(self._peer.is_own_error, args))
+    return False if is_exit else answer
+
+
+def check_tainted(answer: Any, operation: str, args: tuple[Any, ...], refuse: Callable[[str], Unsupported]) -> None:
+    """Taint the answer to a request that had a tainted object.
+
+    The other process decides a comparison between two of its objects in any case.
+
+    Raises:
+        Unsupported: The answer is plain data.
+    """
+    if is_remote(answer):
+        answer._store(_is_tainted=True)
+        return
+    is_comparison = operation == "method" and args[0] in _COMPARISONS and all(map(is_remote, args[1:]))
+    if not is_comparison and answer is not NotImplemented and operation not in ("set", "delete"):
+        raise refuse(_UNDECIDED)
+
+
 def _check_answer(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], answer: Any) -> Any:
     """Return the result of an operator, given the answer of the other process.
 
     The other process decides an operator between two of its objects. Between its object and plain data, the plain value
     of the proxy gives the result if there is one, unless the answer is another object. Without a plain value the answer
-    decides nothing: `abs(f(2) - 4.5) < 1e-6` would hold for an object whose difference to every number is 0. Such a
-    difference, and each object computed from it, is marked as `_is_mixed`.
+    decides nothing, and an object among the answers is tainted.
 
     Args:
         plain: Plain value of the proxy, before the other process saw `args`.
 
     Raises:
-        Unsupported: The answer for a mixed object is plain data.
+        Unsupported: The answer of an operator between an object without a plain value and plain data is plain data.
     """
-    if name not in _NUMERIC | _CONTENT | _OPERATORS.keys():
+    if proxy._is_tainted or name not in _NUMERIC | _CONTENT | _OPERATORS.keys():
         return answer
-    remotes = [value for value in args if is_remote(value)]
-    is_mixed = proxy._is_mixed or any(value._is_mixed for value in remotes)
+    has_remotes = any(map(is_remote, args))
     is_same = False  # the answer is another object with the plain result
-    if plain is not None and not remotes and not is_mixed:
+    if plain is not None and not has_remotes:
         needs_object = isinstance(plain, _MUTABLE) and name in _CONTENT  # the current content is in the other process
         apply = _OPERATORS.get(name) or getattr(type(plain), name, None)
         if apply is not None and (name in _ORDER or not (is_remote(answer) or needs_object)):
@@ -179,15 +223,13 @@ def _check_answer(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], a
             is_same = (
                 name in _OPERATORS and answer._plain is not None and answer._current_plain() == apply(plain, *args)
             )
-    is_mixed |= name in _OPERATORS and len(remotes) < len(args) and not is_same
-    if answer is NotImplemented:
+    if answer is NotImplemented or name not in _OPERATORS or is_same or all(map(is_remote, args)):
         return answer
-    if name in _ORDER and len(remotes) < len(args):
-        raise Unsupported(_UNDECIDED)
-    if is_mixed and name in _NUMERIC | (_OPERATORS.keys() - _ORDER):
-        if not is_remote(answer):
-            raise Unsupported(_UNDECIDED)
-        answer._store(_is_mixed=True)
+    if name == "__iadd__" and answer is proxy:  # a change, as by a method
+        return answer
+    if not is_remote(answer):
+        raise proxy._peer.refuse(_UNDECIDED)
+    answer._store(_is_tainted=True)
     return answer
 
 
@@ -197,13 +239,15 @@ def as_plain(value: Any) -> Any:
     Raises:
         TypeError: The value is an object without a plain type.
     """
-    if is_remote(value) and (value._plain is None or value._is_mixed):
+    if is_remote(value) and value._is_tainted:
+        raise value._peer.refuse(_UNDECIDED)
+    if is_remote(value) and value._plain is None:
         raise TypeError("an object of the solution's own class is no plain data")
     return value._current_plain() if is_remote(value) else value
 
 
 _METHODS = {name: _forward(name) for name in FORWARDED}
-_METHODS["__call__"] = lambda self, /, *args, **kwargs: self._peer.request("call", self, *args, **kwargs)
+_METHODS |= {"__call__": _call, "__exit__": _leave_context("__exit__"), "__aexit__": _leave_context("__aexit__")}
 _METHODS["__dataclass_fields__"] = property(lambda self: self._peer.request("get", self, "__dataclass_fields__"))
 
 

@@ -7,7 +7,6 @@ import random
 import socket
 import sys
 import time
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +14,13 @@ from typing import Any
 import pytest
 from _pytest import approx
 
-from t2g.sandbox.box import worker
-from t2g.sandbox.box.output import Output
+from t2g.sandbox.box import access, worker
+from t2g.sandbox.box.facts import TestFacts
+from t2g.sandbox.box.module import FILE, CodeFinder, install_finder, write_file
 from t2g.sandbox.box.peer import Peer
-from t2g.sandbox.box.remote import FORWARDED, as_plain, forward_dict
-
-_HOOKS = (
-    "pytest_generate_tests pytest_plugins pytestmark setUpModule setup_function setup_module tearDownModule "
-    "teardown_function teardown_module"
-)
-_WRITABLE_MODULES = ("tests", "_io")  # a solution may change instances of their classes
-_READABLE_MODULES = (*_WRITABLE_MODULES, "unittest.mock")
-_NAMES = ("__name__", "__qualname__", "__doc__")
-_METHODS = {*FORWARDED, "__eq__", "__hash__", "__repr__", "__str__"}
+from t2g.sandbox.box.remote import Unsupported, as_plain
+from t2g.sandbox.box.remote_module import RemoteFinder
+from t2g.sandbox.box.streams import Output, Source
 
 
 class LocalSolution(worker.Tracer):
@@ -38,76 +31,77 @@ class LocalSolution(worker.Tracer):
     def __init__(self, max_output: int) -> None:
         super().__init__()
         self.output = Output(max_output)
+        self.refusals: list[str] = []
 
-    def load(self, code: str, deadline: float) -> None:
-        """Execute the code as the module `solution`; its exceptions are raised.
+    def prepare(self, code: str, deadline: float) -> None:
+        """Compile the code and make it importable as the module `solution`.
 
         Args:
+            code: The solution.
             deadline: Deadline of the whole run, seconds of time.monotonic; `Run` applies it in this process.
+
+        Raises:
+            SyntaxError: The code does not compile.
         """
-        worker.load_module(code)
+        write_file(code)
+        install_finder(CodeFinder(code))
+
+    def guard(self, facts: TestFacts) -> None:
+        """Prepare this process for the tests. Here, nothing keeps the solution's code out."""
 
 
 class RemoteSolution(Peer):
     """A solution in a process of its own, the worker, at the other end of a socket."""
 
-    def __init__(self, end: socket.socket, worker: int, max_output: int) -> None:
+    def __init__(self, end: socket.socket, worker: int, max_output: int, guard: Callable[..., None]) -> None:
+        """Connect to a worker.
+
+        Args:
+            end: This end of the connection.
+            worker: Process id of the worker.
+            max_output: Characters that the solution may print.
+            guard: Function of the tests' facts and `refuse` that keeps the solution's code out of this process.
+        """
         super().__init__(end)
         self._worker = worker
+        self._guard = guard
+        self._source = Source()
+        self._code = ""
         self.output = Output(max_output, strict=False)
+        self.refusals: list[str] = []  # what the tests or the solution did that decides nothing
 
     def begin(self) -> None:
+        """Record the lines of the first test; `lines` does so for the others."""
         self.call_root("begin")
 
     def lines(self) -> tuple[list[int], int]:
         return self.call_root("lines")
 
-    def is_allowed(self, operation: str, target: Any, name: str) -> bool:
-        """Return whether the solution may do this: use objects that it received, and read attributes of the tests'."""
-        if id(target) not in self._numbers:
-            return False
-        if operation in ("call", "signature"):
-            return callable(target)
-        if operation == "method":
-            return name in _METHODS
-        if operation == "get" and name in _NAMES and (inspect.isclass(target) or inspect.isroutine(target)):
-            return True
-        modules = _READABLE_MODULES if operation == "get" else _WRITABLE_MODULES
-        return type(target).__module__ in modules and not name.startswith("_")
+    def is_allowed(self, operation: str, target: Any, name: str, value: Any) -> bool:
+        """Return whether the solution may do this, with an object that it received."""
+        return id(target) in self._numbers and access.is_allowed(operation, target, name, value)
+
+    def refuse(self, reason: str) -> Unsupported:
+        self.refusals.append(reason)
+        return Unsupported(reason)
 
     def on_note(self, note: Any) -> None:
         """Print the text and issue the warnings of the solution."""
         sys.stdout.write(str(note["out"]))
+        if note["err"]:
+            sys.stderr.write(str(note["err"]))
         self.output.has_overflowed |= bool(note["flood"])
+        self._source.take_back(int(note["unused"]))
         for message, category, line in note["warnings"]:
             kind = getattr(builtins, str(category), UserWarning)
             if isinstance(kind, type) and issubclass(kind, Warning):
-                warnings.warn_explicit(str(message), kind, worker.FILE, int(line))
+                warnings.warn_explicit(str(message), kind, FILE, int(line))
 
-    def load(self, code: str, deadline: float) -> None:
-        remote, names = self.call_root("load", code, lambda prompt="": builtins.input(prompt), deadline)
-
-        class Module(types.ModuleType):
-            __dict__ = property(forward_dict)
-
-            @property
-            def __all__(self) -> list[str]:
-                """Public names, without those that already have a meaning in the tests: no `abs`, no `pytest`."""
-                reserved = {"pytest", "unittest", *_HOOKS.split(), *dir(builtins), *vars(sys.modules["tests"])}
-                return [name for name in names if name not in reserved]
-
-            def __getattr__(self, name: str) -> Any:
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return getattr(remote, name)
-
-            def __setattr__(self, name: str, value: Any) -> None:
-                setattr(remote, name, value)
-
-            def __delattr__(self, name: str) -> None:
-                delattr(remote, name)
-
-        sys.modules["solution"] = Module("solution")
+    def prepare(self, code: str, deadline: float) -> None:
+        """Compile the code in the other process; see `LocalSolution.prepare`."""
+        write_file(code)
+        self.call_root("prepare", code, self._source.ask, self._source.take_back, deadline)
+        self._code = code
 
         def seed_both(*args: Any, **kwargs: Any) -> None:
             seed(*args, **kwargs)
@@ -115,6 +109,12 @@ class RemoteSolution(Peer):
 
         seed, random.seed = random.seed, seed_both
         _guard_approx()
+
+    def guard(self, facts: TestFacts) -> None:
+        """Keep the solution's code out of this process from now on, and make it importable."""
+        install_finder(RemoteFinder(self, self._code, facts.modules))
+        self.expected_errors = facts.expected_errors
+        self._guard(facts, self.refuse)
 
     def describe_end(self) -> str:
         """Return the reason of the outcome when the process of the solution has ended."""

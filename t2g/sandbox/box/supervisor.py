@@ -1,7 +1,7 @@
 """One run, in a fork of `parent`: three processes, each a child of the previous one.
 
-    supervisor   waits, kills all processes at the deadline, leaves none behind
-      tester     new namespaces; reads code and tests; runs the tests; writes the verdict to standard output
+    supervisor   waits, makes the verdict, kills all processes at the deadline, leaves none behind
+      tester     new namespaces; reads code and tests; runs the tests; sends their names, then their results
         worker   a process namespace of its own; forked before the tests are read; runs the solution
 
 With `sandbox.tests: together` there is no worker; the tester runs the solution, too.
@@ -15,21 +15,26 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import select
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from t2g.sandbox.box import confine, isolation, tester, worker
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
-from t2g.sandbox.box.remote import Gone
+from t2g.sandbox.box.facts import TestFacts
+from t2g.sandbox.box.guard import Guard
+from t2g.sandbox.box.remote import Gone, Unsupported
 from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution
 
 if TYPE_CHECKING:
     import pytest
 
+_MAX_RECEIVED_BYTES = 2**22
 _MEMORY_INTERVAL_S = 0.02  # between two checks of the memory of all processes
 
 
@@ -43,6 +48,7 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
             visible: Files and folders that the run can read.
         session: See `tester.prepare_session`.
     """
+    plan["token"] = secrets.token_hex(8)
     isolation.set_dumpable(True)  # until the namespaces exist: an undumpable process cannot write its own /proc files
     isolation.adopt_orphans()
     os.setsid()
@@ -78,46 +84,70 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     tester_control.close()
     os.close(0)
     os.close(2)
-    is_in_time = _wait(plan, tests, control)
+    received = _wait(plan, tests, control)
+    verdict = TIMED_OUT if received is None else _make_verdict(received, plan, tests)
+    _kill([tests])
     _kill_remaining()
-    if not is_in_time:
-        os.write(1, b"\n" + TIMED_OUT)
+    while verdict:
+        verdict = verdict[os.write(1, verdict) :]
     os._exit(0)
 
 
-def _wait(plan: dict[str, Any], tests: int, control: socket.socket) -> bool:
-    """Wait for the tests' process and return whether it ended in time; else kill it and its process namespace.
+def _make_verdict(received: bytes, plan: dict[str, Any], tests: int) -> bytes:
+    """Return the verdict line; b"" if what the tests' process sent is none.
+
+    A solution passed if the results name every collected test, none failed, and no process of it is left.
+
+    Args:
+        received: What the tests' process sent. Its own lines begin with the token: the names of the collected tests, if
+            they were collected, and `tester.Run.report`.
+        plan: See `main`.
+        tests: The tests' process, which still runs.
+    """
+    token = plan["token"].encode()
+    sent = received.removesuffix(token + b"end\n").split(b"\n")
+    lines = [line.removeprefix(token) for line in sent if line.startswith(token)]
+    try:
+        verdict = json.loads(lines[-1])
+        if verdict["reason"] == "passed":
+            results = [test["name"] for test in verdict["tests"] if test["passed"] is True or test["skipped"] is True]
+            if len(lines) != 2 or not results or results != json.loads(lines[0]):
+                verdict["reason"] = "no_result"
+            elif isolation.has_running_processes(os.getpid(), tests, has_worker=plan["tests"] == "separate"):
+                verdict["reason"] = "left_processes"
+        return json.dumps(verdict, ensure_ascii=False).encode(errors="replace") + b"\n"
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return b""
+
+
+def _wait(plan: dict[str, Any], tests: int, control: socket.socket) -> bytes | None:
+    """Wait for the tests' process and return what it sent; None if it did not end in time.
 
     Args:
         plan: `memory_mib` bounds the memory of all processes that the tests started. Beyond it they are killed; the
             tests' process continues and reports that.
         tests: The tests' process.
-        control: Receives "+" when the time of the run begins, and "?" for whether a process of the solution still runs.
+        control: Receives "+" when the time of the run begins, then the lines of `_make_verdict`.
     """
     inherited = isolation.memory_of(os.getpid())  # memory of the parent, which each process of the run shows, too
-    has_started, deadline = False, time.monotonic() + START_S
+    end = plan["token"].encode() + b"end\n"
+    received, deadline = b"", time.monotonic() + START_S
     while (remaining_s := deadline - time.monotonic()) > 0:
         if select.select([control], [], [], min(remaining_s, _MEMORY_INTERVAL_S))[0]:
-            match control.recv(1):
-                case b"+":
-                    if not has_started:  # once: an attacker of this socket could ask for more time again and again
-                        has_started, deadline = True, time.monotonic() + plan["timeout_s"] + KILL_S
-                case b"?":
-                    has_worker = plan["tests"] == "separate"
-                    is_running = isolation.has_running_processes(os.getpid(), tests, has_worker=has_worker)
-                    control.send(b"+" if is_running else b"-")
-                case _:
-                    os.waitpid(tests, 0)
-                    return True
-        if os.waitpid(tests, os.WNOHANG)[0]:  # a process that it left running may keep its end of the socket open
-            return True
+            piece = control.recv(2**16)
+            if not received:  # the first byte: the time of the run begins
+                deadline = time.monotonic() + plan["timeout_s"] + KILL_S
+            received += piece
+            if not piece or received.endswith(end) or len(received) > _MAX_RECEIVED_BYTES:
+                return received.removeprefix(b"+")
+            continue
+        if os.waitid(os.P_PID, tests, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return received.removeprefix(b"+")  # a process that it left running may keep its end of the socket open
         started = [process for process in isolation.descendants(os.getpid()) if process != tests]
         memory = sum(max(isolation.memory_of(process) - inherited, 0) for process in started)
         if memory > plan["memory_mib"] * 2**20:
             _kill(started)
-    os.kill(tests, signal.SIGKILL)
-    os.waitpid(tests, 0)
-    return False
+    return None
 
 
 def _kill_remaining() -> None:
@@ -155,17 +185,27 @@ def _run_tester(plan: dict[str, Any], in_force: list[str], control: socket.socke
     os.dup2(2, 1)
     _confine(plan, in_force, verdict_file, control.fileno(), tester_end.fileno())
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
+    os.close(verdict_file)
     if isolation.missing_isolation(plan["require"], in_force):
         os._exit(0)
     job = json.loads(sys.stdin.buffer.read())
     control.send(b"+")
     deadline = time.monotonic() + plan["timeout_s"]
-    max_output = plan["max_output_kib"] * 1024
-    solution = RemoteSolution(tester_end, worker_id, max_output) if worker_id else LocalSolution(max_output)
-    verdict = tester.Run(session, solution, control, deadline).report(job["code"], job["tests"])
-    data = json.dumps(verdict, ensure_ascii=False).encode(errors="replace") + b"\n"  # lone surrogates cannot be encoded
-    while data:
-        data = data[os.write(verdict_file, data) :]
+    max_output, owner = plan["max_output_kib"] * 1024, os.getpid()
+
+    def add_guard(facts: TestFacts, refuse: Callable[[str], Unsupported]) -> None:
+        sys.addaudithook(Guard(facts, plan["visible"], refuse))
+
+    solution = RemoteSolution(tester_end, worker_id, max_output, add_guard) if worker_id else LocalSolution(max_output)
+
+    def send_names(names: list[str]) -> None:
+        control.sendall(f"{plan['token']}{json.dumps(names)}\n".encode())
+
+    results = tester.Run(session, solution, send_names, deadline).report(job["code"], job["tests"])
+    if os.getpid() == owner:  # no fork that the tests made
+        token = plan["token"]
+        control.sendall(f"{token}{json.dumps(results)}\n{token}end\n".encode())
+        control.recv(1)  # until the supervisor has looked for processes of the solution
     os._exit(0)
 
 

@@ -1,15 +1,15 @@
 """Process that runs the tests with real pytest.
 
 A solution in a process of its own is used through proxies only. It can neither read nor write the compared values and
-the verdict.
+the results. The supervisor makes the verdict of them.
 """
 
 import ast
 import asyncio
 import builtins
+import importlib
 import inspect
 import itertools
-import socket
 import sys
 import time
 import types
@@ -21,9 +21,10 @@ import pytest
 from _pytest.assertion import rewrite, util
 from _pytest.config import _prepareconfig
 
-from t2g.sandbox.box import worker
 from t2g.sandbox.box.clock import REPEAT_S, TESTS_ALARM_S, OutOfTime, set_alarm
-from t2g.sandbox.box.remote import Gone, call_type
+from t2g.sandbox.box.facts import read_tests
+from t2g.sandbox.box.module import FILE as SOLUTION_FILE
+from t2g.sandbox.box.remote import Gone, Unsupported, call_type
 from t2g.sandbox.box.solutions import Solution
 from t2g.sandbox.box.values import traceback_lines
 
@@ -56,18 +57,21 @@ class _Module(pytest.Module):
 class Run:
     """One run of tests against a solution. It is a plug-in of pytest."""
 
-    def __init__(self, session: pytest.Session, solution: Solution, supervisor: socket.socket, deadline: float) -> None:
+    def __init__(
+        self, session: pytest.Session, solution: Solution, on_collect: Callable[[list[str]], None], deadline: float
+    ) -> None:
         """Prepare a run.
 
         Args:
             session: See `prepare_session`.
             solution: The solution, not loaded yet.
-            supervisor: Socket to `supervisor.main`.
+            on_collect: Receives the names of the tests before the first one runs.
             deadline: Seconds of time.monotonic.
         """
-        self._session, self._solution, self._supervisor, self._deadline = session, solution, supervisor, deadline
+        self._session, self._solution, self._on_collect, self._deadline = session, solution, on_collect, deadline
         self._results: list[Json] = []
         self._running = ""  # name of the current test or phase
+        self._num_refusals = 0  # of the solution, before this test or phase
         self._tests = ""
         self._error: BaseException | None = None  # error of the last phase of a test
         self._reports: list[tuple[str, BaseException | None]] = []  # (outcome, error) of each phase of this test
@@ -75,11 +79,11 @@ class Run:
         util._reprcompare = lambda *compared: self._compared.append(compared)
 
     def report(self, code: str, tests: str) -> Json:
-        """Return the verdict: {"reason": ..., "tests": [result, ...], "output": ...}.
+        """Return the results: {"reason": ..., "tests": [result, ...], "output": ...}.
 
-        Reasons: passed, failed, syntax (of the solution), bad_tests (not compilable, or without a test), timeout,
-        exited or killed (the solution's process ended during the run), too_much_output, and left_processes (all tests
-        passed). A run that ends past the deadline is a timeout, whatever was noticed first.
+        Reasons: passed, failed, unsupported (no test failed, but some decide nothing here), syntax (of the solution),
+        bad_tests (not compilable, or without a test), timeout, exited or killed (the solution's process ended during
+        the run), and too_much_output. A run that ends past the deadline is a timeout, whatever was noticed first.
         """
         output = sys.stdout = self._solution.output
         self._tests = tests
@@ -96,37 +100,45 @@ class Run:
             reason = "timeout"
         elif self._solution.gone:
             reason = self._solution.describe_end()
+        elif reason == "failed":
+            kinds = {result["unsupported"] for result in self._results if not _is_good(result)}
+            reason = "unsupported" if kinds == {True} else reason
         return {"reason": reason, "tests": self._results, "output": output.take()}
 
     def _is_late(self) -> bool:
         return time.monotonic() >= self._deadline
 
     def _run(self, code: str) -> str:
-        if not self._attempt("import of the solution", lambda: self._solution.load(code, self._deadline)):
+        if not self._attempt("import of the solution", lambda: self._solution.prepare(code, self._deadline)):
             return "syntax" if self._results[-1]["error"] == "SyntaxError" else "failed"
         try:
-            compiled = self._compile()
+            tree = ast.parse(self._tests, FILE)
+            facts = read_tests(tree)
+            compiled = self._compile(tree)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return "bad_tests"
+        self._solution.guard(facts)
         module = sys.modules["tests"] = types.ModuleType("tests")
+        if facts.imports_solution and not self._attempt("import of the solution", _import_solution):
+            return "failed"
         if not self._attempt("import of the tests", lambda: exec(compiled, module.__dict__)):  # noqa: S102
             return "failed"
-        for item, next_item in self._collect():
-            if len(self._results) == MAX_TESTS or self._solution.output.has_overflowed or self._is_late():
+        tests = list(self._collect())
+        self._on_collect([_name(item.nodeid) for item, _ in tests[:MAX_TESTS]])
+        self._solution.begin()
+        for item, next_item in tests[:MAX_TESTS]:
+            if self._solution.output.has_overflowed or self._is_late():
                 break
             self._run_test(item, next_item)
         if not self._results:
             return "bad_tests"
-        ran = [result for result in self._results if not result["skipped"]]
-        if not ran or not all(result["passed"] for result in ran):
-            return "failed"
-        self._running = "search for remaining processes"
-        self._supervisor.send(b"?")
-        return "passed" if self._supervisor.recv(1) == b"-" else "left_processes"
+        has_run = not all(result["skipped"] for result in self._results)
+        return "passed" if has_run and all(map(_is_good, self._results)) else "failed"
 
     def _attempt(self, name: str, call: Callable[[], Any]) -> bool:
         """Return whether a call raises nothing; else add its error as a result of this name."""
         self._running = name
+        self._num_refusals = len(self._solution.refusals)
         try:
             call()
         except (OutOfTime, Gone):
@@ -136,9 +148,8 @@ class Run:
             return False
         return True
 
-    def _compile(self) -> types.CodeType:
+    def _compile(self, tree: ast.Module) -> types.CodeType:
         """Compile the tests as pytest does, with `call_type` for each call of `type` with one argument."""
-        tree = ast.parse(self._tests, FILE)
         for node in ast.walk(tree):
             match node:
                 case ast.Call(func=ast.Name(id="type"), args=[value]):
@@ -166,9 +177,9 @@ class Run:
 
     def _run_test(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         self._running = _name(item.nodeid)
+        self._num_refusals = len(self._solution.refusals)
         self._reports.clear()
         self._compared.clear()
-        self._solution.begin()
         item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         if self._solution.gone:
             raise Gone("the process has ended")
@@ -199,12 +210,19 @@ class Run:
     # -- results
 
     def _add_result(self, error: BaseException | None, *, skipped: bool = False) -> None:
-        result: Json = {"name": self._running, "passed": not (error or skipped), "skipped": skipped and not error}
-        self._results.append(result | {"lines": [], "returned": 0} | (self._explain(error) if error else {}))
+        """Add the result of this test or phase. It is unsupported if an operation was refused, whoever caught that."""
+        refusals = self._solution.refusals[self._num_refusals :]
+        if refusals and not isinstance(error, Unsupported):
+            error = Unsupported(refusals[0])
+        result: Json = {
+            "name": self._running, "passed": not (error or skipped), "skipped": skipped and not error,
+            "unsupported": isinstance(error, Unsupported), "lines": [], "returned": 0,
+        }  # fmt: skip
+        self._results.append(result | (self._explain(error) if error else {}))
 
     def _explain(self, error: BaseException) -> Json:
         """Return the fields of a result that describe its error."""
-        if isinstance(error, SyntaxError) and error.filename == worker.FILE:
+        if isinstance(error, SyntaxError) and error.filename == SOLUTION_FILE:
             return {"error": "SyntaxError", "message": str(error.msg)[:MAX_TEXT], "trace": [error.lineno or 1]}
         result = {"error": type(error).__name__, "message": _format(error, str), "trace": _solution_lines(error)}
         if not (lines := traceback_lines(error, FILE)):
@@ -225,6 +243,14 @@ class Run:
         return result
 
 
+def _is_good(result: Json) -> bool:
+    return result["passed"] or result["skipped"]
+
+
+def _import_solution() -> None:
+    importlib.import_module("solution")
+
+
 def _name(nodeid: str) -> str:
     return nodeid.partition("::")[2].replace("::", ".") or FILE
 
@@ -235,7 +261,7 @@ def _solution_lines(error: BaseException) -> list[int]:
     for _ in range(10):
         if current is None:
             break
-        if lines := getattr(current, "solution_lines", ()) or traceback_lines(current, worker.FILE):
+        if lines := getattr(current, "solution_lines", ()) or traceback_lines(current, SOLUTION_FILE):
             return list(lines)
         current = current.__cause__ or current.__context__
     return []

@@ -1,17 +1,24 @@
 """Encode Python values as JSON and decode them, between two processes of which one is not trusted.
 
-Plain data (numbers, text, containers, dates) is copied. Any other object stays in its process, and the other process
-holds a `Remote` with its number (t2g.sandbox.box.remote). A message cannot name code to run: decoding makes only plain
-data, proxies, and exceptions of the standard library.
+Plain data (numbers, text, containers, dates, arrays, frames) is copied. Any other object stays in its process, and the
+other process holds a `Remote` with its number (t2g.sandbox.box.remote). A message cannot name code to run: decoding
+makes only plain data, proxies, and exceptions of the standard library.
 """
 
+import argparse
 import builtins
 import importlib
+import json
+import re
 import sys
 import traceback
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
+
+from t2g.sandbox.box import arrays, frames
+from t2g.sandbox.box.remote import Unsupported, is_remote
 
 Json = Any
 # Containers that may change while the other process works on its copy; the changes are sent back.
@@ -26,7 +33,7 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
     "builtins.bytes": lambda v: (v.hex(),),
     "builtins.tuple": lambda v: v,
     "builtins.frozenset": lambda v: v,
-    "builtins.type": lambda v: (v.__name__,),
+    "builtins.type": lambda v: (type_name(v),),
     "builtins.ellipsis": lambda v: (),
     "builtins.NotImplementedType": lambda v: (),
     "builtins.complex": lambda v: (v.real, v.imag),
@@ -43,17 +50,40 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
     "uuid.UUID": lambda v: (str(v),),
     "zoneinfo.ZoneInfo": lambda v: (v.key,),
     "array.array": lambda v: (v.typecode, v.tolist()),
+    "re.Pattern": lambda v: (v.pattern, v.flags),
+    "types.SimpleNamespace": lambda v: (vars(v),),
+    "argparse.Namespace": lambda v: (vars(v),),
+    **arrays.PARTS,
+    **frames.PARTS,
 }
-_BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "builtins.int": lambda text: int(text, 16),
     "builtins.bytes": bytes.fromhex,
     "builtins.tuple": lambda *parts: parts,
     "builtins.frozenset": lambda *parts: frozenset(parts),
-    "builtins.type": _BUILTIN_TYPES.__getitem__,
+    "builtins.type": lambda name: _TYPES.get(name) or _import_type(name),
     "builtins.ellipsis": lambda: ...,
     "builtins.NotImplementedType": lambda: NotImplemented,
+    "re.Pattern": re.compile,
+    "types.SimpleNamespace": lambda names: SimpleNamespace(**names),
+    "argparse.Namespace": lambda names: argparse.Namespace(**names),
+    **arrays.MAKERS,
+    **frames.MAKERS,
 }
+# Arrays and frames change in place as containers do: type name -> function (object, its new value).
+_CHANGE: dict[str, Callable[[Any, Any], None]] = {
+    "types.SimpleNamespace": lambda old, new: _replace_names(old, new),
+    "argparse.Namespace": lambda old, new: _replace_names(old, new),
+    "numpy.ndarray": arrays.replace_array,
+    "pandas.DataFrame": frames.replace_frame,
+    "pandas.Series": frames.replace_frame,
+}
+_TYPES = {
+    f"builtins.{name}": kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and not issubclass(kind, BaseException)
+}
+_SINGLETONS = {"NaTType": "pandas.NaT", "NAType": "pandas.NA"}
 _MAX_JSON_INT = 2**53
 
 
@@ -63,20 +93,17 @@ class Exchange:
     def __init__(self) -> None:
         self.containers: list[Any] = []
         self.numbers: dict[int, int] = {}  # by id
-        self.received: list[tuple[int, list[Any]]] = []  # (number, contents as received)
+        self.received: list[tuple[int, Any, Any]] = []  # (number, state as received, objects that keep its ids)
+        self.has_tainted = False  # whether a tainted object takes part
 
     def add(self, container: Any) -> int:
         self.containers.append(container)
         self.numbers[id(container)] = number = len(self.containers) - 1
         return number
 
-    def changed(self) -> list[int]:
-        """Return the numbers of the received containers that no longer hold the same objects in the same order."""
-        return [n for n, items in self.received if _item_ids(contents(self.containers[n])) != _item_ids(items)]
-
 
 def contents(container: Any) -> list[Any]:
-    """Return the elements of a mutable container; (key, value) pairs of a dictionary."""
+    """Return the elements of a mutable container, or (key, value) pairs of a dictionary."""
     return list(container.items()) if isinstance(container, dict) else list(container)
 
 
@@ -92,6 +119,11 @@ def replace_contents(container: Any, items: list[Any]) -> None:
         container.extend(items)
 
 
+def _replace_names(old: Any, new: Any) -> None:
+    vars(old).clear()
+    vars(old).update(vars(new))
+
+
 def _item_ids(items: list[Any]) -> list[int]:
     return [id(part) for item in items for part in (item if type(item) is tuple else (item,))]
 
@@ -101,6 +133,8 @@ class Codec:
 
     export: Callable[[Any, Exchange], Json]
     resolve: Callable[[str, Json, Exchange], Any]
+    refuse: Callable[[str], Unsupported]
+    is_solution: bool
 
     def encode(self, value: Any, exchange: Exchange) -> Json:
         kind = type(value)
@@ -108,22 +142,81 @@ class Codec:
             return value
         if kind in _KINDS:
             return self._encode_mutable(_KINDS[kind], value, exchange)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if name in _PARTS and (kind is not type or _BUILTIN_TYPES.get(value.__name__) is value):
-            return {"made": [name, [self.encode(part, exchange) for part in _PARTS[name](value)]]}
-        if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) is not kind:
-            return self.encode(value.item(), exchange)  # a scalar of numpy
+        name = type_name(kind)
+        if name in _CHANGE:
+            return self._encode_changing(name, value, exchange)
+        if name in _PARTS and (kind is not type or is_plain_type(value)):
+            return self._encode_parts(name, value, exchange)
+        if arrays.is_plain_scalar(value):
+            return self._encode_parts("numpy.generic", value, exchange)
+        if name.startswith("numpy.dtype"):
+            return self._encode_parts("numpy.dtype", value, exchange)
         return self.export(value, exchange)
+
+    def _encode_parts(self, name: str, value: Any, exchange: Exchange) -> Json:
+        return {"made": [name, [self.encode(part, exchange) for part in _PARTS[name](value)]]}
+
+    def _encode_changing(self, name: str, value: Any, exchange: Exchange) -> Json:
+        if id(value) in exchange.numbers:
+            return {"same": exchange.numbers[id(value)]}
+        exchange.add(value)
+        return {"changing": name, "parts": self._encode_parts(name, value, Exchange())}
 
     def _encode_mutable(self, name: str, value: Any, exchange: Exchange) -> Json:
         if id(value) in exchange.numbers:
             return {"same": exchange.numbers[id(value)]}
         exchange.add(value)
         extra = value.default_factory if name == "defaultdict" else value.maxlen if name == "deque" else None
-        return {name: self.encode_items(value, exchange), "extra": self.encode(extra, Exchange())}
+        return {name: self._encode_items(value, exchange), "extra": self.encode(extra, Exchange())}
 
-    def encode_items(self, container: Any, exchange: Exchange) -> list[Json]:
+    def _encode_items(self, container: Any, exchange: Exchange) -> list[Json]:
         return [self.encode(item, exchange) for item in contents(container)]
+
+    def encode_changes(self, exchange: Exchange) -> list[Json]:
+        """Return [number, content] of the received containers that no longer hold the same objects in the same order.
+
+        A content may add containers to the exchange, so that all changed containers are found first.
+        """
+        changed = [n for n, state, _ in exchange.received if self._state(exchange.containers[n]) != state]
+        return [[n, self._encode_change(exchange.containers[n], exchange)] for n in changed]
+
+    def _encode_change(self, container: Any, exchange: Exchange) -> Json:
+        name = type_name(type(container))
+        if name in _CHANGE:
+            return self._encode_parts(name, container, Exchange())
+        return self._encode_items(container, exchange)
+
+    def apply_change(self, container: Any, message: Json, exchange: Exchange) -> None:
+        """Give a container the content that `encode_changes` of the other process sent."""
+        name = type_name(type(container))
+        if name in _CHANGE:
+            new = self.decode(message, Exchange())
+            if hasattr(new, "__dict__"):
+                self.check_functions(vars(container), vars(new))
+            _CHANGE[name](container, new)
+            return
+        items = [self.decode(item, exchange) for item in message]
+        if isinstance(container, dict):
+            self.check_functions(container, dict(items))
+        replace_contents(container, items)
+
+    def check_functions(self, old: Mapping[Any, Any], new: Mapping[Any, Any]) -> None:
+        """Check that the other process replaced no function of this one, in a dictionary or namespace.
+
+        Raises:
+            Unsupported: It did.
+        """
+        if not self.is_solution:
+            for key, value in new.items():
+                if callable(old.get(key)) and old[key] is not value and not is_remote(old[key]):
+                    raise self.refuse("the solution replaced a function of the tests")
+
+    def _state(self, container: Any) -> Any:
+        """Return a value that differs once the container has changed."""
+        name = type_name(type(container))
+        if name in _CHANGE:
+            return _to_json(self._encode_parts(name, container, Exchange()))
+        return _item_ids(contents(container))
 
     def decode(self, message: Json, exchange: Exchange) -> Any:
         """Return the value of a message.
@@ -140,6 +233,8 @@ class Codec:
             return self._decode_mutable(tag, message, exchange)
         if tag == "same":
             return exchange.containers[body]
+        if tag == "changing":
+            return self._decode_changing(message, exchange)
         if tag != "made":
             return self.resolve(tag, message, exchange)
         name, parts = body
@@ -149,6 +244,14 @@ class Codec:
         make = _MAKERS.get(name) or getattr(importlib.import_module(module), attribute)
         return make(*(self.decode(part, exchange) for part in parts))
 
+    def _decode_changing(self, message: Json, exchange: Exchange) -> Any:
+        if message["changing"] not in _CHANGE:
+            raise ValueError("a value that does not change")
+        value = self.decode(message["parts"], Exchange())
+        number = exchange.add(value)
+        exchange.received.append((number, self._state(value), None))
+        return value
+
     def _decode_mutable(self, name: str, message: Json, exchange: Exchange) -> Any:
         extra = self.decode(message["extra"], Exchange())
         container = deque(maxlen=extra) if name == "deque" else MUTABLE[name]()
@@ -157,8 +260,44 @@ class Codec:
         number = exchange.add(container)  # before its items are decoded, which may contain it
         items = [self.decode(item, exchange) for item in message[name]]
         replace_contents(container, items)
-        exchange.received.append((number, items))
+        exchange.received.append((number, _item_ids(items), items))
         return container
+
+
+_to_json = json.JSONEncoder().encode  # not `json.dumps`, which tests may patch
+
+
+def type_name(kind: type) -> str:
+    """Return module and name of a type; of the types of pandas, the module from which programs import them."""
+    module, name = kind.__module__, kind.__qualname__
+    if not isinstance(module, str) or not module.startswith("pandas"):
+        return f"{module}.{name}"
+    return _SINGLETONS.get(name, f"pandas.{name}")
+
+
+def is_plain_type(kind: type) -> bool:
+    """Return whether a type crosses by its name: a builtin, or a type whose values cross by value."""
+    try:
+        name = type_name(kind)
+        return (_TYPES.get(name) or _import_type(name)) is kind
+    except (ValueError, AttributeError, KeyError):
+        return False
+
+
+def _import_type(name: str) -> type:
+    """Return a type of plain data, or a scalar type of numpy.
+
+    Raises:
+        ValueError: It is no such type.
+    """
+    module, _, attribute = name.rpartition(".")
+    is_known = name in _PARTS or (module == "collections" and attribute in MUTABLE)
+    if not is_known and module != "numpy":
+        raise ValueError(f"{name} is no type of plain data")
+    kind = getattr(importlib.import_module(module), attribute)
+    if not isinstance(kind, type) or not (is_known or issubclass(kind, arrays.scalar_type())):
+        raise ValueError(f"{name} is no type of plain data")
+    return kind
 
 
 def traceback_lines(error: BaseException, file: str) -> list[int]:

@@ -1,36 +1,23 @@
 """Process of the solution: it runs the code and handles requests about its objects. Nothing here is trusted."""
 
+import builtins
 import copy
+import importlib
 import random
 import socket
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from t2g.sandbox.box.clock import set_alarm
-from t2g.sandbox.box.output import Output
+from t2g.sandbox.box.module import FILE, CodeFinder, install_finder
 from t2g.sandbox.box.peer import Peer
+from t2g.sandbox.box.streams import Input, Output
 
-FILE = "solution.py"
 MAX_LINE_EVENTS = 20_000  # per test; later lines are not recorded, and the code runs without tracing
-
-
-def load_module(code: str, **names: Any) -> types.ModuleType:
-    """Execute the code as the module `solution`, which has the given names from the start.
-
-    Raises:
-        SyntaxError: The code does not compile; any exception of the code is raised, too.
-    """
-    try:
-        compiled = compile(code, FILE, "exec", dont_inherit=True)
-    except (ValueError, RecursionError, MemoryError) as error:  # such as null bytes
-        raise SyntaxError(str(error), (FILE, 1, 1, "")) from None
-    module = sys.modules["solution"] = types.ModuleType("solution")
-    module.__file__ = FILE
-    module.__dict__.update(names)
-    exec(compiled, module.__dict__)  # noqa: S102 the purpose of this process
-    return module
+_set_trace, _seed, _copy, _deepcopy = sys.settrace, random.seed, copy.copy, copy.deepcopy  # which tests may patch
 
 
 class Tracer:
@@ -45,11 +32,13 @@ class Tracer:
         """Start recording for the next test."""
         self._lines.clear()
         self._remaining_events = MAX_LINE_EVENTS
-        sys.settrace(self._enter)
+        _set_trace(self._enter)
 
     def lines(self) -> tuple[list[int], int]:
-        """Return the lines that ran since `begin`, and the line of the last return."""
-        return sorted(self._lines), self._returned
+        """Return the lines that ran since `begin`, and the line of the last return; then start for the next test."""
+        lines = sorted(self._lines)
+        self.begin()
+        return lines, self._returned
 
     def _enter(self, frame: types.FrameType, event: str, argument: object) -> Any:
         return self._trace if frame.f_code.co_filename == FILE else None
@@ -59,7 +48,7 @@ class Tracer:
             self._lines.add(frame.f_lineno)
             self._remaining_events -= 1
             if self._remaining_events <= 0:
-                sys.settrace(None)
+                _set_trace(None)
         elif event == "return":
             self._returned = frame.f_lineno
         return self._trace
@@ -73,8 +62,11 @@ class Worker(Peer, Tracer):
     def __init__(self, end: socket.socket, max_output: int) -> None:
         Peer.__init__(self, end)
         Tracer.__init__(self)
-        self._number(self)
-        self._printed = sys.stdout = Output(max_output)
+        self.number(self)
+        self._printed, self._errors = Output(max_output), Output(max_output, strict=False)
+        self._input = Input()
+        sys.stdout, sys.stderr, sys.stdin = self._printed, self._errors, self._input
+        builtins.input = self._input.input
         self._warned: list[tuple[str, str, int]] = []
         warnings.simplefilter("always")  # the tests' process applies its own warning filters
         warnings.showwarning = lambda message, category, file, line, *_: self._warned.append(
@@ -82,22 +74,49 @@ class Worker(Peer, Tracer):
         )
 
     def take_note(self) -> dict[str, Any]:
-        """Return the printed text and the warnings since the last reply."""
+        """Return the printed text, the warnings and the unused lines of the input since the last reply."""
         warned, self._warned = self._warned, []
-        return {"out": self._printed.take(), "flood": self._printed.has_overflowed, "warnings": warned}
+        return {
+            "out": self._printed.take(), "flood": self._printed.has_overflowed, "err": self._errors.take(),
+            "warnings": warned, "unused": self._input.take_unused(),
+        }  # fmt: skip
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the standard library in this process."""
-        return {"seed": random.seed, "copy": copy.copy, "deepcopy": copy.deepcopy}[name](*args, **kwargs)
+        return {"seed": _seed, "copy": _copy, "deepcopy": _deepcopy}[name](*args, **kwargs)
 
-    def load(self, code: str, read_input: Any, deadline: float) -> tuple[types.ModuleType, list[str]]:
-        """Execute the code; return the module and its public names.
+    def prepare(self, code: str, ask: Callable[..., Any], take_back: Callable[[int], None], deadline: float) -> None:
+        """Compile the code and make it importable.
 
         Args:
             code: The solution.
-            read_input: `input` of the tests' process.
+            ask: `streams.Source.ask` of the tests' process.
+            take_back: `streams.Source.take_back`.
             deadline: Deadline of the whole run, seconds of time.monotonic.
         """
         set_alarm(Peer.perform, deadline)
-        module = load_module(code, input=lambda prompt="": read_input(prompt))
-        return module, [name for name in vars(module) if not name.startswith("_")]
+        self._input.ask, self._input.take_back = ask, take_back
+        self._finder = CodeFinder(code)
+        install_finder(self._finder)
+
+    def load(self, *, again: bool) -> tuple[types.ModuleType, dict[str, str]]:
+        """Execute the code, in the same module `again`; return the module, and `_describe` of each public name."""
+        if again:
+            module = importlib.reload(sys.modules["solution"])
+        else:
+            sys.modules.pop("solution", None)
+            module = importlib.import_module("solution")
+        public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        return module, {str(name): _describe(getattr(module, name, None)) for name in public}
+
+    def run(self, name: str) -> dict[str, Any]:
+        """Run the code as a program; see `module.CodeFinder.run`."""
+        return self._finder.run(name)
+
+
+def _describe(value: Any) -> str:
+    """Return "MODULE" for a module, "MODULE:NAME" for a function or class, and "" for other values."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    name = getattr(value, "__qualname__", None)
+    return f"{getattr(value, '__module__', '')}:{name}" if isinstance(name, str) else ""

@@ -1,0 +1,90 @@
+"""Arrays and scalars of numpy as plain data: the parts that cross between two processes, and how they are joined."""
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import numpy
+except ImportError:  # then neither the solution nor the tests have arrays
+    numpy = None  # type: ignore[assignment]
+
+_PLAIN_KINDS = "biufcSUmM"  # of numpy.dtype: no objects, no structures
+
+
+def is_plain_scalar(value: Any) -> bool:
+    """Return whether a value is a scalar of numpy that crosses by value."""
+    return numpy is not None and isinstance(value, numpy.generic) and _is_plain_type(type(value), value.dtype)
+
+
+def _is_plain_type(kind: type, dtype: Any) -> bool:
+    return dtype.kind in _PLAIN_KINDS and kind is dtype.type
+
+
+def _split_scalar(value: Any) -> tuple[Any, ...]:
+    return value.dtype.str, _to_text(value)
+
+
+def _join_scalar(dtype: str, text: str) -> Any:
+    return numpy.frombuffer(base64.b64decode(text), _plain_dtype(dtype))[0]
+
+
+def _split_array(array: Any) -> tuple[Any, ...]:
+    """Return type, shape, whether the array is writable, and its bytes or its objects."""
+    if array.dtype.hasobject:
+        return "O", array.shape, array.flags.writeable, array.ravel().tolist()
+    dtype = array.dtype.str if array.dtype.fields is None else array.dtype.descr
+    return dtype, array.shape, array.flags.writeable, _to_text(array)
+
+
+def _join_array(dtype: Any, shape: tuple[int, ...], is_writable: bool, content: Any) -> Any:
+    if dtype == "O":
+        flat = numpy.empty(len(content), object)
+        for position, item in enumerate(content):
+            flat[position] = item
+        array = flat.reshape(shape)
+    else:
+        array = numpy.frombuffer(base64.b64decode(content), _plain_dtype(dtype)).reshape(shape).copy()
+    array.flags.writeable = bool(is_writable)
+    return array
+
+
+def replace_array(array: Any, new: Any) -> None:
+    """Give an array the content of another one; numpy has no way to change the type of an array in place."""
+    if array.shape != new.shape:
+        array.resize(new.shape, refcheck=False)
+    if array.flags.writeable:
+        array[...] = new
+
+
+def _plain_dtype(dtype: Any) -> Any:
+    """Return a type without objects.
+
+    Raises:
+        ValueError: Its values would be addresses.
+    """
+    found = numpy.dtype(dtype)
+    if found.hasobject:
+        raise ValueError("an array of addresses")
+    return found
+
+
+def _to_text(value: Any) -> str:
+    return base64.b64encode(value.tobytes()).decode("ascii")
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "numpy.generic": _split_scalar,
+    "numpy.ndarray": _split_array,
+    "numpy.dtype": lambda v: (v.descr if v.fields else v.str,),
+}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "numpy.generic": _join_scalar,
+    "numpy.ndarray": _join_array,
+    "numpy.dtype": lambda text: numpy.dtype(text),
+}
+
+
+def scalar_type() -> type:
+    """Return the base of numpy's scalar types; without numpy, a type that has no subclass."""
+    return bool if numpy is None else numpy.generic

@@ -1,0 +1,108 @@
+"""Keep the solution's code out of the tests' process: refuse to compile, load or unpickle what it wrote or returned.
+
+Every way for new code to enter a Python process raises an audit event. The hook allows the tests' own texts, modules of
+visible packages, code that the standard library generates from names, and expressions without names.
+"""
+
+import ast
+import collections
+import dataclasses
+import os
+import sys
+import timeit
+import types
+import typing
+import unittest.mock
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from t2g.sandbox.box.facts import TestFacts
+from t2g.sandbox.box.remote import Unsupported
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: unpickled data cannot change such a class
+_PLAIN_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions", "numpy", "uuid")
+_ARRAY_FUNCTIONS = ("_reconstruct", "scalar", "_frombuffer")  # of numpy, for arrays in a pickle
+_PARSE = ast.parse.__code__  # makes a syntax tree, no code
+# They make code from names and fields, which they check.
+_GENERATORS = {
+    dataclasses._create_fn.__code__, collections.namedtuple.__code__, unittest.mock._set_signature.__code__,
+}  # fmt: skip
+_LITERALS = (
+    ast.Expression, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp, ast.BoolOp,
+    ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context,
+)  # fmt: skip
+_TYPE_NODES = (*_LITERALS, ast.Name, ast.Attribute, ast.Subscript, ast.Starred)  # of an annotation: no call
+
+
+class Guard:
+    """The audit hook of one tests' process, which cannot be removed."""
+
+    def __init__(self, facts: TestFacts, visible: Iterable[str], refuse: Callable[[str], Unsupported]) -> None:
+        """Prepare a hook for `sys.addaudithook`.
+
+        Args:
+            facts: Of the tests.
+            visible: Files and folders that the solution cannot write to.
+            refuse: Makes the error that a refused operation raises.
+        """
+        self._texts = facts.constants
+        self._visible = tuple(os.path.join(path, "") for path in visible)
+        self._refuse = refuse
+        self._checks: dict[str, Callable[[tuple[Any, ...], types.FrameType], bool]] = {
+            "compile": self._may_compile,
+            "marshal.loads": self._may_load,
+            "code.__new__": lambda args, frame: False,
+            "pickle.find_class": lambda args, frame: _may_unpickle(*args),
+            "import": lambda args, frame: args[1] is None or self._is_visible(args[1]),
+            "ctypes.dlopen": lambda args, frame: args[0] is None or self._is_visible(args[0]),
+        }
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        check = self._checks.get(event)
+        if check is not None and not check(args, sys._getframe(1)):
+            raise self._refuse(f"the tests {event.partition('.')[0]} what may be the solution's code")
+
+    def _is_visible(self, path: object) -> bool:
+        if not isinstance(path, str):
+            return False
+        return "/" not in path or os.path.normpath(path).startswith(self._visible)
+
+    def _may_compile(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
+        source, filename = args
+        if frame.f_code is _PARSE or frame.f_code in _GENERATORS:
+            return True
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return self._is_visible(filename) and str(filename).startswith("/")
+        if isinstance(source, bytes):
+            source = source.decode(errors="replace")
+        if not isinstance(source, str):
+            return False
+        if frame.f_code is timeit.Timer.__init__.__code__ and source.startswith("\ndef inner("):
+            return True  # its parts were compiled one by one before
+        if frame.f_code is typing.ForwardRef.__init__.__code__:
+            return _is_expression(source, _TYPE_NODES)
+        if frame.f_globals.get("__name__") == "doctest":
+            return any(f">>> {source.strip()}" in text for text in self._texts)
+        return source.strip() in self._texts or _is_expression(source, _LITERALS)
+
+    def _may_load(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
+        """Allow the import system to read the compiled modules of visible packages."""
+        is_import = frame.f_globals.get("__name__") == "importlib._bootstrap_external"
+        return is_import and self._is_visible(frame.f_locals.get("bytecode_path"))
+
+
+def _may_unpickle(module: str, name: str) -> bool:
+    """Allow types of plain data that no pickle can change."""
+    if module.partition(".")[0] == "numpy" and name in _ARRAY_FUNCTIONS:
+        return True
+    kind = getattr(sys.modules.get(module), name, None) if module in _PLAIN_MODULES else None
+    return isinstance(kind, type) and bool(kind.__flags__ & _IMMUTABLE) and not issubclass(kind, type)
+
+
+def _is_expression(source: str, kinds: tuple[type[ast.AST], ...]) -> bool:
+    """Return whether a text is an expression of these kinds of nodes."""
+    try:
+        tree = ast.parse(source.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return all(isinstance(node, kinds) for node in ast.walk(tree))
