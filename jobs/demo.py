@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from jobs.common.cli import main, print_outputs, stop_flag
-from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RunConfig, with_overrides
+from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, with_overrides
 from t2g.errors import UserError
 from t2g.study.tables import markdown
 
@@ -34,7 +34,7 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
 
     folder = demo.run.folder
     return PolicyJob(
-        run=RunConfig(root=folder / ARMS, name=arm, seed=demo.run.seed, accept=demo.run.accept),
+        run=demo.run.make_part(root=folder / ARMS, name=arm, seed=demo.run.seed),
         cluster=demo.cluster,
         task="tiny",
         model=base_model(demo),

@@ -9,6 +9,10 @@ class MissingLocally(UserError):
     """A file, folder or environment variable that this machine lacks and that another machine may have."""
 
 
+class Unreadable(UserError):
+    """A file or folder that exists and cannot be read now, as while a mount is away."""
+
+
 class Stopped(Exception):
     """A signal ended the work; the same command or call continues it."""
 

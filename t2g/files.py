@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,9 +14,10 @@ from typing import Any
 
 import xxhash
 
-from t2g.errors import UserError
+from t2g.errors import Unreadable, UserError
 
 TEMPORARY_PREFIX = ".tmp-"  # of the name of an unfinished file or folder
+MISSING = FileNotFoundError, NotADirectoryError  # errors of a path where nothing is
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -24,6 +26,8 @@ _REMEDIES = {
     errno.EACCES: "give this user the right to it, or take another folder",
     errno.ELOOP: "remove the link in its place",
     errno.EISDIR: "remove the folder in its place",
+    errno.EEXIST: "remove the file in its place",
+    errno.ESTALE: "mount its file system again",
 }
 
 
@@ -50,6 +54,42 @@ def write_atomic(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON; see `write_atomic`."""
     write_atomic(path, json.dumps(value, indent=1).encode())
+
+
+def check_regular(path: Path) -> None:
+    """Check that nothing but a regular file is in the place of a file that is read or appended to.
+
+    A pipe would block its reader and its writer for ever.
+
+    Raises:
+        UserError: There is something else, or the path cannot be read.
+    """
+    try:
+        mode = path.stat().st_mode
+    except MISSING:
+        return
+    except OSError as error:
+        raise make_read_error(path, error) from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise Unreadable(f"{path} is {kind}, and a file is needed there: remove it, or take another run.name")
+
+
+def read_regular(path: Path) -> bytes | None:
+    """Return the content of a regular file, or None if there is none. Raises as `check_regular`."""
+    check_regular(path)
+    try:
+        return path.read_bytes()
+    except MISSING:
+        return None
+    except OSError as error:
+        raise make_read_error(path, error) from error
+
+
+def make_read_error(path: Path, error: OSError) -> Unreadable:
+    """Return the error for a file or folder that exists and cannot be read."""
+    reason = error.strerror or str(error)
+    return Unreadable(f"{path} cannot be read ({reason}): make it readable, then start the same command again")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from actors.learner.ranks import rank_environment
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, Report, SFTProgress, train_loop
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, Unreadable, UserError
 from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
@@ -48,6 +48,7 @@ def run_sft(
     out_folder: Path,
     seed: int,
     run_identity: Identity,
+    skip_unreadable: bool = False,
     on_start: Callable[[int], None],
     on_report: Callable[[int, SFTProgress | None], None],
 ) -> dict[str, float]:
@@ -58,6 +59,7 @@ def run_sft(
 
     Args:
         run_identity: identity of the training: model, examples, options and seed decide its result.
+        skip_unreadable: whether a checkpoint that cannot be read is skipped, see `CheckpointStore`.
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
         on_report: called soon after each step with the number of steps that are done, and with the progress every
             REPORT_EVERY of them.
@@ -66,7 +68,8 @@ def run_sft(
         The last `SFTProgress` as a dict, and `wall_s` with start-up and export; seconds are of this start.
 
     Raises:
-        UserError: There are no examples, `out_folder` has another model, the ranks do not fit, or the disk is full.
+        UserError: There are no examples, `out_folder` has another model, the checkpoint cannot be read, the ranks do
+            not fit, or the disk is full.
         RunStopped: A rank is lost or a deadline is missed; Diverged if a loss or gradient is not finite.
     """
     if not examples:
@@ -78,7 +81,7 @@ def run_sft(
     if out_folder.exists():
         raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")
-    checkpoint, done = _find_checkpoint(part, run_identity)
+    checkpoint, done = _find_checkpoint(part, run_identity, skip_unreadable=skip_unreadable)
     for leftover in (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,):
         shutil.rmtree(leftover, ignore_errors=True)
     identity.save_identity(part, run_identity)
@@ -117,19 +120,27 @@ def _learner_spec(
     )  # fmt: skip
 
 
-def _find_checkpoint(part: Path, run_identity: Identity) -> tuple[Path | None, int]:
-    """Return the folder of this training's last complete checkpoint and its steps; (None, 0) without one."""
+def _find_checkpoint(part: Path, run_identity: Identity, *, skip_unreadable: bool) -> tuple[Path | None, int]:
+    """Return the folder of this training's last intact checkpoint and its steps; (None, 0) without one.
+
+    Raises:
+        UserError: See `CheckpointStore.latest`.
+    """
     if not part.exists():
         return None, 0
     try:
         identity.check_identity(part, run_identity)
-        if found := CheckpointStore(part / CHECKPOINTS, keep=1).latest():
-            return found[0], found[1]["step"]
-        reason = f"{part} has no whole checkpoint"
+    except Unreadable:
+        raise
     except UserError as error:
-        reason = str(error)
-    logger.warning("the training starts from the base model: %s", reason)
-    return None, 0
+        logger.warning("the training starts from the base model: %s", error)
+        return None, 0
+    checkpoint = CheckpointStore(part / CHECKPOINTS, keep=1, skip_unreadable=skip_unreadable).latest()
+    if checkpoint is None:
+        logger.warning("the training starts from the base model: %s has no checkpoint", part)
+        return None, 0
+    folder, state = checkpoint
+    return folder, state["step"]
 
 
 def _fit(

@@ -21,7 +21,7 @@ from actors.weights.probe import PROBE_TOKENS, Gap, make_probe_ids
 from actors.weights.round import EngineFleet, Group, Round, SyncTarget, Version, WeightSource, compute_grace_s
 from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
-from t2g.files import write_json
+from t2g.files import read_regular, write_json
 from t2g.types import WeightSyncResult
 
 TRIES = 2  # pushes of a version that no worker verified
@@ -49,8 +49,9 @@ class WeightSync:
         """
         self._learner, self._fleet, self._config, self._baseline_file = learner, fleet, config, baseline_file
         self._probe = make_probe_ids(prompts, fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
-        if baseline_file is not None and baseline_file.exists():
-            fleet.baseline_gap = Gap(**json.loads(baseline_file.read_bytes()))
+        baseline = read_regular(baseline_file) if baseline_file is not None else None
+        if baseline is not None:
+            fleet.baseline_gap = Gap(**json.loads(baseline))
         self._sent: Version | None = None  # the last version that was sent
         self._push_s = 0.0  # duration of its push
         self._group = Group()

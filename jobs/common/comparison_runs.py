@@ -33,7 +33,7 @@ from jobs.common.policy_runs import (
     train,
 )
 from jobs.common.stages import base_model, once, positions, reward_job
-from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
+from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
@@ -300,7 +300,7 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
     at = arms.reward_folder(arms.reward_model(method), seed)
     style = arms.arm(method, seed).feedback.style
     changes: dict[str, Any] = {
-        "run": RunConfig(root=at.parent, name=at.name, seed=seed, accept=arms.job.run.accept),
+        "run": arms.job.run.make_part(root=at.parent, name=at.name, seed=seed),
         "model.policy": str(at.parent / "weights" / str(seed)),
         "sft.num_epochs": config.num_epochs,
         "style": style,

@@ -42,7 +42,7 @@ from t2g.environments.converse import make_encoder
 from t2g.environments.environment import Environment
 from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.feedback.outcome_rewards import OutcomeRewards
-from t2g.files import write_json
+from t2g.files import read_regular, write_json
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.steps import check_truncation_penalty
 from t2g.loop.trainer import Trainer, TrainerState
@@ -229,7 +229,7 @@ def run_with_learner(
             learner=learner,
             sync=sync,
             log=log,
-            checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
+            checkpoints=open_checkpoints(config),
             identity=run_identity,
             stop=lambda: bool(stop),
             on_checkpoint=journaled.start_file,
@@ -254,6 +254,12 @@ def run_with_learner(
                 learner.export(folder / "policy")
             after(rollouts, journaled, learner)
         return state
+
+
+def open_checkpoints(config: PolicyJob) -> CheckpointStore:
+    """Return the checkpoints of a run."""
+    skip_unreadable = config.run.resume == "readable"
+    return CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep, skip_unreadable=skip_unreadable)
 
 
 def make_rollout_source(config: PolicyJob, data: PolicyData, rollouts: RolloutFleet) -> RolloutSource:
@@ -372,8 +378,10 @@ def report_steps_done(*configs: PolicyJob) -> bool:
         UserError: A run was made with other inputs.
     """
     for config in configs:
-        step = CheckpointStore(config.run.folder / "checkpoints", keep=1).find_step_after(config.num_steps)
-        if step is None or config.run.smoke or config.run.resume == "never":
+        if config.run.smoke or config.run.resume == "never":
+            return False
+        step = open_checkpoints(config).find_step_after(config.num_steps)
+        if step is None:
             return False
         kept = identity.load_identity(config.run.folder).config.get(identity.SCHEDULE)  # num_steps may be another
         run_folder.check_folder(with_overrides(config, {identity.SCHEDULE: kept}))
@@ -387,10 +395,10 @@ def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
     See `run_folder.check_folder` for `more` and errors.
     """
     run_folder.check_folder(config, SUMMARY_FILE, **more)
-    path = config.run.folder / SUMMARY_FILE
-    if config.run.smoke or not path.exists():
+    content = None if config.run.smoke else read_regular(config.run.folder / SUMMARY_FILE)
+    if content is None:
         return None
-    summary = json.loads(path.read_text())
+    summary = json.loads(content)
     return summary if summary["steps"] >= config.num_steps else None
 
 

@@ -13,10 +13,11 @@ from typing import Any
 from t2g.config import JobConfig, loading
 from t2g.config.texts import mask_secrets
 from t2g.errors import UserError
+from t2g.files import check_regular
 from t2g.runs import identity
 from t2g.runs.control import now
 from t2g.runs.identity import Identity
-from t2g.runs.log import COMMANDS_FILE
+from t2g.runs.log import COMMANDS_FILE, FEEDBACK_LOG
 from t2g.runs.progress import PROGRESS_FILE, record_lines
 
 LOCK = "lock"
@@ -51,7 +52,10 @@ def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
 
     The folder of a smoke run is emptied first.
     """
-    run_identity, folder = check_folder(config, *leftovers, **more), config.run.folder
+    run_identity = check_folder(config, *leftovers, **more)
+    folder = config.run.folder
+    check_regular(folder / COMMANDS_FILE)
+    check_regular(folder / FEEDBACK_LOG)
     if config.run.smoke and folder.exists():
         for path in folder.iterdir():
             if path.is_dir():

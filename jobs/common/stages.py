@@ -35,7 +35,6 @@ from t2g.config import (
     ModelConfig,
     PolicyJob,
     RewardJob,
-    RunConfig,
     Section,
     SFTJob,
     loading,
@@ -162,7 +161,9 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
     demo = loading.load(
         DemoJob, config.artifacts, [f"run.root={root}"], have=lambda _: placement.resources(config.cluster.address)
     )
-    return with_overrides(demo, {"cluster": config.cluster, "run.accept": config.run.accept})
+    return with_overrides(
+        demo, {"cluster": config.cluster, "run.accept": config.run.accept, "run.resume": config.run.resume}
+    )
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
@@ -185,7 +186,7 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
     """Return the settings that all stages share."""
-    run = RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed, accept=demo.run.accept)
+    run = demo.run.make_part(root=demo.run.folder, name=name, seed=demo.run.seed)
     return {"run": run, "cluster": demo.cluster, "task": demo.task}
 
 

@@ -68,7 +68,8 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
             out_folder=folder / MODEL, seed=config.run.seed, run_identity=identity.load_identity(folder),
-            on_start=on_start, on_report=on_report,
+            skip_unreadable=config.run.resume == "readable", on_start=on_start,
+            on_report=on_report,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"

@@ -26,7 +26,7 @@ class Results:
         """Load earlier measurements. Raises UserError if the folder has measurements of another config."""
         self._folder = config.run.folder
         run_identity = Identity.from_config(config)
-        kept = identity.load_result(self._folder, run_identity, FILE) if config.run.resume == "auto" else None
+        kept = identity.load_result(self._folder, run_identity, FILE) if config.run.resume != "never" else None
         if kept is None:
             identity.save_identity(self._folder, run_identity)
         self.phases: dict[str, Any] = kept["phases"] if kept else {}

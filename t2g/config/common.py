@@ -104,9 +104,10 @@ class RunConfig(Section):
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root"
     )
     seed: int = Field(1, ge=0)
-    resume: ResumeMutable[Literal["auto", "never"]] = Field(
-        "auto", description="auto: continue from the last checkpoint if there is one"
-    )
+    resume: ResumeMutable[Literal["auto", "readable", "never"]] = Field(
+        "auto", description="auto: continue from the last checkpoint if there is one, and refuse the start if none can "
+        "be read; readable: skip checkpoints that cannot be read, and start again if no other is left"
+    )  # fmt: skip
     accept: ResumeMutable[tuple[Annotated[str, Field(pattern=r"^[a-z_]+:[0-9a-f]{16}$")], ...]] = Field(
         (), description="changed inputs with which the run may continue: [feedback:HASH], as the refusal prints it; "
         "each entry accepts one change"
@@ -128,6 +129,11 @@ class RunConfig(Section):
                 "temporary copy, and what is written there vanishes"
             )
         return Path(os.path.normpath(context.cwd / root))
+
+    def make_part(self, *, root: Path, name: str, seed: int) -> Self:
+        """Return the settings of a part of this job, such as an arm: it has a folder of its own, and may go on."""
+        resume = "readable" if self.resume == "readable" else "auto"
+        return type(self)(root=root, name=name, seed=seed, accept=self.accept, resume=resume)
 
     @property
     def folder(self) -> Path:

@@ -12,12 +12,24 @@ import os
 import re
 import resource
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from t2g.files import TEMPORARY_PREFIX, describe_file, describe_write_failure, make_write_error, sync_path, write_json
+from t2g.errors import UserError
+from t2g.files import (
+    MISSING,
+    TEMPORARY_PREFIX,
+    describe_file,
+    describe_write_failure,
+    make_read_error,
+    make_write_error,
+    sync_path,
+    write_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +39,30 @@ Fill = Callable[[Path], FileHashes | Any]  # a result that is no Mapping holds n
 MANIFEST = "manifest.json"
 STATE = "state.json"
 SCORE = "t2g_score.json"
+SKIP_KEY = "run.resume=readable"  # how a user skips checkpoints that cannot be read
 _FULL_BELOW_BYTES = 1 << 20  # with less free space, an error without errno (torch's zip writer) means a full disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """Why a sealed folder cannot be used."""
+
+    reason: str
+    is_damage: bool  # False if the disk did not answer: the folder may be intact
 
 
 class CheckpointStore:
     """The checkpoints of one run; the newest `keep` are kept. One process writes; any process may read."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, *, skip_unreadable: bool = False) -> None:
+        """Open the store; nothing is read.
+
+        Args:
+            skip_unreadable: Whether a run may go on without checkpoints that cannot be read, see `latest`.
+        """
         self.folder = folder
         self.keep = keep
+        self.skip_unreadable = skip_unreadable
         self._best: tuple[Path, float] | None = None  # the best policy that this process has verified
 
     def write(self, step: int, fill: Fill, state: dict[str, Any]) -> Path:
@@ -60,8 +87,10 @@ class CheckpointStore:
         """
         final = self.folder / f"step-{step:08d}"
         if os.path.lexists(final):
-            if not isinstance(_read_sealed(final, STATE), str):
+            content = _read_sealed(final, STATE)
+            if not isinstance(content, Defect):
                 return lambda: final
+            self._check_removable(final, content)
             _remove(final)
         seal = self._fill(final, fill, STATE, state, f"the checkpoint of step {step}")
 
@@ -75,13 +104,35 @@ class CheckpointStore:
         return finish
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest intact checkpoint and its state, or None. Torn checkpoints are skipped with a warning."""
+        """Return the newest intact checkpoint and its state, or None if there are no checkpoints.
+
+        A damaged checkpoint with an intact one before it is skipped with a warning.
+
+        Raises:
+            UserError: All checkpoints are damaged, or the disk does not return one that may be intact. With
+                `skip_unreadable` both are skipped.
+        """
+        defects: dict[Path, Defect] = {}
+        intact = None
         for folder in self._list_steps():
-            state = _read_sealed(folder, STATE)
-            if not isinstance(state, str):
-                return folder, state
-            log.warning("checkpoint %s is incomplete (%s) and is skipped", folder, state)
-        return None
+            content = _read_sealed(folder, STATE)
+            if not isinstance(content, Defect):
+                intact = folder, content
+                break
+            defects[folder] = content
+        is_damage = all(defect.is_damage for defect in defects.values())
+        if defects and not self.skip_unreadable and not (intact and is_damage):
+            raise UserError(self._describe_defects(defects))
+        for folder, defect in defects.items():
+            log.warning("checkpoint %s is incomplete (%s) and is skipped", folder, defect.reason)
+        return intact
+
+    def _describe_defects(self, defects: Mapping[Path, Defect]) -> str:
+        listed = ", ".join(f"{folder.name} ({defect.reason})" for folder, defect in defects.items())
+        return (
+            f"{self.folder}: cannot read {listed}; nothing was deleted: make a checkpoint readable, or take another "
+            f"run.name; {SKIP_KEY} goes on from an earlier checkpoint, or from the start if there is none"
+        )
 
     def find_step_after(self, step: int) -> int | None:
         """Return the step of the newest intact checkpoint where it is later than `step`, else None."""
@@ -95,7 +146,7 @@ class CheckpointStore:
 
         Higher is better; the first of equal scores is kept; a score that is not finite never counts. Raises as `write`.
         """
-        best = self._best = self._best or self.best()
+        best = self._best = self._best or self.best()  # an error here keeps the best policy
         if not math.isfinite(score) or (best is not None and score <= best[1]):
             return False
 
@@ -117,23 +168,50 @@ class CheckpointStore:
         return True
 
     def best(self) -> tuple[Path, float] | None:
-        """Return the folder of the best policy and its score, or None. An incomplete one is skipped with a warning."""
+        """Return the folder of the best policy and its score, or None. A damaged one is skipped with a warning.
+
+        Raises:
+            UserError: The disk does not return it, and it may be intact.
+        """
         link = self.folder / "best"
         if not link.is_symlink():
             return None
         folder = self.folder / link.readlink()
-        content = _read_sealed(folder, SCORE) if re.fullmatch(r"best-\d{4,}", folder.name) else "its name is invalid"
-        score = content if isinstance(content, str) else content.get("score")
-        if isinstance(score, float | int):
-            return folder, score
-        log.warning("the best policy %s is incomplete (%s) and is skipped", folder, score)
+        content: dict[str, Any] | Defect = Defect(reason="its name is invalid", is_damage=True)
+        if re.fullmatch(r"best-\d{4,}", folder.name):
+            content = _read_sealed(folder, SCORE)
+        if isinstance(content, Defect):
+            self._check_removable(folder, content)
+            reason = content.reason
+        else:
+            score = content.get("score")
+            if isinstance(score, float | int):
+                return folder, score
+            reason = f"{SCORE} has no score"
+        log.warning("the best policy %s is incomplete (%s) and is skipped", folder, reason)
+        return None
+
+    def _check_removable(self, folder: Path, defect: Defect) -> None:
+        """Raise UserError if a folder that is about to be replaced may be intact."""
+        if not defect.is_damage and not self.skip_unreadable:
+            raise UserError(self._describe_defects({folder: defect}))
+
+    def _find_intact(self) -> Path | None:
+        """Return the newest intact checkpoint; errors count as damage, for a message about another error."""
+        for folder in self._list_steps():
+            if not isinstance(_read_sealed(folder, STATE), Defect):
+                return folder
         return None
 
     def _list_steps(self) -> list[Path]:
         """Return the folders of checkpoints, newest first, incomplete ones included."""
-        if not self.folder.is_dir():
+        try:
+            entries = [*self.folder.iterdir()]
+        except MISSING:
             return []
-        return sorted((p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)), reverse=True)
+        except OSError as error:
+            raise make_read_error(self.folder, error) from error
+        return sorted((path for path in entries if re.fullmatch(r"step-\d{8,}", path.name)), reverse=True)
 
     def _fill(self, final: Path, fill: Fill, name: str, content: dict[str, Any], label: str) -> Callable[[], None]:
         """Fill a temporary folder beside `final`, with `content` as the JSON file `name`.
@@ -166,8 +244,8 @@ class CheckpointStore:
             reason = describe_write_failure(error) or _find_hidden_reason(temporary)
             shutil.rmtree(temporary)
             if isinstance(error, Exception) and reason:
-                last = self.latest()
-                consequence = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
+                last = self._find_intact()
+                consequence = f"the last good one, {last.name}, is kept" if last else "there is none before it"
                 raise make_write_error(label, self.folder, reason, consequence) from error
             raise
 
@@ -185,28 +263,42 @@ def _seal(folder: Path, hashes: FileHashes) -> None:
     write_json(folder / MANIFEST, {"files": files})
 
 
-def _read_sealed(folder: Path, name: str) -> dict[str, Any] | str:
-    """Return the content of a JSON file of a sealed folder, or a sentence why the folder cannot be trusted."""
+def _read_sealed(folder: Path, name: str) -> dict[str, Any] | Defect:
+    """Return the content of a JSON file of a sealed folder, or why the folder cannot be used."""
     try:
-        files = json.loads(_check_regular(folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for file, expected in files.items():
-            path = _check_regular(folder / file)
-            if path.stat().st_size != expected["bytes"] or describe_file(path) != expected:
-                return f"{file} differs from {MANIFEST}"
-        content = json.loads((folder / name).read_text(encoding="utf-8")) if name in files else None
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        return _read_verified(folder, name)
+    except _Damaged as damage:
+        return Defect(reason=str(damage), is_damage=True)
+    except MISSING as error:
+        return Defect(reason=f"{Path(error.filename).name} is missing", is_damage=True)
     except OSError as error:
-        return f"{error.filename or folder}: {error.strerror}"
+        return Defect(reason=f"{error.filename or folder}: {error.strerror}", is_damage=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{MANIFEST} is not readable"
-    return content if isinstance(content, dict) else f"{name} is missing"
+        return Defect(reason=f"{MANIFEST} is not readable", is_damage=True)
 
 
-def _check_regular(path: Path) -> Path:
-    """Return `path`; raise OSError for a folder, and for a pipe or device, which would block its reader for ever."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "no file", str(path))
+class _Damaged(Exception):
+    """A file of a sealed folder is not what its manifest describes."""
+
+
+def _read_verified(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file of a sealed folder, every file of which has the hash in its manifest."""
+    manifest = _require_regular(folder / MANIFEST)
+    files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    for file, expected in files.items():
+        path = _require_regular(folder / file)
+        if path.stat().st_size != expected["bytes"] or describe_file(path) != expected:
+            raise _Damaged(f"{file} differs from {MANIFEST}")
+    content = json.loads((folder / name).read_text(encoding="utf-8")) if name in files else None
+    if not isinstance(content, dict):
+        raise _Damaged(f"{name} is missing")
+    return content
+
+
+def _require_regular(path: Path) -> Path:
+    """Return `path`; a pipe or device would block its reader for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise _Damaged(f"{path}: no file")
     return path
 
 

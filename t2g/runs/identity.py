@@ -32,7 +32,7 @@ from t2g.config.field_marks import paths
 from t2g.config.loading import default_values, identity_values
 from t2g.config.validation_errors import format_value
 from t2g.errors import UserError
-from t2g.files import write_atomic, write_json
+from t2g.files import read_regular, write_atomic, write_json
 from t2g.runs.contents import content_hash, source_hash
 
 IDENTITY_FILE = "identity.json"
@@ -121,11 +121,11 @@ def load_identity(folder: Path) -> Identity:
     """Read the identity of the result in `folder`.
 
     Raises:
-        UserError: There is none, or its format is of another version.
+        UserError: There is none, it cannot be read, or its format is of another version.
     """
     try:
-        return Identity.model_validate_json((folder / IDENTITY_FILE).read_bytes())
-    except (FileNotFoundError, ValidationError):
+        return Identity.model_validate_json(read_regular(folder / IDENTITY_FILE) or b"")
+    except ValidationError:
         reason = f"its {IDENTITY_FILE} is missing or has another format"
         sentence = f"{folder} was made by another version of this program ({reason}): take another run.name"
         raise UserError(sentence) from None
@@ -175,10 +175,10 @@ def load_result(folder: Path, identity: Identity, result_file: str) -> dict[str,
         result_file: Name of a JSON object that is written last.
 
     Raises:
-        UserError: The result was made from other inputs, see `check_identity`.
+        UserError: The result was made from other inputs, see `check_identity`, or it cannot be read.
     """
-    path = folder / result_file
-    if not path.exists():
+    content = read_regular(folder / result_file)
+    if content is None:
         return None
     check_identity(folder, identity)
-    return json.loads(path.read_text())
+    return json.loads(content)

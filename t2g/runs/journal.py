@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
-from t2g.files import raise_if_unwritable
+from t2g.files import raise_if_unwritable, read_regular
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -20,11 +20,9 @@ def read_journal(path: Path, schema: type[Record]) -> list[Record]:
     """Return the records of a journal, without an incomplete last line; [] without a file.
 
     Raises:
-        UserError: Another line is not a record; the message has its number.
+        UserError: Another line is not a record, and the message has its number; or the file cannot be read.
     """
-    if not path.exists():
-        return []
-    *lines, _incomplete = path.read_bytes().split(b"\n")
+    *lines, _incomplete = (read_regular(path) or b"").split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -78,6 +76,7 @@ class Journal:
 
     def _open(self) -> int:
         """Open the file for appending and remove an incomplete last line."""
+        written = read_regular(self._path) or b""
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o666)
-        os.ftruncate(file, self._path.read_bytes().rfind(b"\n") + 1)
+        os.ftruncate(file, written.rfind(b"\n") + 1)
         return file

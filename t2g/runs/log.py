@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from t2g.config import LogConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
-from t2g.files import raise_if_unwritable, write_atomic
+from t2g.files import raise_if_unwritable, read_regular, write_atomic
 from t2g.runs.metrics import STEP
 from t2g.text.segments import printable, to_html
 from t2g.text.transcript import rollout_offsets
@@ -25,6 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 DROPPED_FILE = "dropped.jsonl"
 ALARMS_FILE = "alarms.jsonl"
+FEEDBACK_LOG = "feedback.log"  # tracebacks of a user's functions
 COMMANDS_FILE = "commands.log"  # time and command of each start
 
 TABLE_STEPS = 10  # W&B has a table of the samples of the first step and of each such one, and of each evaluation
@@ -190,11 +191,11 @@ class WandbSink:
         import wandb
 
         id_file = folder / "wandb_id"
-        if not id_file.exists():
-            write_atomic(id_file, uuid.uuid4().hex.encode())
-        self._run = wandb.init(
-            project=project, name=folder.name, dir=str(folder), id=id_file.read_text(), resume="allow"
-        )
+        run_id = read_regular(id_file)
+        if run_id is None:
+            run_id = uuid.uuid4().hex.encode()
+            write_atomic(id_file, run_id)
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id.decode(), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -224,9 +225,9 @@ def read_records(path: Path, schema: TypeAdapter[Any] = _ANY_RECORD) -> Iterator
         schema: Type of a record.
 
     Raises:
-        UserError: Another line is not a JSON object with a step, or not such a record.
+        UserError: Another line is not a JSON object with a step, or not such a record, or the file cannot be read.
     """
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    lines = (read_regular(path) or b"").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

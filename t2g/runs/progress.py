@@ -23,6 +23,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from t2g.files import check_regular
+
 SECONDS_BETWEEN_LINES = 10.0
 MAX_SILENCE_S, POLL_S = 14.0, 1.0  # together at most 15 seconds without a line
 RATE_PERIOD_S = 3600.0  # rich's default of 30 s gives no rate for steps of a minute
@@ -168,6 +170,7 @@ def record_line(line: str) -> None:
 def record_lines(folder: Path) -> Iterator[None]:
     """Record all lines of the block in progress.log of a run folder; the outermost such block decides the folder."""
     global _folder
+    check_regular(folder / PROGRESS_FILE)
     outer, _folder = _folder, _folder or folder
     try:
         yield

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from t2g.config import CompareJob, PolicyJob, RunConfig, Section, loading, with_overrides
+from t2g.config import CompareJob, PolicyJob, Section, loading, with_overrides
 from t2g.config.validation_errors import format_errors
 from t2g.errors import UserError
 
@@ -175,7 +175,7 @@ class Arms:
         self, name: str, folder: str, seed: int, lr: float | None, overrides: Mapping[str, Any] = MappingProxyType({})
     ) -> PolicyJob:
         path = self.job.run.folder / folder
-        run = RunConfig(root=path.parent, name=path.name, seed=seed, accept=self.job.run.accept)
+        run = self.job.run.make_part(root=path.parent, name=path.name, seed=seed)
         changes: dict[str, Any] = {"run": run, "artifacts": None}
         if lr is not None:
             changes["learner.policy.lr"] = lr

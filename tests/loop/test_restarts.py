@@ -317,6 +317,21 @@ def test_a_checkpoint_from_before_an_accepted_change_is_taken(tokenizer: Any, tm
     assert CheckpointStore(tmp_path / "checkpoints", keep=2).latest() is not None, "nothing was written into it"
 
 
+def test_damaged_checkpoints_erase_no_log(tokenizer: Any, tmp_path: Path) -> None:
+    """A flipped bit in each checkpoint ends the start; the logs stay, and the start that skips them begins again."""
+    first = Bench(tmp_path, tokenizer, CONFIG, stop=lambda: first.trainer.state.step == 4)
+    first.run()
+    logs = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    for state in tmp_path.glob("checkpoints/step-*/state.json"):
+        state.write_text(state.read_text().replace("step", "stop"))
+    with pytest.raises(UserError, match=r"step-00000004 \(state.json differs.*\), step-00000002 \(state.json differs"):
+        Bench(tmp_path, tokenizer, CONFIG).trainer.resume()
+    assert {path: path.read_bytes() for path in logs} == logs
+    again = Bench(tmp_path, tokenizer, CONFIG)
+    again.trainer.checkpoints.skip_unreadable = True
+    assert again.trainer.resume().step == 0
+
+
 def test_a_checkpoint_of_the_layout_before_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     origin = {"config": "c", "policy": "w", "prompts": "p", "feedback": "f"}

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord
 from t2g.files import describe_file, write_atomic
-from t2g.runs.checkpoint import MANIFEST, SCORE, STATE, CheckpointStore
+from t2g.runs.checkpoint import MANIFEST, SCORE, SKIP_KEY, STATE, CheckpointStore
 from t2g.runs.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
@@ -168,11 +169,9 @@ def break_link(path: Path) -> None:
         (break_no_file, "rank0.pt: no file"),
         (break_pipe, "rank0.pt: no file"),
         (break_endless, "rank0.pt: no file"),
-        (break_loop, "Too many levels of symbolic links"),
         (break_deep_manifest, "manifest.json is not readable"),
         (break_manifest_pipe, "manifest.json: no file"),
-        (break_no_folder, "Not a directory"),
-        (break_link, "Too many levels of symbolic links"),
+        (break_no_folder, "manifest.json is missing"),
     ],
 )
 def test_torn_checkpoint_is_skipped_and_written_again(
@@ -190,20 +189,82 @@ def test_torn_checkpoint_is_skipped_and_written_again(
     assert store.latest() == (damaged, {"step": 10})
 
 
-def test_a_disk_that_gives_a_checkpoint_back_no_more_is_one_to_skip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
-    good, bad = (store.write(step, weights(str(step)), {"step": step}) for step in (5, 10))
+def unreadable(monkeypatch: pytest.MonkeyPatch, *folders: Path, number: int = errno.ESTALE) -> None:
+    """Let the disk return an error for the files of these folders."""
 
-    def broken(path: Path) -> dict[str, object]:
-        if bad in path.parents:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    def read(path: Path) -> dict[str, object]:
+        if any(folder in path.parents for folder in folders):
+            raise OSError(number, os.strerror(number), str(path))
         return describe_file(path)
 
-    monkeypatch.setattr("t2g.runs.checkpoint.describe_file", broken)
-    assert store.latest() == (good, {"step": 5})
-    assert "Input/output error" in caplog.text
+    monkeypatch.setattr("t2g.runs.checkpoint.describe_file", read)
+
+
+def list_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+def test_a_checkpoint_that_the_disk_does_not_return_is_neither_skipped_nor_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    good, other = (store.write(step, weights(str(step)), {"step": step}) for step in (5, 10))
+    files = list_files(tmp_path)
+    with monkeypatch.context() as patch:
+        unreadable(patch, other, number=number)
+        for read in (store.latest, lambda: store.find_step_after(7), lambda: store.write(10, weights("new"), {})):
+            with pytest.raises(UserError, match=rf"step-00000010 \(.*{os.strerror(number)}\)") as refusal:
+                read()
+            assert "step-00000005" not in str(refusal.value) and SKIP_KEY in str(refusal.value)
+        assert list_files(tmp_path) == files
+        skipping = CheckpointStore(tmp_path, keep=2, skip_unreadable=True)
+        assert skipping.latest() == (good, {"step": 5})
+        assert os.strerror(number) in caplog.text
+    assert store.latest() == (other, {"step": 10})
+
+
+@pytest.mark.parametrize("damage", [break_loop, break_link])
+def test_a_link_to_itself_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    damage(store.write(10, weights("ten"), {"step": 10}))
+    with pytest.raises(UserError, match=r"step-00000010 \(.*Too many levels of symbolic links\)"):
+        store.latest()
+
+
+def test_all_checkpoints_damaged_is_a_sentence_that_names_each(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    damages = {5: break_bit, 10: break_missing, 15: break_no_manifest}
+    paths = {step: store.write(step, weights("ten"), {"step": step}) for step in damages}
+    for step, damage in damages.items():
+        damage(paths[step])
+    files = list_files(tmp_path)
+    with pytest.raises(UserError) as refusal:
+        store.latest()
+    sentence = str(refusal.value)
+    assert "step-00000015 (manifest.json is missing), step-00000010 (rank0.pt is missing)" in sentence
+    assert "step-00000005 (learner/rank0.pt differs from manifest.json)" in sentence
+    assert SKIP_KEY in sentence and list_files(tmp_path) == files
+    assert CheckpointStore(tmp_path, keep=3, skip_unreadable=True).latest() is None
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    with pytest.raises(UserError, match="Stale file handle"):
+        CheckpointStore(tmp_path, keep=1).latest()
+
+
+def test_the_best_policy_that_the_disk_does_not_return_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CheckpointStore(tmp_path, keep=1).keep_best(1, lambda folder: (folder / "w").write_text("one"), 0.75)
+    best = (tmp_path / "best").resolve()
+    with monkeypatch.context() as patch:
+        unreadable(patch, best)
+        with pytest.raises(UserError, match="Stale file handle"):
+            CheckpointStore(tmp_path, keep=1).keep_best(2, lambda folder: (folder / "w").write_text("two"), 0.5)
+    assert CheckpointStore(tmp_path, keep=1).best() == (best, 0.75)
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -1,6 +1,7 @@
 """From which checkpoint a supervised training goes on, and how long its driver waits for a sign of life."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ from ray.train import ControllerError
 from actors.learner.sft import _explain, _find_checkpoint, _follow
 from actors.learner.sft_rank import Report, SFTProgress
 from t2g.config import SFTOptions
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, UserError
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity, save_identity
 
 MADE_OF = Identity.from_config(SFTOptions(workers=2), weights="w", data="d")
+
+
+find_checkpoint = partial(_find_checkpoint, skip_unreadable=False)
 
 
 def checkpoint(part: Path, step: int) -> Path:
@@ -25,24 +29,30 @@ def checkpoint(part: Path, step: int) -> Path:
 
 def test_the_last_whole_checkpoint_of_the_same_training(tmp_path: Path) -> None:
     part = tmp_path / "model.part"
-    assert _find_checkpoint(part, MADE_OF) == (None, 0)
+    assert find_checkpoint(part, MADE_OF) == (None, 0)
     save_identity(part, MADE_OF)
-    assert _find_checkpoint(part, MADE_OF) == (None, 0)
+    assert find_checkpoint(part, MADE_OF) == (None, 0)
     folder = checkpoint(part, 500)
-    assert _find_checkpoint(part, MADE_OF) == (folder, 500)
+    assert find_checkpoint(part, MADE_OF) == (folder, 500)
     less_memory = SFTOptions(workers=2, offload="cpu", gradient_checkpointing=True)
-    assert _find_checkpoint(part, Identity.from_config(less_memory, weights="w", data="d")) == (folder, 500)
-    assert _find_checkpoint(part, Identity.from_config(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
-    assert _find_checkpoint(part, Identity.from_config(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
+    assert find_checkpoint(part, Identity.from_config(less_memory, weights="w", data="d")) == (folder, 500)
+    assert find_checkpoint(part, Identity.from_config(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
+    assert find_checkpoint(part, Identity.from_config(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
     (folder / "weights").write_text("torn")
-    assert _find_checkpoint(part, MADE_OF) == (None, 0)
+    with pytest.raises(UserError, match=r"step-00000500 \(weights differs from manifest\.json\)"):
+        find_checkpoint(part, MADE_OF)
+    assert _find_checkpoint(part, MADE_OF, skip_unreadable=True) == (None, 0)
+    (part / "identity.json").unlink()
+    (part / "identity.json").mkdir()
+    with pytest.raises(UserError, match=r"identity\.json is a folder"):
+        find_checkpoint(part, MADE_OF)
 
 
 def test_what_another_version_of_the_program_left_is_not_gone_on_with(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint(tmp_path, 500)
-    assert _find_checkpoint(tmp_path, MADE_OF) == (None, 0)
+    assert find_checkpoint(tmp_path, MADE_OF) == (None, 0)
     assert "by another version of this program" in caplog.text
     assert "starts from the base model" in caplog.text
 
