@@ -13,11 +13,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from jobs.common.cli import main, print_outputs, stop_flag
-from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, with_overrides
+from jobs.common.demo_arms import ARMS, arm_job
+from t2g.config import DemoJob, Placement, PolicyJob
 from t2g.errors import UserError
 from t2g.study.tables import markdown
 
-ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
 SIDE_METRICS = ("repeated", "length_mean")  # printed beside F1: values that a policy that games F1 would change
 PURPOSES: dict[Placement, str] = {  # for the log
@@ -26,27 +26,6 @@ PURPOSES: dict[Placement, str] = {  # for the log
     "scalar": "PPO with the same rewards, summed on the last token: what one number for each response achieves",
     "shuffled": "PPO with the same rewards on random tokens: a control that shows whether their places matter",
 }
-
-
-def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
-    """Return the job of one arm: the demo's settings with its placement of the rewards."""
-    from jobs.common.stages import WORLD, base_model, reward_model
-
-    folder = demo.run.folder
-    return PolicyJob(
-        run=demo.run.make_part(root=folder / ARMS, name=arm, seed=demo.run.seed),
-        cluster=demo.cluster,
-        task="tiny",
-        model=base_model(demo),
-        data=DataConfig(path=str(folder / WORLD / "train.jsonl")),
-        eval_data=DataConfig(path=str(folder / WORLD / "heldout.jsonl")),
-        num_steps=demo.num_steps,
-        rollout=demo.rollout,
-        feedback=FeedbackConfig(reward_model=reward_model(demo), engine=demo.reward_engine),
-        objective=with_overrides(demo.objective, {"rewards.placement": arm}),
-        learner=demo.learner,
-        eval=demo.eval,
-    )
 
 
 def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:

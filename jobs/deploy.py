@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from jobs.common.cli import exit_code, program_name
@@ -125,7 +126,9 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Print what a run needs of a cluster, and what cannot work; exit code 1 if something cannot."""
-    config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
+    schema = STAGES[arguments.stage].schema
+    # With `auto` each process gets a GPU of its own, and the defaults of what the machine would decide.
+    config = load(schema, arguments.config, arguments.overrides, have=lambda address: {"GPU": inf})
     problems, text = check_config(config, gpu=arguments.gpu, found=preflight(config))
     print(text)
     return 1 if problems else 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.api.job_start import GivenConfig, Records, start
 from jobs.common.cli import print_outputs, stop_flag
-from t2g.config import AnnotateJob, EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob, with_overrides
+from t2g.config import AnnotateJob, EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped, UserError
 
 READ_POLICY_DATA = "jobs.common.policy_runs:read_data"
@@ -120,13 +120,12 @@ def run_training(unresolved: PolicyJob, data: Any) -> PolicyRun:
     """Connect, start the fleets, train. data: PolicyData, None if stages are made first."""
     from jobs.common import policy_runs as runs
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.run_folder import SMOKE_STEPS, sole_process
+    from jobs.common.run_folder import sole_process
     from jobs.common.stages import demo_of, make_stages, resolve_stages
     from t2g.runs.control import publish_phases
 
     demo = demo_of(unresolved)
-    steps = {"num_steps": min(SMOKE_STEPS, unresolved.num_steps)} if unresolved.run.smoke else {}
-    config = resolve_stages(with_overrides(unresolved, steps), demo)
+    config = resolve_stages(runs.limit_smoke(unresolved), demo)
     made = PolicyRun(folder=config.run.folder)
     if runs.report_steps_done(config):
         return made

@@ -95,7 +95,11 @@ def check_and_run(
     data = [preflight.read_inputs(found, config, resolve_name(read))] if read else []
     if describe and (description := found.of(describe, config)):
         print(description, flush=True)
+    if describe and data and data[0] is not None:
+        preview = import_module("jobs.common.preview").preview_data(config, data[0])
+        print(preview, end="\n" if preview else "", flush=True)
     found.refuse()
+    import_module("jobs.common.start_check").check_start(config, options.get("what"))
     if describe:
         return print("nothing was found that would stop the job")
     try:

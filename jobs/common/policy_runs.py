@@ -371,22 +371,45 @@ def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[TrainSeque
 
 
 # ------------------------------------------------------------------------------------------------------------- results
+def limit_smoke(config: PolicyJob) -> PolicyJob:
+    """Return the config with the steps of a smoke run, if it is one."""
+    if not config.run.smoke:
+        return config
+    return with_overrides(config, {"num_steps": min(run_folder.SMOKE_STEPS, config.num_steps)})
+
+
 def report_steps_done(*configs: PolicyJob) -> bool:
     """Return whether each run has a checkpoint beyond its num_steps, and print its step.
 
     Raises:
         UserError: A run was made with other inputs.
     """
+    steps = find_steps_done(*configs)
+    for config, step in steps:
+        print(f"{config.run.folder} is already at step {step}: num_steps={config.num_steps} leaves nothing to do")
+    return bool(steps)
+
+
+def find_steps_done(*configs: PolicyJob, should_save: bool = True) -> list[tuple[PolicyJob, int]]:
+    """Return each run and the step of its last checkpoint, if all of them have one beyond their num_steps; else [].
+
+    Args:
+        should_save: See `identity.check_identity`.
+
+    Raises:
+        UserError: A run was made with other inputs.
+    """
+    steps: list[tuple[PolicyJob, int]] = []
     for config in configs:
         if config.run.smoke or config.run.resume == "never":
-            return False
+            return []
         step = open_checkpoints(config).find_step_after(config.num_steps)
         if step is None:
-            return False
+            return []
         kept = identity.load_identity(config.run.folder).config.get(identity.SCHEDULE)  # num_steps may be another
-        run_folder.check_folder(with_overrides(config, {identity.SCHEDULE: kept}))
-        print(f"{config.run.folder} is already at step {step}: num_steps={config.num_steps} leaves nothing to do")
-    return True
+        run_folder.check_folder(with_overrides(config, {identity.SCHEDULE: kept}), should_save=should_save)
+        steps.append((config, step))
+    return steps
 
 
 def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:

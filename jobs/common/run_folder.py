@@ -25,11 +25,12 @@ SMOKE_STEPS = 3
 _locked: set[Path] = set()  # folders locked by this process
 
 
-def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> Identity:
+def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, **more: Any) -> Identity:
     """Refuse a run folder that has one of `leftovers` of another config. Only accepted changes are written.
 
     Args:
         leftovers: Files and folders that bind the next start; by default the config of the last start.
+        should_save: See `identity.check_identity`.
         more: See `Identity.from_config`.
 
     Returns:
@@ -44,7 +45,7 @@ def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> Identity:
         return run_identity
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, and {folder / existing[0]} exists: remove it or choose another run.name")
-    return identity.check_identity(folder, run_identity)
+    return identity.check_identity(folder, run_identity, should_save=should_save)
 
 
 def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:

@@ -92,6 +92,24 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
     return made
 
 
+def check_stages(demo: DemoJob, *, reward: bool = True) -> bool:
+    """Return whether all stages of `make_stages` are finished. Nothing is made or written.
+
+    Raises:
+        UserError: A stage was made with other settings.
+    """
+    settings: dict[str, Section] = {WORLD: demo.world, BASE: sft_job(demo)}
+    if demo.task != "tiny_code":
+        settings[ANNOTATED] = annotate_job(demo)
+        settings |= {REWARD: reward_job(demo)} if reward else {}
+    for name, of in settings.items():
+        stage_identity = Identity.from_config(of)
+        kept = identity.load_result(demo.run.folder / name, stage_identity, STAGE_FILE, should_save=False)
+        if kept is None:
+            return False
+    return True
+
+
 def sft_job(demo: DemoJob) -> SFTJob:
     world = demo.run.folder / WORLD
     model, examples = ModelConfig(policy=str(world / "policy")), str(world / "train.jsonl")

@@ -46,7 +46,7 @@ def resolve_auto(values: Mapping[str, Any], resources: Mapping[str, float]) -> d
     {'rollout': {'workers': 2}, 'learner': {'threads': 4}}
     """
     gpus = int(resources.get("GPU", 0))
-    share = int(100 / max(1, ceil(_count_auto(values, "gpus") / gpus))) / 100 if gpus else 0.0
+    share = int(100 / max(1, ceil(count_auto(values, "gpus") / gpus))) / 100 if gpus else 0.0
     host_gib = HOST_MEMORY_SHARE * resources.get("memory", 0) / GIB / max(1, gpus)
     rollout = values.get("rollout")
     alternate = not (isinstance(rollout, Mapping) and rollout.get("max_staleness"))
@@ -60,7 +60,7 @@ def resolve_auto(values: Mapping[str, Any], resources: Mapping[str, float]) -> d
     def threads(section: str) -> int:
         """Return the cores of a process of this section, shared with those that run at the same time."""
         concurrent = {name: value for name, value in values.items() if run_together(section, name)}
-        return max(1, int(resources.get("CPU", 1)) // max(1, _count_auto(concurrent, "threads")))
+        return max(1, int(resources.get("CPU", 1)) // max(1, count_auto(concurrent, "threads")))
 
     return {
         name: _resolve_section(value, share, host_gib, threads(name)) if isinstance(value, Mapping) else value
@@ -68,13 +68,13 @@ def resolve_auto(values: Mapping[str, Any], resources: Mapping[str, float]) -> d
     }
 
 
-def _count_auto(section: Mapping[str, Any], key: str) -> int:
+def count_auto(section: Mapping[str, Any], key: str) -> int:
     """Return the initial number of processes in the sections whose `key` is `auto`."""
     workers = section.get("workers", 1)
     if isinstance(workers, Mapping):
         workers = workers.get("initial", workers.get("min", 1))
     own = workers if section.get(key) == "auto" and isinstance(workers, int) else 0
-    return own + sum(_count_auto(inner, key) for inner in section.values() if isinstance(inner, Mapping))
+    return own + sum(count_auto(inner, key) for inner in section.values() if isinstance(inner, Mapping))
 
 
 def _resolve_section(section: Mapping[str, Any], share: float, host_gib: float, threads: int) -> dict[str, Any]:

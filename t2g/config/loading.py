@@ -11,6 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from t2g.config.auto import auto_keys, resolve_auto
+from t2g.config.auto import auto_keys, count_auto, resolve_auto
 from t2g.config.common import with_value_at
 from t2g.config.field_marks import PathContext, can_change_on_resume
 from t2g.config.texts import mask_secrets, text_problems
@@ -59,7 +60,7 @@ def load(
         overrides: `dotted.key=YAML value`.
         environ: Shows, with `cwd`, whether this process is the driver of a Ray job.
         have: Returns the resources of a cluster by address (see `auto.resolve_auto`); called if a value is `auto`. By
-            default there is no GPU; None refuses `auto`.
+            default there is no GPU; None refuses `auto`. `math.inf` GPUs are as many as the processes need.
         origin: Where the overrides come from.
 
     Raises:
@@ -82,7 +83,10 @@ def load(
             )
         cluster = merged.get("cluster")
         resources = have(cluster.get("address") if isinstance(cluster, Mapping) else None)
-        merged, values = resolve_auto(merged, resources), resolve_auto(values, {})
+        if resources.get("GPU") == inf:
+            resources = {**resources, "GPU": count_auto(merged, "gpus")}
+        merged = resolve_auto(merged, resources)
+        values = resolve_auto(values, {})
     context = path_context(environ, cwd)
     try:
         config = schema.model_validate(merged, context=context)

@@ -131,10 +131,13 @@ def load_identity(folder: Path) -> Identity:
         raise UserError(sentence) from None
 
 
-def check_identity(folder: Path, identity: Identity) -> Identity:
+def check_identity(folder: Path, identity: Identity, *, should_save: bool = True) -> Identity:
     """Compare the saved identity of `folder` with the current one, and save the changes that run.accept accepts.
 
     Each occurrence of an entry in run.accept accepts one change: a later change needs a further occurrence.
+
+    Args:
+        should_save: False for a check alone, which writes nothing.
 
     Returns:
         `identity`, with the accepted changes of the folder.
@@ -157,7 +160,7 @@ def check_identity(folder: Path, identity: Identity) -> Identity:
         raise UserError(f"{folder} was made with other inputs: {', '.join(settings + contents)}; {advice}")
     # A loaded identity already has the accepted changes of its run; a checkpoint of that run may be older.
     identity = identity.model_copy(update={"accepted": identity.accepted or (*saved.accepted, *changes)})
-    if changes:
+    if changes and should_save:
         save_identity(folder, identity)
     return identity
 
@@ -168,11 +171,14 @@ def save_result(folder: Path, identity: Identity, result_file: str, result: Mapp
     write_json(folder / result_file, result)
 
 
-def load_result(folder: Path, identity: Identity, result_file: str) -> dict[str, Any] | None:
+def load_result(
+    folder: Path, identity: Identity, result_file: str, *, should_save: bool = True
+) -> dict[str, Any] | None:
     """Return the result in `folder`, None if it is not finished.
 
     Args:
         result_file: Name of a JSON object that is written last.
+        should_save: See `check_identity`.
 
     Raises:
         UserError: The result was made from other inputs, see `check_identity`, or it cannot be read.
@@ -180,5 +186,5 @@ def load_result(folder: Path, identity: Identity, result_file: str) -> dict[str,
     content = read_regular(folder / result_file)
     if content is None:
         return None
-    check_identity(folder, identity)
+    check_identity(folder, identity, should_save=should_save)
     return json.loads(content)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from models import random_model
 
 from jobs import deploy
 from t2g.config import PolicyJob, loading
@@ -126,3 +127,19 @@ def test_render_refuses_what_no_pod_has(capsys: pytest.CaptureFixture[str]) -> N
     error = capsys.readouterr().err
     assert "data.path is /home/me/x.json: pods see /mnt/t2g" in error
     assert "feedback.reward_model is runs/slf5k-reward/model: pods see /mnt/t2g" in error
+
+
+def test_check_resolves_auto_with_a_gpu_for_each_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The starter's own config; auto counts two GPUs, one for its engine and one for its rank."""
+    starter = Path(deploy.__file__).parent / "starter" / "policy.yaml"
+    random_model(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}\n')
+    given = [f"model.policy={tmp_path / 'model'}", f"data.path={tmp_path / 'prompts.jsonl'}", "feedback.source=program"]
+    command("check", "--config", starter, "--gpu", "L4", *given, f"run.root={tmp_path}")
+    captured = capsys.readouterr()
+    assert "learner: 1 rank of 1 GPU -> 1 pod;" in captured.out
+    assert "rollout: 1 engine of TP 1 -> 1 pod;" in captured.out
+    assert "(L4)" in captured.out and "got auto" not in captured.err
+    assert "2 GPUs): rollout.gpus=1.0" in caplog.text and 'learner.dtype="bfloat16"' in caplog.text

@@ -1,0 +1,26 @@
+"""The arms of `jobs.demo`: runs of PPO on its stages that differ in where the rewards are paid."""
+
+from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, with_overrides
+
+ARMS = "arms"  # folder of their runs
+
+
+def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
+    """Return the job of one arm: the demo's settings with its placement of the rewards."""
+    from jobs.common.stages import WORLD, base_model, reward_model
+
+    folder = demo.run.folder
+    return PolicyJob(
+        run=demo.run.make_part(root=folder / ARMS, name=arm, seed=demo.run.seed),
+        cluster=demo.cluster,
+        task="tiny",
+        model=base_model(demo),
+        data=DataConfig(path=str(folder / WORLD / "train.jsonl")),
+        eval_data=DataConfig(path=str(folder / WORLD / "heldout.jsonl")),
+        num_steps=demo.num_steps,
+        rollout=demo.rollout,
+        feedback=FeedbackConfig(reward_model=reward_model(demo), engine=demo.reward_engine),
+        objective=with_overrides(demo.objective, {"rewards.placement": arm}),
+        learner=demo.learner,
+        eval=demo.eval,
+    )

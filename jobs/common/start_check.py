@@ -1,0 +1,98 @@
+"""Refuse a job whose folders were made with other inputs, before anything is started: for its start and its dry run.
+
+Nothing is written. A folder that an earlier artifact of the job decides is checked once that artifact is finished.
+"""
+
+from jobs.common.demo_arms import arm_job
+from jobs.common.run_folder import check_folder
+from t2g.config import (
+    AnnotateJob,
+    AnyJob,
+    BenchmarkJob,
+    CompareJob,
+    DemoJob,
+    EvaluateJob,
+    PolicyEvaluationJob,
+    PolicyJob,
+    RewardJob,
+    SFTJob,
+)
+from t2g.runs import identity
+from t2g.runs.identity import Identity
+
+
+def check_start(config: AnyJob, what: str | None = None) -> None:
+    """Check the folders that the job continues.
+
+    Args:
+        what: Kind of an evaluation, see `jobs.evaluate`; None for other jobs.
+
+    Raises:
+        UserError: A folder has other inputs, see `identity.check_identity`.
+    """
+    match config:
+        case CompareJob():
+            _check_comparison(config)
+        case PolicyJob() if what is None:
+            _check_policy(config)
+        case PolicyJob():
+            check_folder(config, should_save=False)
+        case DemoJob():
+            _check_demo(config)
+        case SFTJob() | RewardJob():
+            from jobs.common.supervised import LEFTOVERS
+
+            check_folder(config, *LEFTOVERS, should_save=False)
+        case AnnotateJob():
+            from jobs.common.annotation_runs import JOURNAL_FILE
+
+            check_folder(config, JOURNAL_FILE, should_save=False)
+        case EvaluateJob():
+            from t2g.report.reward_page import JSON_FILE
+
+            check_folder(config, JSON_FILE, should_save=False)
+        case PolicyEvaluationJob():
+            from jobs.common.policy_evaluation import RESPONSES
+
+            check_folder(config, RESPONSES, should_save=False)
+        case BenchmarkJob():
+            _check_benchmark(config)
+
+
+def _check_policy(unresolved: PolicyJob) -> None:
+    from jobs.common.policy_runs import find_steps_done, limit_smoke
+    from jobs.common.stages import check_stages, demo_of, resolve_stages
+
+    demo = demo_of(unresolved)
+    if demo and not check_stages(demo, reward="reward_model" in unresolved.feedback.models):
+        return
+    config = resolve_stages(limit_smoke(unresolved), demo)
+    if not find_steps_done(config, should_save=False):
+        check_folder(config, should_save=False)
+
+
+def _check_demo(demo: DemoJob) -> None:
+    from jobs.common.policy_runs import find_steps_done
+    from jobs.common.stages import check_stages
+
+    if demo.task != "tiny" or not check_stages(demo):
+        return
+    arms = [arm_job(demo, arm) for arm in demo.arms]
+    if not find_steps_done(*arms, should_save=False):
+        for arm in arms:
+            check_folder(arm, should_save=False)
+
+
+def _check_comparison(unresolved: CompareJob) -> None:
+    from jobs.common.stages import check_stages, demo_of, resolve_stages
+
+    demo = demo_of(unresolved)
+    if demo is None or check_stages(demo, reward=False):
+        check_folder(resolve_stages(unresolved, demo), should_save=False)
+
+
+def _check_benchmark(config: BenchmarkJob) -> None:
+    from jobs.stopwatch.results import FILE
+
+    if config.run.resume != "never":
+        identity.load_result(config.run.folder, Identity.from_config(config), FILE, should_save=False)
