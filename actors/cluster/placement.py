@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -30,6 +31,9 @@ from t2g.resources.preflight import satisfies, shortfall
 
 logger = logging.getLogger(__name__)
 
+SLOW_START = "timed out during startup"  # in Ray's error when a node is not registered within 30 s
+LONG_PATH = "AF_UNIX path length"  # in Ray's error when a socket's path exceeds 107 bytes
+END_S = 10.0  # for processes of a start that failed
 LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have taken all the time
 
 
@@ -86,7 +90,66 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
 
 
 def _start(config: ClusterConfig) -> None:
-    """Start a cluster with the cores, GPUs and free memory of this machine or container, less the object store."""
+    """Start a cluster, once more if Ray's own limit for its start was exceeded, as on a loaded machine.
+
+    Raises:
+        UserError: It did not start twice, or the folder of temporary files cannot hold Ray's sockets.
+    """
+    check_temporary_folder()
+    try:
+        _init_local(config)
+        return
+    except TimeoutError as error:
+        logger.warning("%s; it is started once more", error)
+    try:
+        _init_local(config)
+    except TimeoutError as error:
+        load = os.getloadavg()[0]
+        raise UserError(
+            f"{error} for the second time, with a load of {load:.0f} on {_cores()} cores; start the command again when "
+            "the machine has less to do"
+        ) from error
+
+
+def check_temporary_folder() -> None:
+    """Check that Ray can make its sockets in the folder of temporary files: it encodes their paths as ASCII."""
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        folder = os.environ.get(name)
+        if folder is not None and not folder.isascii():
+            raise UserError(f"{name}={folder}: Ray's sockets need a path of ASCII characters; set {name} to one")
+
+
+def _init_local(config: ClusterConfig) -> None:
+    """Start a cluster with the cores, GPUs and free memory of this machine or container, less the object store.
+
+    Raises:
+        TimeoutError: Ray's processes did not start in time; they are ended.
+        UserError: The folder of temporary files has too long a path.
+    """
+    this_process = psutil.Process()
+    before = set(this_process.children(recursive=True))
+    try:
+        _init_ray(config)
+    except Exception as error:  # Ray has no type of its own for these errors
+        message = str(error)
+        if LONG_PATH in message:
+            folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
+            raise UserError(f"TMPDIR={folder}: its path is too long for Ray's sockets; set a shorter one") from error
+        if SLOW_START not in message:
+            raise
+        _end(set(this_process.children(recursive=True)) - before)
+        raise TimeoutError("Ray did not start within 30 s") from error
+
+
+def _end(processes: set[psutil.Process]) -> None:
+    """Kill processes and wait for their end."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=END_S)
+
+
+def _init_ray(config: ClusterConfig) -> None:
     ray.init(
         address="local",
         num_cpus=_cores(),

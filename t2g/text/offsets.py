@@ -9,8 +9,10 @@ those that its bytes belong to. Two families of tokenizers are supported, recogn
     decode   "café bar"
 """
 
+import codecs
 import json
 import re
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,17 +63,32 @@ def token_offsets(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray
 def _character_starts(data: bytes) -> np.ndarray:
     """Return for each byte whether a character of `data.decode(errors="replace")` starts there, [bytes] bool."""
     starts = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80  # all but continuation bytes
-    position = 0
-    while position < len(data):
-        try:
-            data[position:].decode("utf-8")
-        except UnicodeDecodeError as error:  # each invalid range becomes one U+FFFD
-            bad, position = position + error.start, position + error.end
-            starts[bad:position] = False
-            starts[bad] = True
-        else:
-            break
+    _invalid.ranges = []
+    data.decode("utf-8", errors=RECORD_INVALID)
+    for begin, end in _invalid.ranges:
+        starts[begin:end] = False
+        starts[begin] = True
     return starts
+
+
+class _Invalid(threading.local):
+    """Ranges of bytes that one decoding of this thread replaced by U+FFFD."""
+
+    ranges: list[tuple[int, int]]
+
+
+_invalid = _Invalid()
+
+
+def _record_invalid(error: UnicodeError) -> tuple[str, int]:
+    """Replace an invalid range by one U+FFFD, as errors="replace" does, and record it."""
+    assert isinstance(error, UnicodeDecodeError)
+    _invalid.ranges.append((error.start, error.end))
+    return "\ufffd", error.end
+
+
+RECORD_INVALID = "t2g.record_invalid"
+codecs.register_error(RECORD_INVALID, _record_invalid)
 
 
 # ------------------------------------------------------------------------------------------------------ bytes of tokens

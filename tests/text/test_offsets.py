@@ -1,5 +1,6 @@
 """Token offsets against a slow oracle, and our decode against the tokenizer's own."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets
+from t2g.text.offsets import _character_starts
 
 IDS = st.lists(st.integers(0, 400), max_size=40)  # beyond every vocabulary of the fixtures, special tokens included
 
@@ -49,6 +51,27 @@ def slow_offsets(tokenizer: Any, ids: list[int]) -> list[list[int]]:
         offsets.append([character[at], character[at + len(piece) - 1] + 1 if piece else character[at]])
         at += len(piece)
     return offsets
+
+
+@given(
+    data=st.lists(st.sampled_from([b"a", b"\xc3", b"\xa9", b"\xe2\x82", b"\xf0\x9f", b"\xff", "€".encode()])).map(
+        b"".join
+    )
+)
+def test_character_starts_agree_with_pythons_own_replacement(data: bytes) -> None:
+    ends = [len(data[: i + 1].decode("utf-8", errors="replace")) for i in range(len(data))]
+    expected = [end > begin for begin, end in zip([0, *ends], ends, strict=False)]
+    assert _character_starts(data).tolist() == expected
+
+
+@pytest.mark.parametrize("invalid", [b"\xff", b"\xa9", b"a\xe2\x82"])
+def test_invalid_bytes_take_time_in_proportion(invalid: bytes) -> None:
+    """A decoding from each invalid byte on takes half a minute for this text."""
+    data = invalid * (400_000 // len(invalid))
+    started = time.process_time()
+    starts = _character_starts(data)
+    assert time.process_time() - started < 3
+    assert starts.sum() == len(data.decode("utf-8", errors="replace"))
 
 
 @given(ids=IDS)

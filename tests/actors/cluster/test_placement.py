@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.cluster import placement
@@ -58,6 +60,62 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
     how, end = said
     assert how["object_store_memory"] == GIB // 2 and end == "ended"
     assert 1 <= how["num_cpus"] <= len(os.sched_getaffinity(0))
+
+
+class SlowRay:
+    """A Ray whose first starts time out, each with a process that it leaves."""
+
+    def __init__(self, failures: int, message: str = "The current node timed out during startup. This could") -> None:
+        self.failures, self.message = failures, message
+        self.left: list[subprocess.Popen[bytes]] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_: Any) -> None:
+        if len(self.left) < self.failures:
+            self.left.append(subprocess.Popen(["sleep", "600"]))
+            raise Exception(self.message)
+
+
+def start_slowly(monkeypatch: pytest.MonkeyPatch, ray: SlowRay) -> list[bool]:
+    """Start a cluster, and return which processes of the failed starts still run."""
+    monkeypatch.setattr(placement, "ray", ray)
+    try:
+        placement._start(ClusterConfig())
+        return [psutil.pid_exists(process.pid) for process in ray.left]
+    finally:
+        for process in ray.left:
+            process.kill()
+            process.wait()
+
+
+def test_a_slow_start_of_ray_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        assert start_slowly(monkeypatch, SlowRay(1)) == [False]
+        assert "Ray did not start within 30 s; it is started once more" in caplog.text
+        with pytest.raises(UserError, match=r"^Ray did not start within 30 s for the second time, with a load of \d+"):
+            start_slowly(monkeypatch, SlowRay(2))
+        with pytest.raises(Exception, match="another error"):
+            start_slowly(monkeypatch, SlowRay(1, "another error"))
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_folder_that_cannot_hold_rays_sockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/tmp/f\u00fcr mich")
+    with pytest.raises(UserError, match=r"^TMPDIR=/tmp/f\u00fcr mich: Ray's sockets need a path of ASCII characters"):
+        start_slowly(monkeypatch, SlowRay(0))
+    monkeypatch.setenv("TMPDIR", "/tmp/long")
+    long = "validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /tmp/long"
+    with pytest.raises(UserError, match=r"^TMPDIR=/tmp/long: its path is too long"):
+        start_slowly(monkeypatch, SlowRay(1, long))
 
 
 def test_unused_gpus_are_reported_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
