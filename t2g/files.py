@@ -16,6 +16,7 @@ import xxhash
 
 from t2g.errors import Unreadable, UserError
 
+FileVersion = tuple[Path, int, int]  # path, bytes and time of modification in ns
 TEMPORARY_PREFIX = ".tmp-"  # of the name of an unfinished file or folder
 MISSING = FileNotFoundError, NotADirectoryError  # errors of a path where nothing is
 _REMEDIES = {
@@ -136,10 +137,15 @@ def match_folder_permissions(folder: Path) -> None:
         path.chmod(mode & (0o777 if path.is_dir() else 0o666))
 
 
+def identify_file(file: Path) -> FileVersion:
+    """Return what changes with the content of a file: its path, its size and its time of modification."""
+    status = file.stat()
+    return file.resolve(), status.st_size, status.st_mtime_ns
+
+
 def hash_file(file: Path) -> str:
     """Return the hash of a file's bytes. A process reads the file again only if its size or mtime changes."""
-    stat = file.stat()
-    return _hash_bytes(file.resolve(), stat.st_size, stat.st_mtime_ns)
+    return _hash_bytes(*identify_file(file))
 
 
 @cache

@@ -1,6 +1,6 @@
 """Find everything that would stop a job before its first step: at its start, for --dry-run and for jobs.deploy.
 
-The checks read the config's models without weights, import its feedback function and read the first record;
+The checks read the config's models, import its feedback function and read the first record;
 `read_inputs` reads all records. The hub is queried once for a model that is not on this machine. Nothing is started.
 """
 
@@ -35,6 +35,7 @@ from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.make import make_local_source
 from t2g.resources.memory import BYTES, GIB, find_shape, host_bytes
+from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
@@ -247,6 +248,7 @@ def _check_model(model: Model) -> bool:
         set_template_defaults(tokenizer, model.chat)
     check_chat_template(tokenizer)
     check_vision(*source, model.key, is_trained=model.is_trained, has_engine=model.engine is not None)
+    check_finite_weights(model.key, model.name)
     if model.engine is not None:
         section, engine = model.engine
         check_positions(*source, f"{section}.max_model_len", engine.max_model_len)

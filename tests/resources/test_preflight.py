@@ -12,6 +12,7 @@ import pytest
 from httpx import Request, Response
 from huggingface_hub.errors import RepositoryNotFoundError
 from models import random_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from jobs.common.policy_runs import read_data
@@ -38,6 +39,23 @@ def pays(completions): return [1.0 for _ in completions]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_the_models_name(tmp_path: Path, data: str, value: float) -> None:
+    folder = random_model(tmp_path / "broken")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[[0, 2]] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    (sentence,) = preflight(policy(folder, data, feedback=function("judge")), ROOMY).wrong
+    count = tensors[name].numel()
+    assert sentence.startswith(f"model.policy={folder}: model.safetensors has 2 of {count:,} weights that are NaN or")
+    assert name in sentence
+    file.write_bytes(file.read_bytes()[:100])
+    (sentence,) = preflight(policy(folder, data, feedback=function("judge")), ROOMY).wrong
+    assert sentence.startswith(f"model.policy={folder}: model.safetensors has no readable weights (")
 
 
 @pytest.fixture(autouse=True)
