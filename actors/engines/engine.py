@@ -151,7 +151,7 @@ class Engine:
                 self._check_adapters(vllm_config)
             if not self._config.gpus:
                 self._check_kv_cache(vllm_config)
-            elif self._config.gpus < 1 and not self._can_sleep:
+            elif self._config.gpus < 1:
                 self._fix_kv_cache(vllm_config, gpu_bytes=current_platform.get_device_total_memory())
             if self._config.join_outputs:
                 self._join_outputs(vllm_config)
@@ -230,10 +230,21 @@ class Engine:
 
         vLLM's measurement counts memory that other processes on the GPU allocate or free meanwhile: two engines that
         start together would fail. If the shape is unknown or nothing seems to fit, vLLM measures.
+
+        The successor of an engine that could sleep starts beside a rank's weights. It gets the same cache as at a first
+        start. vLLM refuses a start when less than gpu_memory_utilization is free, so this is set to what an engine
+        keeps: its weights and its cache.
         """
         shape = find_shape(self._model, self._revision)
-        if shape and (fit := engine_fit(shape, self._config, sequences=1, gpu_bytes=gpu_bytes)).fitting:
-            vllm_config.cache_config.kv_cache_memory_bytes = int(fit.cache)
+        if shape is None:
+            return
+        fit = engine_fit(shape, self._config, sequences=1, gpu_bytes=gpu_bytes)
+        if not fit.fitting:
+            return
+        cache = vllm_config.cache_config
+        cache.kv_cache_memory_bytes = int(fit.cache)
+        if self._can_sleep:
+            cache.gpu_memory_utilization = (fit.parts["weights"] + fit.cache) / gpu_bytes
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's engine, by vLLM's names."""

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 LossFunction = Callable[[Engine, Any], tuple[torch.Tensor, dict[str, float]]]
 
 EXPORT_BUCKET_BYTES = 256 * 2**20
+HOST_BUFFERS = "t2g_host_buffers"  # attribute of an engine whose states were offloaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,21 +288,44 @@ def offload_states(engine: Engine) -> None:
     """Move gradients, AdamW's moments and its float32 weights to host memory; the model's weights stay."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
-    _move_adam_states(engine, torch.device("cpu"))
+    _offload_adam_states(engine)
     engine.offload_states(include=[State.lp_grads, State.contiguous_grad_buffer])  # also empties the CUDA cache
 
 
 def reload_states(engine: Engine) -> None:
     """Move back what `offload_states` moved."""
-    _move_adam_states(engine, engine.device)
-    engine.reload_states()
+    for tensor in _adam_tensors(engine):
+        tensor.data = tensor.data.to(engine.device, non_blocking=True, copy=True)
+    engine.reload_states()  # also waits for the copies
 
 
-def _move_adam_states(engine: Engine, device: torch.device) -> None:
-    """DeepSpeed moves the states of its own FusedAdam only, and this optimizer is torch's AdamW."""
-    moments = [state[name] for state in engine.optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    for tensor in (*engine.optimizer.fp32_partitioned_groups_flat, *moments):
-        tensor.data = tensor.data.to(device)
+def _offload_adam_states(engine: Engine) -> None:
+    """Move AdamW's states into pinned buffers, which the engine keeps for the next time.
+
+    DeepSpeed's own call serves the states of its FusedAdam only, and this optimizer is torch's AdamW. Pageable memory
+    would be allocated anew each time, and copied through a small pinned buffer of the driver.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    buffers = vars(engine).setdefault(HOST_BUFFERS, {})  # place in `_adam_tensors` -> buffer
+    tensors = _adam_tensors(engine)
+    for place, tensor in enumerate(tensors):
+        buffer = buffers.get(place)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = buffers[place] = accelerator.pin_empty_like(tensor.data, device="cpu")
+        buffer.copy_(tensor.data, non_blocking=True)
+    accelerator.synchronize()
+    for place, tensor in enumerate(tensors):
+        tensor.data = buffers[place]
+
+
+def _adam_tensors(engine: Engine) -> list[torch.Tensor]:
+    """Return AdamW's float32 weights and its moments; before the first step there are no moments."""
+    tensors = [*engine.optimizer.fp32_partitioned_groups_flat]
+    for state in engine.optimizer.optimizer.state.values():
+        tensors += [state["exp_avg"], state["exp_avg_sq"]]
+    return tensors
 
 
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:

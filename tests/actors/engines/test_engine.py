@@ -16,6 +16,7 @@ from actors.engines.engine import (
     parse_weight_version,
 )
 from t2g.config import EngineConfig
+from t2g.config.jobs import ENGINE_SHARE
 from t2g.errors import UserError
 from t2g.resources.memory import GIB, LLAMA_3_8B, ModelShape
 
@@ -78,6 +79,27 @@ def test_engines_on_parts_of_a_gpu_do_not_measure_each_other(monkeypatch: pytest
     assert fixed(LLAMA_3_8B, 0.6, 80) == pytest.approx((0.6 * 80 - taken) * GIB, abs=1)
     assert fixed(LLAMA_3_8B, 0.3, 80) == pytest.approx((0.3 * 80 - taken) * GIB, abs=1)
     assert fixed(LLAMA_3_8B, 0.3, 24) is fixed(None, 0.6, 80) is None, "where it cannot be known, vLLM measures"
+
+
+def test_an_engine_that_can_sleep_has_one_cache_at_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check refuses no successor beside a rank's 10 GiB, and the cache is that of a first start."""
+    from vllm.v1.worker.utils import request_memory
+
+    monkeypatch.setattr("actors.engines.engine.find_shape", lambda model, revision: LLAMA_3_8B)
+    gpu_bytes = 80 * GIB
+    config = EngineConfig(gpus=1, dtype="bfloat16", gpu_memory_utilization=0.89)
+    config = config.model_copy(update={"gpus": ENGINE_SHARE})  # as `Fleets` does for gpu_sharing=alternate
+    cache = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.89)
+    engine = Engine("m", config, seed=1, can_sleep=True)
+    engine._fix_kv_cache(SimpleNamespace(cache_config=cache), gpu_bytes=gpu_bytes)
+    taken = 2 * LLAMA_3_8B.numel / GIB + 1 + 512 * 128_256 * 14 / GIB + 1
+    assert cache.kv_cache_memory_bytes == pytest.approx((0.89 * 80 - taken) * GIB, abs=1)
+    beside = SimpleNamespace(total_memory=gpu_bytes, free_memory=gpu_bytes - 10 * GIB, device_="cuda:0")
+    weights = 2 * LLAMA_3_8B.numel
+    assert request_memory(beside, cache) == pytest.approx(cache.kv_cache_memory_bytes + weights, abs=2)
+    refused = SimpleNamespace(gpu_memory_utilization=0.89)
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        request_memory(beside, refused)
 
 
 def test_what_is_compiled_lies_beside_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "deepspeed:zero.Init._convert_to_zero_parameters": (2, ()),
     "deepspeed.utils:set_z3_leaf_modules": (2, ()),
     "deepspeed.accelerator:get_accelerator": (0, ()),
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty_like": (2, ("device",)),
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.synchronize": (1, ()),
     "deepspeed.ops.adam:DeepSpeedCPUAdam": (1, ("lr", "betas", "weight_decay")),
     "deepspeed.checkpoint.ds_to_universal:main": (1, ()),
     f"{ENGINE}.set_gradient_accumulation_boundary": (2, ()),

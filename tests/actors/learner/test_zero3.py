@@ -81,3 +81,50 @@ def test_what_lies_in_the_host_is_pinned(offload: bool, home: tuple[str, bool]) 
     zero = zero3._config(torch.nn.Linear(2, 3), "float32", 2, offload=offload)["zero_optimization"]
     for what in ("offload_param", "offload_optimizer"):
         assert (zero[what]["device"], zero[what]["pin_memory"]) == home
+
+
+class PinningAccelerator:
+    """Pinned memory without a GPU; counts the allocations."""
+
+    def __init__(self) -> None:
+        self.allocated: list[torch.Tensor] = []
+
+    def pin_empty_like(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
+        self.allocated.append(torch.empty_like(tensor, device=device))
+        return self.allocated[-1]
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_offloaded_states_reuse_their_pinned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three allocations for a group, whatever the number of steps; the states are bit for bit those of AdamW alone."""
+    accelerator = PinningAccelerator()
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    flats = [torch.nn.Parameter(torch.arange(5.0) + i) for i in range(2)]
+    alone = [torch.nn.Parameter(flat.detach().clone()) for flat in flats]
+    adam = torch.optim.AdamW(flats, lr=0.1)
+    expected = torch.optim.AdamW(alone, lr=0.1)
+    calls: list[str] = []
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(optimizer=adam, fp32_partitioned_groups_flat=flats),
+        device=torch.device("cpu"),
+        offload_states=lambda include: calls.append("offload"),
+        reload_states=lambda: calls.append("reload"),
+    )
+    for step in range(4):
+        zero3.offload_states(engine)
+        hosted = {tensor.data_ptr() for tensor in zero3._adam_tensors(engine)}
+        assert hosted <= {buffer.data_ptr() for buffer in accelerator.allocated}
+        zero3.reload_states(engine)
+        assert not hosted & {tensor.data_ptr() for tensor in zero3._adam_tensors(engine)}
+        for optimizer, parameters in ((adam, flats), (expected, alone)):
+            for parameter in parameters:
+                parameter.grad = torch.sin(parameter.detach() + step)
+            optimizer.step()
+    assert calls == ["offload", "reload"] * 4
+    assert len(accelerator.allocated) == 3 * len(flats)
+    for flat, value in zip(flats, alone, strict=True):
+        assert torch.equal(flat, value)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(adam.state[flat][name], expected.state[value][name])
