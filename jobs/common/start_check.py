@@ -12,6 +12,7 @@ from t2g.config import (
     CompareJob,
     DemoJob,
     EvaluateJob,
+    JobConfig,
     PolicyEvaluationJob,
     PolicyJob,
     RewardJob,
@@ -36,27 +37,33 @@ def check_start(config: AnyJob, what: str | None = None) -> None:
         case PolicyJob() if what is None:
             _check_policy(config)
         case PolicyJob():
-            check_folder(config, should_save=False)
+            _check_own(config)
         case DemoJob():
             _check_demo(config)
         case SFTJob() | RewardJob():
             from jobs.common.supervised import LEFTOVERS
 
-            check_folder(config, *LEFTOVERS, should_save=False)
+            _check_own(config, *LEFTOVERS)
         case AnnotateJob():
             from jobs.common.annotation_runs import JOURNAL_FILE
 
-            check_folder(config, JOURNAL_FILE, should_save=False)
+            _check_own(config, JOURNAL_FILE)
         case EvaluateJob():
             from t2g.report.reward_page import JSON_FILE
 
-            check_folder(config, JSON_FILE, should_save=False)
+            _check_own(config, JSON_FILE)
         case PolicyEvaluationJob():
             from jobs.common.policy_evaluation import RESPONSES
 
-            check_folder(config, RESPONSES, should_save=False)
+            _check_own(config, RESPONSES)
         case BenchmarkJob():
             _check_benchmark(config)
+
+
+def _check_own(config: JobConfig, *leftovers: str) -> None:
+    """Check the run folder; for a new run no content is read."""
+    if config.run.folder.is_dir():
+        check_folder(config, *leftovers, should_save=False)
 
 
 def _check_policy(unresolved: PolicyJob) -> None:
@@ -68,7 +75,7 @@ def _check_policy(unresolved: PolicyJob) -> None:
         return
     config = resolve_stages(limit_smoke(unresolved), demo)
     if not find_steps_done(config, should_save=False):
-        check_folder(config, should_save=False)
+        _check_own(config)
 
 
 def _check_demo(demo: DemoJob) -> None:
@@ -80,7 +87,7 @@ def _check_demo(demo: DemoJob) -> None:
     arms = [arm_job(demo, arm) for arm in demo.arms]
     if not find_steps_done(*arms, should_save=False):
         for arm in arms:
-            check_folder(arm, should_save=False)
+            _check_own(arm)
 
 
 def _check_comparison(unresolved: CompareJob) -> None:
@@ -88,7 +95,7 @@ def _check_comparison(unresolved: CompareJob) -> None:
 
     demo = demo_of(unresolved)
     if demo is None or check_stages(demo, reward=False):
-        check_folder(resolve_stages(unresolved, demo), should_save=False)
+        _check_own(resolve_stages(unresolved, demo))
 
 
 def _check_benchmark(config: BenchmarkJob) -> None:

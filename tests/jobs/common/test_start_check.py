@@ -87,7 +87,7 @@ def test_an_accepted_change_is_not_recorded(folder: Path) -> None:
     job = PolicyJob.model_validate(POLICY | {"run": {"root": str(folder), "name": "own"}})
     begin_folder(job)
     (folder / "data.jsonl").write_text(json.dumps({"prompt": "What?"}) + "\n")
-    with pytest.raises(UserError, match=r"run\.accept=\[(.*)\] goes on") as refusal:
+    with pytest.raises(UserError, match=r"run\.accept=\[(.*)\]'? goes on") as refusal:
         check_start(job)
     accepted = str(refusal.value).partition("run.accept=[")[2].partition("]")[0]
     check_start(with_overrides(job, {"run.accept": [accepted]}))
