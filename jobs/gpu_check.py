@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 POLICY, STAGES, SFT = (Path("configs") / name for name in ("tiny/policy.yaml", "tiny/gpu_check.yaml", "own/sft.yaml"))
 BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("rollout", "feedback.engine", "learner")]
 ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
+AS_SHIPPED = ("cluster.gpu_sharing=split", "rollout.enforce_eager=false")  # of the GPU configs: compiled, with graphs
 SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4", "learner.memory_gib=6")
 FIGURES = re.compile(r"(sync|speed|time|learner|policy|critic|engine|sft|importance)/|feedback/failed_share")
 LOSS_RATIO = 2e-3  # of a float32 loss, summed in another order, after a few dozen updates
@@ -172,6 +173,7 @@ ITEMS: dict[str, tuple[int, Callable[[Machine], Figures]]] = {  # GPUs without w
     "rank": (0, rank),
     "engine": (0, engine),
     "ipc": (1, lambda machine: machine.policy("ipc", *ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split")),
+    "compiled": (1, lambda machine: machine.policy("compiled", *ONE_EACH, *SHARED, *BFLOAT16, *AS_SHIPPED)),
     "alternate": (1, lambda machine: machine.policy("alternate", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1",
                                                     "cluster.gpu_sharing=alternate", *BFLOAT16)),
     "half_a_billion": (1, half_a_billion),

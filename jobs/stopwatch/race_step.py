@@ -2,7 +2,8 @@
 next to TRL's GRPO: one optimizer step on the same number of tokens."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+import gc
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.util import find_spec
@@ -51,12 +52,17 @@ async def measure(bench: Bench) -> list[Record]:
     """
     sends = "" if bench.config.learner.gpus else ", weights not sent"
     names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
-    rivals = await able({name: trl(bench, vllm=vllm) for name, vllm in names.items()}, bench.config.deadline_s)
-    async with running_loop(bench, loop_job(bench)) as step:
-        sides = {BARE: bare_step(bench), **rivals, OURS: step}
-        found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
+    makers = {name: partial(trl, bench, vllm=vllm) for name, vllm in names.items()}
+    if bench.config.cluster.gpu_sharing == "none":
+        rivals = await able({name: make() for name, make in makers.items()}, bench.config.deadline_s)
+        async with running_loop(bench, loop_job(bench)) as step:
+            sides = {BARE: bare_step(bench), **rivals, OURS: step}
+            found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
+    else:
+        found = await measure_alone(bench, {BARE: partial(bare_step, bench), **makers})
+        rivals = found["sides"].keys() - {BARE, OURS}
     measured = found["sides"]
-    for name, changes in variants(bench.config).items():
+    for name, changes in variants(bench.config).items() if bench.config.variants else ():
         async with running_loop(bench, loop_job(bench, changes)) as step:
             measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: step})))["sides"]
 
@@ -66,6 +72,24 @@ async def measure(bench: Bench) -> list[Record]:
 
     records = [compare("step", BARE, AIM, rivals)]
     return [*records, compare("GRPO step", "TRL", AIM_TRL, [BARE])] if rivals else records
+
+
+async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) -> Record:
+    """Measure the sides one after the other: engine and rank of one side take a whole GPU.
+
+    Args:
+        makers: Make the sides of other libraries; their processes end with the side.
+    """
+    measured: dict[str, Any] = {}
+    for name, make in makers.items():
+        sides = await able({name: make()}, bench.config.deadline_s)
+        if sides:
+            measured |= (await bench.race(Race(name="step", unit=UNIT, sides=sides)))["sides"]
+        del sides
+        gc.collect()  # ends the actors of the side
+    async with running_loop(bench, loop_job(bench)) as step:
+        found = await bench.race(Race(name="step", unit=UNIT, sides={OURS: step}))
+    return {**found, "sides": measured | found["sides"]}
 
 
 async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:
@@ -153,6 +177,7 @@ def loop_job(bench: Bench, changes: Mapping[str, Any] | None = None) -> PolicyJo
         {
             "run": {"root": config.run.folder, "name": "steps", "seed": config.run.seed},
             "model": {"policy": str(bench.models.fixed)},
+            "cluster": config.cluster,
             "data": {"path": "none"},
             "num_steps": MOST_STEPS,
             "feedback": {"source": "pkg:judge"},

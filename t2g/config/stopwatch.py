@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from t2g.config.common import ProcessConfig, RunConfig, Section
 from t2g.config.feedback import RewardEngineConfig
 from t2g.config.field_marks import ResumeMutable
+from t2g.config.gpus import check_gpus
 from t2g.config.jobs import SyncedJob
 
 
@@ -45,6 +46,9 @@ class BenchmarkJob(SyncedJob):
     max_busy: ResumeMutable[float] = Field(
         0.1, ge=0, le=1, description="most CPU share that other programs may use at the start; above it the job refuses"
     )
+    variants: ResumeMutable[bool] = Field(
+        True, description="whether phase step also measures max_staleness=1 and a value model"
+    )
     deadline_s: ResumeMutable[float] = Field(300, gt=0, description="deadline of one repetition")
 
     def roles(self) -> dict[str, ProcessConfig]:
@@ -53,6 +57,13 @@ class BenchmarkJob(SyncedJob):
     def describe_work(self) -> list[str]:
         phases = ", ".join(self.phases) or "all that are not measured yet"
         return [f"phases: {phases}; {self.repeats} repetitions of each side, after a discarded one"]
+
+    @model_validator(mode="after")
+    def check_sharing(self) -> "BenchmarkJob":
+        check_gpus(self.rollout, self.learner, self.cluster.gpu_sharing)
+        if self.cluster.gpu_sharing == "alternate":
+            raise ValueError("cluster.gpu_sharing=alternate: the benchmark measures none and split")
+        return self
 
     @model_validator(mode="after")
     def check_workers(self) -> "BenchmarkJob":

@@ -237,6 +237,63 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
     assert [said(race) for race in grpo] == expected and all([*race["aims"].values()] == [1.4, 1.4] for race in grpo)
 
 
+ONE_GPU = {
+    "cluster": {"gpu_sharing": "split"},
+    "rollout": {"gpus": 0.6, "workers": {"min": 1, "max": 1}},
+    "learner": {"gpus": 0.4},
+}
+
+
+def test_on_one_gpu_the_sides_of_a_step_have_it_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop syncs by ipc; no process of another library is alive beside it, and no variant runs if none is asked."""
+    alive: list[Side] = []
+    ran: list[str] = []
+
+    def make_side(name: str) -> Side:
+        class Process:
+            def __init__(self) -> None:
+                alive.append(name)
+
+            def __del__(self) -> None:
+                alive.remove(name)
+
+        process = Process()
+
+        async def turn() -> Done:
+            assert alive == ([] if process is None else [name])
+            ran.append(name)
+            return Done(amount=2.0)
+
+        return turn
+
+    @asynccontextmanager
+    async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
+        assert (job.cluster.gpu_sharing, job.learner.sync_transport) == ("split", "ipc")
+        assert alive == [], "engine and rank need the whole GPU"
+        yield make_side("t2g")
+
+    monkeypatch.setattr(race_step, "running_loop", running_loop)
+    monkeypatch.setattr(race_step, "find_spec", lambda name: name)
+    monkeypatch.setattr(race_step, "bare_step", lambda bench: make_side("bare"))
+    monkeypatch.setattr(race_step, "trl", lambda bench, vllm: make_side("vllm" if vllm else "generate"))
+    bench = Bench(job(tmp_path, variants=False, **ONE_GPU))
+    bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
+    step, grpo = asyncio.run(race_step.measure(bench))
+    assert ran == [*["bare"] * 4, *["generate"] * 4, *["vllm"] * 4, *["t2g"] * 3]  # the first to see whether it works
+    assert [*step["sides"]] == [race_step.BARE, "t2g"]
+    assert [*grpo["sides"]] == ["TRL", "TRL with vLLM", "t2g"]
+
+
+def test_a_benchmark_on_gpus_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs one engine and one rank on each GPU"):
+        job(tmp_path, **ONE_GPU | {"learner": {"gpus": 1}})
+    whole = {"rollout": {"gpus": 1, "workers": {"min": 1, "max": 1}}, "learner": {"gpus": 1}}
+    with pytest.raises(ValueError, match="the benchmark measures none and split"):
+        job(tmp_path, cluster={"gpu_sharing": "alternate"}, **whole)
+
+
 def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loops are open together, each with a log of its own; the step without a teacher is the reference."""
     ran: list[str] = []

@@ -72,7 +72,7 @@ def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     jobs = Jobs(gpu=1.001)
-    code, said = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "alternate", "nccl", gpus=2)
+    code, said = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "compiled", "alternate", "nccl", gpus=2)
     assert code == 0 and {item["on"] for item in said["items"]} == {"GPU"} and said["gpus"] == ["a GPU"] * 2
     world, on_cpu, on_gpu, *others = jobs.configs
     judge = world.feedback.engine
@@ -82,8 +82,11 @@ def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.Monkey
     assert stages.rollout.gpus == stages.reward_engine.gpus == 0.4, "vLLM for GPUs has no CPU engines"
     assert world.rollout.gpus + world.learner.gpus + world.feedback.engine.gpus == pytest.approx(1), "on one GPU"
     assert (on_cpu.sft.gpus, on_gpu.sft.gpus) == (0, 1) and on_cpu.sft.dtype == on_gpu.sft.dtype == "float32"
-    assert [job.learner.sync_transport for job in others] == ["ipc", "ipc", "nccl"]
-    assert [job.cluster.gpu_sharing for job in others] == ["split", "alternate", "none"]
+    assert [job.learner.sync_transport for job in others] == ["ipc", "ipc", "ipc", "nccl"]
+    assert [job.cluster.gpu_sharing for job in others] == ["split", "split", "alternate", "none"]
+    one_gpu = loading.load(PolicyJob, ROOT / "configs/own/one_gpu.yaml", environ={}, cwd=ROOT)
+    assert not others[1].rollout.enforce_eager and not one_gpu.rollout.enforce_eager
+    assert others[1].cluster.gpu_sharing == one_gpu.cluster.gpu_sharing
     assert all(job.rollout.dtype == job.learner.dtype == "bfloat16" for job in (world, *others))
 
 
