@@ -29,10 +29,10 @@ def _preview(config: PolicyJob | SFTJob, tokenizer: Any, ids: Sequence[int], lab
         left_out = len(text) - MAX_CHARS
         half = MAX_CHARS // 2
         text = f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
-    shown = "\n".join(f"  | {line}" for line in printable(text).split("\n"))
+    lines = "\n".join(f"  | {line}" for line in printable(text).split("\n"))
     tags = find_thinking_tags(tokenizer, config.model.thinking_tags)
     found = "none found"
     if tags is not None:
         last = find_last_tag(tokenizer, ids, tags)
         found = f"{tags[0]} and {tags[1]}" + (f"; the prompt ends with {last}" if last else "")
-    return f"{label}, as the model reads it ({len(ids):,} tokens):\n{shown}\nthinking tags: {found}"
+    return f"{label}, as the model reads it ({len(ids):,} tokens):\n{lines}\nthinking tags: {found}"
