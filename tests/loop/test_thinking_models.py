@@ -390,7 +390,8 @@ def test_a_reference_is_the_answer_and_not_the_thinking(tmp_path: Path) -> None:
         examples = make_policy_examples(rows, Referenced(), tokenizer, max_length=max_length, tags=tags)
         for example in examples:
             assert len(example.weights) == len(example.response_ids) and (example.weights == 1).all()
-            assert example.response_ids[-1] == tokenizer.eos_token_id and len(example) <= max_length
+            assert example.response_ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")  # the template's
+            assert len(example) <= max_length
             text = decode(tokenizer, example.response_ids)
             start = find_answer_start(tokenizer, example.prompt_ids, example.response_ids, text, TAGS)
             assert tags is None or text[start:] == "so good"  # what a sample of it would be judged by
