@@ -51,7 +51,7 @@ class RewardWorker(Engine):
     ) -> SpanFeedback:
         """Judge one response. Decoding is greedy: the same response gets the same critique.
 
-        A truncated answer is unparsable.
+        Of a truncated answer the complete quotes are kept, see `parse_answer`.
 
         Args:
             critique: A critique by another annotator. The answer begins with it, and the model adds the span map.
@@ -79,6 +79,7 @@ class RewardWorker(Engine):
             version=self._version,
             finish_reason=done.finish_reason,
             style=self._style,
+            max_spans=self._config.max_spans,
         )
 
     def _prompt_ids(self, prompt: Prompt, response_text: str, room: int) -> np.ndarray:

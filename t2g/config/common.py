@@ -313,6 +313,9 @@ class AlarmConfig(Section):
         description="share of responses truncated at rollout.max_new_tokens, or without an answer after their thinking",
     )
     max_failed_share: float = Field(0.1, ge=0, le=1)
+    min_located_rate: float = Field(
+        0.75, ge=0, le=1, description="share of the feedback's quotes that occur in their response"
+    )
     min_labelled_share: float = Field(0.01, ge=0, le=1, description="share of a step's tokens in good or poor spans")
     min_fault_recall: float = Field(
         0.5, ge=0, le=1, description="recall of each fault class of the task, mean of three steps"

@@ -186,7 +186,9 @@ class RewardEngineConfig(_GeneratingConfig):
     max_critique_chars: int = Field(1200, ge=1, description="most characters of the critique in guided decoding")
     max_spans: int = Field(16, ge=0, description="most good quotes, and most poor quotes")
     max_quote_chars: int = Field(160, ge=1)
-    max_new_tokens: int = Field(1024, ge=1, description="must hold the longest answer: a truncated one is unparsable")
+    max_new_tokens: int = Field(
+        1024, ge=1, description="must hold the longest answer: of a truncated one only the complete quotes are kept"
+    )
 
 
 class StyleConfig(Section):

@@ -1,7 +1,7 @@
 """Token rewards and advantages of one batch of judged responses, for a trainer that has sampled them itself."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,9 +13,9 @@ from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets, token_rewards
 from t2g.feedback.parse import read_judgement
 from t2g.feedback.rewards import apply_placement, compute_step_ids
-from t2g.loop.sampling import shift_spans
 from t2g.loop.steps import pad_rows
 from t2g.tasks.base import Task
+from t2g.types import Span, SpanFeedback
 
 SPAN_ONCE = RewardRuleConfig()
 
@@ -47,7 +47,8 @@ def assign_credit(
         texts: The texts that were judged: a response, or its end after the thinking. See `t2g.feedback.decode`.
         token_ids: The sampled tokens of each response, without padding.
         judgements: For each text (critique, good pieces, poor pieces), see `t2g.feedback.parse.read_judgement`. None:
-            not judged; such a response has no advantages, and the others are not compared with it.
+            not judged; such a response has no advantages, and the others are not compared with it. The same holds for
+            a judgement whose quotes do not occur in the text.
         groups: For each response its prompt, or any other value that is equal for responses to compare.
         rule: What a span pays and where.
         gamma: Discount of later token rewards.
@@ -66,28 +67,40 @@ def assign_credit(
         raise UserError(f"got {lengths} texts, token ids, judgements and groups; needs one or more, as many of each")
     if rule.placement == "shuffled":
         raise UserError("rule.placement is 'shuffled', a control of `t2g train`; needs span, step or scalar")
-    rows, keep, group_of = [], [], {group: number for number, group in enumerate(groups)}
+    group_of = {group: number for number, group in enumerate(groups)}
+    rows: list[np.ndarray] = []
+    keep: list[np.ndarray] = []
+    numbers: list[int] = []  # of the groups
     for number, (text, ids, judgement) in enumerate(zip(texts, token_ids, judgements, strict=True)):
-        keep.append(np.full(len(ids), judgement is not None))
         try:
-            rows.append(_reward_tokens(tokenizer, text, ids, judgement, rule))
+            feedback = _read_usable(judgement, text)
+            spans = () if feedback is None else feedback.spans
+            rows.append(_reward_tokens(tokenizer, text, ids, spans, rule))
         except ValueError as error:
             raise UserError(f"response {number}: {error}") from None
+        keep.append(np.full(len(ids), feedback is not None))
+        # A response without a judgement is a group of its own.
+        numbers.append(-1 - number if feedback is None else group_of[groups[number]])
     rewards, mask = pad_rows(rows), pad_rows(keep)
-    # A response without a judgement is a group of its own.
-    numbers = [-1 - i if judgements[i] is None else group_of[group] for i, group in enumerate(groups)]
     advantages, _ = group_advantages(rewards, mask, torch.tensor(numbers), gamma, normalise=normalise)
     return Credit(token_rewards=rewards, advantages=whiten(advantages, mask, whitening))
 
 
-def _reward_tokens(tokenizer: Any, text: str, ids: Any, judgement: Any, rule: RewardRuleConfig) -> np.ndarray:
-    """Return the rewards of the spans that a judgement finds in `text`, placed on the tokens `ids`, [R] float32."""
+def _read_usable(judgement: Any, text: str) -> SpanFeedback | None:
+    """Return the feedback of a judgement; None without one, or if none of its quotes occurs in the text."""
+    if judgement is None:
+        return None
+    feedback = read_judgement(judgement, text, source="program", version="")
+    return feedback if feedback.usable else None
+
+
+def _reward_tokens(tokenizer: Any, text: str, ids: Any, spans: Sequence[Span], rule: RewardRuleConfig) -> np.ndarray:
+    """Return the rewards of the spans of `text`, placed on the tokens `ids`, [R] float32."""
     response, offsets = decode(tokenizer, ids), token_offsets(tokenizer, ids)
     start = response.rfind(text)  # the thinking, which comes before, may hold the same text
     if start < 0:
         raise ValueError(f"its text {text!r:.80} is not in its decoded tokens; t2g.feedback.decode gives their text")
-    answer = ("", (), ()) if judgement is None else judgement
-    feedback = shift_spans(read_judgement(answer, text, source="program", version=""), start)
-    rewards = token_rewards(offsets, feedback.spans, text=response, rule=rule)
+    moved = [replace(span, start=span.start + start, end=span.end + start) for span in spans]
+    rewards = token_rewards(offsets, moved, text=response, rule=rule)
     steps = compute_step_ids(offsets, response, Task.step_pattern)
     return apply_placement(rewards, rule.placement, step_ids=steps)

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import describe_unserializable
+from t2g.feedback.cut_answers import load_cut_object
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate, locate_all
 from t2g.text.segments import printable
@@ -30,6 +31,7 @@ from t2g.types import MAX_FIX_CHARS, FinishReason, Severity, Span, SpanFeedback
 MAX_ANSWER_CHARS = 65_536  # of an answer, critique or execution; longer ones are rejected
 MAX_QUOTES = 256  # of each label that are located; further ones count as not located
 MAX_METRICS = 32  # of a judgement
+AT_MAX_SPANS = "at_max_spans"  # metric of an answer
 REQUIRED_KEYS, OPTIONAL_KEYS = ("critique", "good", "poor"), ("execution", "metrics")  # of a judgement as a dict
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
@@ -120,18 +122,26 @@ def parse_answer(
     version: str,
     finish_reason: FinishReason = "stop",
     style: StyleConfig = SPARSE,
+    max_spans: int | None = None,
 ) -> SpanFeedback:
     """Return the feedback in a model's answer about `response_text`. Never raises.
 
-    The status is ok; empty if no span was located; unparsable if the answer is no such JSON object, was truncated, or
-    exceeds MAX_ANSWER_CHARS. An entry that is no quote, or does not occur in the response, counts in num_quotes and not
-    in num_located. In a style without a critique, a critique in the answer is ignored.
+    The status is ok; empty if the answer has no quotes; unparsable if the answer is no such JSON object, exceeds
+    MAX_ANSWER_CHARS, or if none of its quotes occurs in the response. An entry that is no quote, or does not occur in
+    the response, counts in num_quotes and not in num_located. In a style without a critique, a critique in the answer
+    is ignored.
+
+    Of an answer that was cut at its length limit the complete quotes are kept. Good quotes come first: an answer that
+    was cut before its first poor quote was complete is unparsable, because it would pay for what is good alone.
+
+    Args:
+        max_spans: The grammar's bound. The metric AT_MAX_SPANS is 1 if the good or the poor quotes reached it, else 0.
     """
     kinds: dict[str, type] = ({"critique": str} if style.critique else {}) | {"good": list, "poor": list}
-    answer = load_answer(text, kinds) if finish_reason == "stop" else "the answer was cut at its length limit"
+    answer = load_answer(text, kinds) if finish_reason == "stop" else _load_cut_answer(text, kinds)
     if isinstance(answer, str):
         return make_failed_feedback("unparsable", source=source, version=version, reason=answer)
-    return make_feedback(
+    feedback = make_feedback(
         answer["critique"] if style.critique else "",
         [_quote_or_none(item) for item in answer["good"]],
         [_quote_or_none(item) for item in answer["poor"]],
@@ -139,6 +149,21 @@ def parse_answer(
         source=source,
         version=version,
     )
+    if not max_spans:
+        return feedback
+    is_at_limit = max(len(answer["good"]), len(answer["poor"])) >= max_spans
+    return replace(feedback, metrics={AT_MAX_SPANS: float(is_at_limit)})
+
+
+def _load_cut_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
+    """Return `load_answer` of an answer that was cut at its length limit, see `parse_answer`."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return load_answer(text, kinds)
+    answer, cut_key = load_cut_object(text)
+    missing = [key for key, kind in kinds.items() if not isinstance(answer.get(key), kind)]
+    if missing or (cut_key == "poor" and not answer["poor"]):
+        return "the answer was cut at its length limit, before its first poor quote was complete"
+    return answer
 
 
 def load_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
@@ -247,13 +272,15 @@ def make_feedback(
     """Return the feedback of a critique with its good and poor pieces (see `parse_piece`).
 
     Blank pieces, pieces that do not occur in the response and None (an unreadable piece) count in num_quotes only.
-    Equal spans are merged.
+    Equal spans are merged. Feedback whose quotes were all lost is unparsable: as a reward of 0 it would be worth more
+    than an honest criticism. Blank ranges are not quotes.
 
     Raises:
         ValueError: An item is no piece, or a range outside of the response.
     """
     critique = replace_surrogates(critique)
     num_located = 0
+    num_lost = 0  # quotes
     spans: dict[tuple[int, int, int], Span] = {}
     claimed: dict[tuple[int, int], int] = {}  # sentence of the critique -> label of its spans
     for label, items in ((1, good), (-1, poor)):
@@ -265,21 +292,24 @@ def make_feedback(
                     f"({span.start}, {span.end}) is no range of the response's {len(response_text)} characters"
                 )
             if span is None or not response_text[span.start : span.end].strip():
+                num_lost += not isinstance(piece, Span)
                 continue
             num_located += 1
             if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
                 quote = piece if isinstance(piece, Quote) else make_quote(response_text, span)
                 span = replace(span, critique_range=_claim_sentence(critique, quote, label, claimed))
             spans.setdefault((span.start, span.end, label), span)
+    is_lost = num_lost > 0 and not spans
     return SpanFeedback(
         critique=critique,
         spans=tuple(spans.values()),
-        status="ok" if spans else "empty",
+        status="ok" if spans else "unparsable" if is_lost else "empty",
         source=source,
         version=version,
         num_quotes=len(good) + len(poor),
         num_located=num_located,
         execution=dict(execution),
+        reason=f"none of its {num_lost} quotes occurs in the response" if is_lost else "",
     )
 
 

@@ -133,15 +133,18 @@ def read_record(
     quotes = (*record.good, *record.poor)
     if "status" not in values and not (record.critique.strip() or quotes or record.spans):
         raise ValueError("has no feedback: the critique is empty, and there are neither quotes nor spans")
-    spans, counts = record.spans, {}
+    spans, update = record.spans, dict[str, Any]()
     if quotes and not record.spans:
         feedback = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
         spans = feedback.spans
-        counts = {"num_quotes": feedback.num_quotes, "num_located": feedback.num_located}
+        update = {name: getattr(feedback, name) for name in ("num_quotes", "num_located")}
+        if not feedback.usable and record.usable:  # all quotes are lost
+            update |= {"status": feedback.status, "reason": feedback.reason}
     elif record.num_quotes == 0:  # unknown
-        counts = dict.fromkeys(("num_quotes", "num_located"), len(spans))
-    status = values.get("status", "ok" if spans else "empty")
-    update = {"spans": spans, "status": status, **counts, **_make_quotes(record.response, spans)}
+        update = dict.fromkeys(("num_quotes", "num_located"), len(spans))
+    if "status" not in values:
+        update.setdefault("status", "ok" if spans else "empty")
+    update |= {"spans": spans, **_make_quotes(record.response, spans)}
     for flaw in _find_flaws(() if record.spans else quotes, spans, record.response):
         on_flaw(flaw)
     return record.model_copy(update=update)

@@ -26,7 +26,7 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig, *, truncation_pena
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
     criteria = [name for name in history[-1] if name.startswith(m.CRITERION_FAILED)] if history else []
     names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.UNANSWERED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE)
-    for name in (*names, m.TEACHER_CONTRAST, m.TEACHER_SHARE, *recalls, *criteria):
+    for name in (*names, m.LOCATED_RATE, m.TEACHER_CONTRAST, m.TEACHER_SHARE, *recalls, *criteria):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
@@ -108,6 +108,12 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig, tr
             return (
                 f"{1 - value:.1%} of the tokens are labelled, below alarms.min_labelled_share="
                 f"{config.min_labelled_share:.1%}: hardly anything is paid; read the critiques in samples.jsonl"
+            )
+        case m.LOCATED_RATE if value < config.min_located_rate:
+            return (
+                f"{value:.0%} of the feedback's quotes occur in their response, below alarms.min_located_rate="
+                f"{config.min_located_rate:.0%}: what the others speak of is not paid; read the critiques in "
+                "samples.jsonl, and ask for exact quotes"
             )
         case m.TEACHER_SHARE if value == 0:
             return (

@@ -247,7 +247,7 @@ def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) 
     """
     usable = [record for record in records if record.usable]
     statuses = Counter(record.status for record in records)
-    num_quotes = sum(record.num_quotes for record in usable)
+    num_quotes = sum(record.num_quotes for record in records)
     modes = Counter(record.execution["mode"] for record in records if "mode" in record.execution)
     agreements = [record.agreement for record in usable if record.agreement is not None]
     return {
@@ -255,7 +255,7 @@ def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) 
         **{status: statuses[status] for status in STATUSES},
         "failed_share": 1 - len(usable) / len(records),
         "spans_per_response": sum(len(record.spans or ()) for record in usable) / len(usable) if usable else None,
-        "located_share": sum(record.num_located for record in usable) / num_quotes if num_quotes else None,
+        "located_share": sum(record.num_located for record in records) / num_quotes if num_quotes else None,
         "agreement": sum(agreements) / len(agreements) if agreements else None,
         **{f"sandbox_{mode}_share": count / modes.total() for mode, count in sorted(modes.items())},
         "reasons": group_reasons(r.reason or f"status {r.status}" for r in records if not r.usable),

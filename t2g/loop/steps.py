@@ -311,7 +311,7 @@ def step_metrics(
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
         "feedback/failed_share": 1 - len(scored) / len(judged),
         "feedback/empty_share": sum(f.status == "empty" and not f.reason for _, _, f in judged) / len(judged),
-        "feedback/located_rate": sum(f.num_located for _, _, f in judged) / quotes if quotes else 1.0,
+        m.LOCATED_RATE: sum(f.num_located for _, _, f in judged) / quotes if quotes else 1.0,
     }
 
 

@@ -47,6 +47,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | criterion_failed/                          | + criterion: responses without usable feedback of it                   |
 | feedback/located_rate                      | quotes found in their response                                         |
 | feedback/metrics/<name>                    | metric of the feedback function, mean over the responses that have it  |
+| feedback/metrics/at_max_spans              | reward model's answers with engine.max_spans good or poor quotes       |
 | feedback/recall_                           | + fault class of the task: share of its faults that overlap poor spans |
 | feedback/faults_praised                    | share of the task's faults that overlap good spans                     |
 | staleness/{mean,max}                       | updates between the weights that sampled a token and those it trains   |
@@ -108,6 +109,7 @@ TURNS = "turns/mean"
 TRUNCATED_SHARE = "response/truncated_share"
 UNANSWERED_SHARE = "response/unanswered_share"
 FAILED_SHARE = "feedback/failed_share"
+LOCATED_RATE = "feedback/located_rate"
 TEACHER_CONTRAST, TEACHER_SHARE = "teacher/contrast", "teacher/share"
 RECALL = "feedback/recall_"  # prefix
 FEEDBACK_METRICS = "feedback/metrics/"  # prefix

@@ -52,6 +52,13 @@ def test_worked_by_hand(tokenizer: Any) -> None:
     assert whitened[3].tolist() == [0, 0, 0] and whitened[0, 2] == 0
 
 
+def test_a_judgement_whose_quotes_are_all_lost_is_none(tokenizer: Any) -> None:
+    groups = ["p"] * 3
+    lost = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), ("", [], ["z"])], groups, whitening="none")
+    none = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), None], groups, whitening="none")
+    assert lost.advantages.tolist() == none.advantages.tolist() and lost.advantages[2].tolist() == [0, 0, 0]
+
+
 def test_rules_discount_and_placement_are_the_configs(tokenizer: Any) -> None:
     rule = ObjectiveConfig(rewards={"unit": "token", "poor": [-2, -3, -4], "placement": "scalar"}).rewards
     found = credit(tokenizer, ("abc", "c"), [("", [], ["ab"]), ("", [], [])], [0, 0], rule=rule, gamma=0.5)
@@ -92,13 +99,13 @@ def test_an_empty_batch_and_the_control_are_refused(tokenizer: Any) -> None:
 # ----------------------------------------------------------------------------------------------- equality with the loop
 def loop_advantages(
     tokenizer: Any, ids: list[list[int]], judgements: list[Any], groups: list[int], **objective: Any
-) -> list[np.ndarray]:
-    """The advantages that the loop's own scoring and `make_train_samples` give, of the judged responses alone."""
+) -> dict[int, np.ndarray]:
+    """The advantages that the loop's own scoring and `make_train_samples` give, by the index of a usable judgement."""
     job = PolicyJob.model_validate(
         {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"source": "a:b"}, "objective": objective}
     )
     loop: Any = SimpleNamespace(config=job, tokenizer=tokenizer, task=LetterTask())
-    scored = []
+    scored = {}
     for index, (row, judgement, group) in enumerate(zip(ids, judgements, groups, strict=True)):
         rollout = Rollout(
             prompt_id=str(group), sample_index=index, prompt_ids=np.zeros(1, np.int32),
@@ -107,11 +114,12 @@ def loop_advantages(
         )  # fmt: skip
         if judgement is not None:
             feedback = read_judgement(judgement, rollout.response_text, source="program", version="")
-            scored.append(Trainer._score(loop, rollout, feedback))
-    zeros = [np.zeros(len(s.token_rewards), np.float32) for s in scored]
+            if feedback.usable:
+                scored[index] = Trainer._score(loop, rollout, feedback)
+    zeros = [np.zeros(len(s.token_rewards), np.float32) for s in scored.values()]
     stats = [TokenStats(old_logprobs=zero, ref_logprobs=zero, values=zero, entropy=zero) for zero in zeros]
-    samples = make_train_samples(scored, stats, job.objective, kl_coef=0.0, seed=1)
-    return [sample.advantages for sample in samples]
+    samples = make_train_samples([*scored.values()], stats, job.objective, kl_coef=0.0, seed=1)
+    return {index: sample.advantages for index, sample in zip(scored, samples, strict=True)}
 
 
 responses = st.text("abc", min_size=1, max_size=6)
@@ -130,9 +138,9 @@ def test_it_is_the_loops_own(tokenizer: Any, advantages: str, judged: list[tuple
         tokenizer, texts, ids, judgements, groups,
         normalise=advantages == "group_normalised", whitening=objective.whiten,
     )  # fmt: skip
-    own = iter(loop_advantages(tokenizer, ids, [*judgements], groups, advantages=advantages))
-    for row, row_ids, judgement in zip(found.advantages.numpy(), ids, judgements, strict=True):
-        expected = np.zeros(len(row_ids)) if judgement is None else next(own)
+    own = loop_advantages(tokenizer, ids, [*judgements], groups, advantages=advantages)
+    for index, (row, row_ids) in enumerate(zip(found.advantages.numpy(), ids, strict=True)):
+        expected = own.get(index, np.zeros(len(row_ids)))
         np.testing.assert_allclose(row[: len(row_ids)], expected, atol=1e-6)
         assert not row[len(row_ids) :].any()
 

@@ -100,9 +100,47 @@ def test_why_an_answer_is_unparsable() -> None:
     assert parse("c" * (MAX_ANSWER_CHARS + 1)).reason == "the answer has 65537 characters; at most 65536 are read"
 
 
-def test_an_answer_cut_by_length_is_unparsable_even_when_it_parses() -> None:
-    feedback = parse('{"critique": "c", "good": [], "poor": []}', finish_reason="length")
-    assert (feedback.status, feedback.reason) == ("unparsable", "the answer was cut at its length limit")
+def test_the_complete_quotes_of_a_cut_answer_are_kept_wherever_it_was_cut() -> None:
+    quotes = ["by Ann", {"quote": "about a phone", "occurrence": 2}], ["about", {"quote": "phone", "severity": 2}]
+    answer = json.dumps({"critique": "c", "good": quotes[0], "poor": quotes[1]})
+    first_poor = answer.index('"about", {') + len('"about"')
+    for length in range(len(answer) + 1):
+        feedback = parse(answer[:length], finish_reason="length")
+        labels = [span.label for span in feedback.spans]
+        if length < first_poor:  # what is good alone would pay more than the whole answer
+            assert (feedback.status, labels) == ("unparsable", [])
+        else:
+            assert (feedback.status, labels[:3]) == ("ok", [1, 1, -1])
+            assert len(labels) == 3 + (length >= len(answer) - 2)
+    assert parse(answer, finish_reason="length") == parse(answer)
+    closed = parse('{"critique": "c", "good": ["by Ann"], "poor": []', finish_reason="length")
+    assert [span.label for span in closed.spans] == [1]
+
+
+@given(text=st.text('{}[]":, criticquegodpA1\\\n', max_size=80), style=st.sampled_from([SPARSE, BARE]))
+def test_no_cut_text_raises(text: str, style: StyleConfig) -> None:
+    for start in ("", '{"critique": "c", "good": [', '{"good": ["Ann"], "poor": ['):
+        feedback = parse(start + text, finish_reason="length", style=style)
+        assert feedback.status in ("ok", "empty", "unparsable")
+
+
+@pytest.mark.parametrize(
+    ("good", "poor", "share"), [(["Ann"], [], 0.0), (["Ann", "by"], [], 1.0), ([], ["a"] * 3, 1.0)]
+)
+def test_an_answer_at_max_spans_is_counted(good: list[str], poor: list[str], share: float) -> None:
+    answer = json.dumps({"critique": "c", "good": good, "poor": poor})
+    assert parse(answer, max_spans=2).metrics == {"at_max_spans": share}
+    assert parse(answer).metrics == {}
+
+
+def test_lost_quotes_are_no_neutral_reward() -> None:
+    lost = make("It says laptop.", [], ["laptop", "tablet"])
+    assert (lost.status, lost.usable, lost.num_quotes, lost.num_located) == ("unparsable", False, 2, 0)
+    assert lost.critique == "It says laptop."
+    assert make("c", ["Ann"], ["laptop"]).status == "ok"
+    assert make("c", [], []).status == "empty"
+    assert make("c", [], [(5, 5), (7, 8)]).status == "empty"  # blank ranges quote nothing
+    assert make("c", [], [(5, 5), "laptop"]).status == "unparsable"
 
 
 def test_an_answer_without_a_critique() -> None:
@@ -123,7 +161,8 @@ def test_an_entry_that_is_no_quote_of_the_response_is_counted_and_left_out(entry
     assert [span.label for span in feedback.spans] == [1]
     assert (feedback.num_quotes, feedback.num_located) == (2, 1)
     alone = parse(json.dumps({"critique": "c", "good": [], "poor": [entry]}))
-    assert (alone.status, alone.critique, alone.num_quotes) == ("empty", "c", 1)
+    assert (alone.status, alone.critique, alone.num_quotes, alone.num_located) == ("unparsable", "c", 1, 0)
+    assert alone.reason == "none of its 1 quotes occurs in the response"
 
 
 def test_no_quotes_is_empty() -> None:
@@ -138,7 +177,7 @@ def test_the_same_span_twice_is_one_span() -> None:
 
 
 def test_an_empty_response_has_no_spans() -> None:
-    assert parse('{"critique": "Nothing is said.", "good": [], "poor": ["x"]}', "").status == "empty"
+    assert parse('{"critique": "Nothing is said.", "good": [], "poor": []}', "").status == "empty"
 
 
 def test_halves_of_characters_do_not_reach_a_file() -> None:

@@ -68,6 +68,13 @@ def test_quotes_without_spans_are_located(without: dict[str, Any]) -> None:
     assert record.prompt_id == read_record(ROW).prompt_id
 
 
+@pytest.mark.parametrize("status", [{}, {"status": "empty"}, {"status": "ok"}])
+def test_a_record_whose_quotes_are_all_lost_teaches_nothing(status: dict[str, Any]) -> None:
+    record = read_record(ROW | {"poor": ["laptop", "tablet"]} | status)
+    assert (record.status, record.usable, record.num_quotes, record.num_located) == ("unparsable", False, 2, 0)
+    assert record.reason == "none of its 2 quotes occurs in the response"
+
+
 def test_a_line_holds_every_field() -> None:
     judged = replace(
         feedback("a phone", ["a"], []), execution={"passed": False}, agreement=0.5, reason="so", metrics={"tone": 0.5}

@@ -32,6 +32,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ),
         ("response/unanswered_share", (1.0,), ["100% of the responses", "thinking", "rollout.max_new_tokens"]),
         ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "feedback.log"]),
+        ("feedback/located_rate", (0.9, 0.5), ["50% of the feedback's quotes", "alarms.min_located_rate=75%", "exact"]),
         ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
         ("policy/kl", (0.0, 4.0, 9.9, 20.1), ["from 9.9 to 20.1 nats", "alarms.max_kl=40", "learner.policy.lr"]),
         ("policy/kl", (0.0, 12.0), ["from 0.0 to 12.0 nats"]),
@@ -56,6 +57,7 @@ def test_a_sentence_says_number_bound_and_what_to_try(
     ("name", "values"),
     [
         ("policy/kl", (20.0, 40.0)),
+        ("feedback/located_rate", (1.0, 0.75)),
         ("policy/kl", (0.0, 0.5, 2.0, 5.0, 10.0)),
         ("policy/kl", (4.0, 9.0, None)),
         ("teacher/share", (0.01,)),

@@ -16,7 +16,16 @@ from pydantic import ConfigDict, ValidationError
 
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
-from t2g.feedback.parse import MAX_QUOTES, Quote, load_answer, make_failed_feedback, make_feedback, replace_surrogates
+from t2g.feedback.cut_answers import load_cut_object
+from t2g.feedback.parse import (
+    MAX_ANSWER_CHARS,
+    MAX_QUOTES,
+    Quote,
+    load_answer,
+    make_failed_feedback,
+    make_feedback,
+    replace_surrogates,
+)
 from t2g.feedback.sources.chat_client import Completion
 from t2g.tasks.base import Task
 from t2g.text.quotes import locate
@@ -141,17 +150,20 @@ def read_answer(completion: Completion, request: AnnotationRequest, *, source: s
     """Return the feedback in an answer, and its faults.
 
     A quote counts in num_quotes only if it is invalid, blank, not in the response, or overlaps an earlier quote (poor
-    quotes come first). A span is kept if its phrase is not found. Equal spans with one label are merged.
+    quotes come first). A span is kept if its phrase is not found. Equal spans with one label are merged. The complete
+    spans of an answer that was cut are kept, if one of them is poor: the good ones alone would pay too much.
     """
     answer = _load(completion, request)
+    faults: list[str] = []
     if isinstance(answer, str):
-        unusable = make_failed_feedback("unparsable", source=source, version=version, reason=answer)
-        return ParsedAnswer(feedback=unusable, faults=(f"{answer[0].upper()}{answer[1:]}.",))
+        faults, cut_answer = [f"{answer[0].upper()}{answer[1:]}."], _load_cut(completion, request)
+        if not cut_answer:
+            unusable = make_failed_feedback("unparsable", source=source, version=version, reason=answer)
+            return ParsedAnswer(feedback=unusable, faults=tuple(faults))
+        answer = cut_answer
     critique = answer["critique"] if "critique" in request.keys else request.critique or ""
-    faults = [] if critique.strip() or not request.has_phrases else ["The critique is empty."]
-    items = sorted(
-        answer.get("spans", []), key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor")
-    )
+    faults += [] if critique.strip() or not request.has_phrases else ["The critique is empty."]
+    items = sorted(answer.get("spans", []), key=lambda item: not _is_poor(item))
     spans: list[Span] = []
     for item in items[: 2 * MAX_QUOTES]:
         span, item_faults = _read_span(item, request, critique)
@@ -176,8 +188,28 @@ def _load(completion: Completion, request: AnnotationRequest) -> dict[str, Any] 
     if completion.finish_reason == "length":
         return f"the answer was cut after {completion.output_tokens} tokens; it must be shorter"
     text = completion.text
-    kinds: dict[str, type] = {key: list if key == "spans" else str for key in request.keys[1:]}
-    return load_answer(text[text.find("{") : text.rfind("}") + 1], kinds)
+    return load_answer(text[text.find("{") : text.rfind("}") + 1], _get_kinds(request))
+
+
+def _load_cut(completion: Completion, request: AnnotationRequest) -> dict[str, Any]:
+    """Return what is complete of an answer that was cut after its first poor span, else {}."""
+    start = completion.text.find("{")
+    if completion.finish_reason != "length" or start < 0:
+        return {}
+    answer = load_cut_object(completion.text[start : start + MAX_ANSWER_CHARS]).values
+    is_complete = all(isinstance(answer.get(key), kind) for key, kind in _get_kinds(request).items())
+    items = answer.get("spans")
+    has_poor = isinstance(items, list) and any(map(_is_poor, items))
+    return answer if is_complete and has_poor else {}
+
+
+def _get_kinds(request: AnnotationRequest) -> dict[str, type]:
+    """Return the required keys of an answer and the types of their values; the reasoning is not required."""
+    return {key: list if key == "spans" else str for key in request.keys[1:]}
+
+
+def _is_poor(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("label") == "poor"
 
 
 def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Span | None, list[str]]:

@@ -250,6 +250,14 @@ def test_answers_that_cannot_be_read(text: str | Completion, fault: str) -> None
     assert all(len(message["content"]) < 6000 for message in chat.requests[1])
 
 
+def test_the_complete_spans_of_a_cut_answer_are_kept_if_one_is_poor() -> None:
+    whole = answer("It is a phone.", span("phone", "poor", phrase="phone"), span("A", "good", phrase="It"))
+    shortened = Completion(text=whole[:-4], finish_reason="length", prompt_tokens=1, output_tokens=99)
+    feedback, chat = ask(shortened, max_tries=2)
+    assert "cut after 99 tokens" in chat.requests[1][-1]["content"]  # it is asked again first
+    assert (feedback.status, spans(feedback)) == ("ok", [("phone", -1)])
+
+
 def test_text_around_the_object_is_forgiven() -> None:
     assert spans(ask(f"Here it is:\n```json\n{GOOD}\n```")[0]) == [("phone", 1)]
 

@@ -259,7 +259,7 @@ def test_a_text_alone_without_an_aligner_ends_the_run_and_names_the_key() -> Non
 
 
 def test_an_empty_response() -> None:
-    assert judge(source("plain"), "").status == "empty"
+    assert judge(source("plain"), "").status == "unparsable"  # it quotes words that are not there
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Read a JSON object that was cut at a length limit: its complete values, and the complete items of a cut list."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+_BLANKS = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+
+class CutObject(NamedTuple):
+    """The complete values of a JSON object."""
+
+    values: dict[str, Any]
+    cut_key: str | None  # the last key of `values`, if its list was cut; None: that value is complete
+
+
+def load_cut_object(text: str) -> CutObject:
+    """Return what is complete of the JSON object that `text` begins with. No text raises.
+
+    >>> load_cut_object('{"critique": "It says phone.", "good": ["by Ann"], "poor": ["phone", "lap')
+    CutObject(values={'critique': 'It says phone.', 'good': ['by Ann'], 'poor': ['phone']}, cut_key='poor')
+    """
+    values: dict[str, Any] = {}
+    at = _skip(text, 0, "{")
+    while at is not None:
+        key, at = _decode(text, at)
+        at = None if at is None else _skip(text, at, ":")
+        if at is None or not isinstance(key, str):
+            break
+        if text.startswith("[", at):
+            items, at = _decode_items(text, at + 1)
+            values[key] = items
+            if at is None:
+                return CutObject(values, key)
+        else:
+            value, at = _decode(text, at)
+            if at is None:
+                break
+            values[key] = value
+        at = _skip(text, at, ",")
+    return CutObject(values, None)
+
+
+def _decode_items(text: str, at: int) -> tuple[list[Any], int | None]:
+    """Return the complete items of a list that begins before `at`, and its end; None if it was cut."""
+    items: list[Any] = []
+    end = _skip(text, at, "]")
+    while end is None:
+        item, item_end = _decode(text, _skip_blanks(text, at))
+        if item_end is None:
+            return items, None
+        end = _skip(text, item_end, "]")
+        following = _skip(text, item_end, ",")
+        if end is None and following is None:
+            return [*items, item], None
+        items.append(item)
+        at = item_end if following is None else following
+    return items, end
+
+
+def _decode(text: str, at: int) -> tuple[Any, int | None]:
+    """Return the JSON value at a position and its end; the end is None without a complete value."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, None
+
+
+def _skip(text: str, at: int, mark: str) -> int | None:
+    """Return the position of the next character after blanks, `mark` and blanks; None if another character stands."""
+    start = _skip_blanks(text, at)
+    return _skip_blanks(text, start + 1) if text.startswith(mark, start) else None
+
+
+def _skip_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None, "the pattern matches an empty text"
+    return found.end()
