@@ -286,7 +286,10 @@ def _writer(config: AnnotateJob, fleets: "Fleets | None") -> SampleResponses:
 def _human(source: SourceConfig, task: str) -> HumanFeedback:
     """Return the human feedback of a source, without an aligner."""
     assert source.human_file is not None, "see SourceConfig"
-    return HumanFeedback(Path(source.human_file), get_task(task), columns=source.human_columns)
+    return HumanFeedback(
+        Path(source.human_file), get_task(task),
+        columns=source.human_columns, offsets=source.offsets, labels=source.human_labels,
+    )  # fmt: skip
 
 
 def print_token_estimate(config: AnnotateJob, samples: Sequence[Sample]) -> None:

@@ -275,6 +275,7 @@ class NoiseConfig(Section):
     move: float = Field(0.0, ge=0, le=1, description="move the span elsewhere in the response")
 
 
+OffsetUnit = Literal["characters", "utf16", "bytes"]
 SOURCES = ("reward_model", "llm", "human", "next_message", "program")
 FeedbackModel = Literal["reward_model", "llm"]
 MODELS: tuple[FeedbackModel, ...] = get_args(FeedbackModel)
@@ -296,6 +297,13 @@ class SourceConfig(Section):
     human_columns: dict[str, str] = Field(
         {}, description="field of t2g -> field of the human file, such as {critique: comment}"
     )
+    human_labels: dict[str, Literal["good", "poor"]] = Field(
+        {}, description="label of spans in the human file -> good or poor, such as {Hallucination: poor}"
+    )
+    offsets: OffsetUnit = Field(
+        "characters", description="what start and end of spans without a text count in the human file; JavaScript, so "
+        "Label Studio and Argilla, counts utf16. A span with a text is where its text is"
+    )  # fmt: skip
     align: str | None = Field(
         None,
         description="what finds the spans of critiques without spans, of people, of a function that returns a text "

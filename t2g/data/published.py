@@ -2,7 +2,8 @@
 
 Supported are Good spans / good_spans / good_code, Poor spans / poor_spans, wrong_code (severity 3), improvement_code
 (severity 1) and word_score_list. The critique may be textual_feedback, Code Feedback or a complete JSON answer. All
-fields may be in the row or in an object `annotations`, `analysis` or `spans`.
+fields may be in the row or in an object `annotations`, `analysis` or `spans`. Good, poor and spans may be objects of
+lists, {"start": [0, 4], "end": [2, 6]}, as `datasets` stores a sequence of objects.
 """
 
 import json
@@ -26,6 +27,7 @@ _NAMES = {
 }
 _SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # how severe a piece of poor code is
 _OBJECTS = ("annotations", "analysis", "spans")
+_MARKS = ("good", "poor", "spans")
 
 
 def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,9 +46,9 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
     fields: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     severe: list[dict[str, Any]] = []  # quotes with a severity
-    items = [(key, value) for key, value in _items(row) if value is not None]
+    items = [(key, value) for key, value in _items(row, our_names) if value is not None]
     for key, value in sorted(items, key=lambda item: item[0] not in our_names):
-        normalised = key.lower().replace(" ", "_")
+        normalised = _normalise(key)
         name = key if key in our_names else _NAMES.get(normalised)
         if normalised in _SEVERITIES:
             severe += [{"quote": quote, "severity": _SEVERITIES[normalised]} for quote in _check_list(key, value)]
@@ -54,6 +56,9 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
             extra[key] = value
         else:
             fields[name] = value
+    for name in _MARKS:
+        if isinstance(fields.get(name), dict):
+            fields[name] = transpose_columns(name, fields[name])
     if severe:
         fields["poor"] = [*_check_list("poor", fields.get("poor", ())), *severe]
     if isinstance(fields.get("response"), list):
@@ -63,15 +68,60 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
     return fields, extra
 
 
-def _items(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of the row, then those of its objects."""
-    objects = [row[key] for key in _OBJECTS if isinstance(row.get(key), dict)]
+def _items(row: Mapping[str, Any], our_names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the row, then those of its objects.
+
+    Raises:
+        ValueError: An object `spans` holds nothing that is known.
+    """
+    objects = [row[key] for key in _OBJECTS if isinstance(row.get(key), dict) and not _has_columns(row[key])]
+    spans = row.get("spans")
+    if (
+        isinstance(spans, dict)
+        and spans
+        and not (_has_columns(spans) or any(_is_known(key, our_names) for key in spans))
+    ):
+        raise ValueError(f"field spans is {spans!r:.80}; it needs to be a list of objects with start, end and label")
     answer = _parse_answer(row.get("critique"))
     for key, value in row.items():
-        if not (key in _OBJECTS and isinstance(value, dict)) and not (key == "critique" and answer):
+        if _has_columns(value) and key in _OBJECTS:
+            yield "spans", value
+        elif not (key in _OBJECTS and isinstance(value, dict)) and not (key == "critique" and answer):
             yield key, value
     for fields in (*objects, answer):
         yield from fields.items()
+
+
+def _has_columns(value: Any) -> bool:
+    """Return whether an object holds spans as columns, {"start": [...], "end": [...]}."""
+    return isinstance(value, dict) and {"start", "end"} <= value.keys()
+
+
+def _is_known(key: str, our_names: Collection[str]) -> bool:
+    name = _normalise(key)
+    return key in our_names or name in _NAMES or name in _SEVERITIES or name == "word_score_list"
+
+
+def _normalise(key: str) -> str:
+    return key.lower().replace(" ", "_")
+
+
+def transpose_columns(name: str, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of a field that stores a list for each of their keys, as `datasets.Sequence({...})` does.
+
+    >>> transpose_columns("spans", {"start": [0, 4], "end": [2, 6]})
+    [{'start': 0, 'end': 2}, {'start': 4, 'end': 6}]
+
+    Raises:
+        ValueError: The values are no lists of one length.
+    """
+    lists = [value for value in columns.values() if isinstance(value, list | tuple)]
+    lengths = {len(values) for values in lists}
+    if len(lists) < len(columns) or len(lengths) != 1:
+        needs = "a list of objects, or an object of lists of one length"
+        raise ValueError(f"field {name} is {dict(columns)!r:.80}; it needs to be {needs}")
+    rows = zip(*lists, strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _parse_answer(critique: Any) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from t2g.config import DataConfig, StyleConfig
+from t2g.config.feedback import OffsetUnit
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import load_records
 from t2g.data.published import translate_row
 from t2g.errors import UserError
+from t2g.feedback.given_spans import NO_LABELS, read_spans
 from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote, replace_surrogates
 from t2g.files import write_atomic
 from t2g.tasks.base import SPARSE, Task, describe_record, stable_id
@@ -106,12 +108,18 @@ def _make_quotes(response: str, spans: Iterable[Span]) -> dict[str, tuple[Quote,
 
 
 def read_record(
-    row: Mapping[str, Any], task: Task | None = None, *, on_flaw: Callable[[str], None] = lambda flaw: None
+    row: Mapping[str, Any],
+    task: Task | None = None,
+    *,
+    offsets: OffsetUnit = "characters",
+    labels: Mapping[str, str] = NO_LABELS,
+    on_flaw: Callable[[str], None] = lambda flaw: None,
 ) -> AnnotatedRecord:
     """Return the record of one row of a file, with unknown fields in the payload.
 
     Args:
         task: Makes the prompt of a row that has, for example, a post instead of a prompt.
+        offsets, labels: See `read_spans`.
         on_flaw: Receives a sentence for each quote that is empty or does not occur in the response, which is left out,
             and for each span that overlaps another or is blank, which is kept.
 
@@ -121,6 +129,9 @@ def read_record(
     values, extra = translate_row(row, AnnotatedRecord.model_fields)
     if task is not None and row.get("prompt") is None:
         values["prompt"] = task.prompt_text(row)
+    spans, response = values.get("spans"), values.get("response")
+    if isinstance(spans, list | tuple) and isinstance(response, str):
+        values["spans"] = read_spans(list(spans), response, offsets=offsets, labels=labels)
     payload = values.get("payload", {})
     if not isinstance(payload, Mapping):
         raise ValueError(f"field payload is {payload!r:.80}; it needs to be an object")
@@ -133,19 +144,19 @@ def read_record(
     quotes = (*record.good, *record.poor)
     if "status" not in values and not (record.critique.strip() or quotes or record.spans):
         raise ValueError("has no feedback: the critique is empty, and there are neither quotes nor spans")
-    spans, update = record.spans, dict[str, Any]()
+    located, update = record.spans, dict[str, Any]()
     if quotes and not record.spans:
         feedback = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
-        spans = feedback.spans
+        located = feedback.spans
         update = {name: getattr(feedback, name) for name in ("num_quotes", "num_located")}
         if not feedback.usable and record.usable:  # all quotes are lost
             update |= {"status": feedback.status, "reason": feedback.reason}
     elif record.num_quotes == 0:  # unknown
-        update = dict.fromkeys(("num_quotes", "num_located"), len(spans))
+        update = dict.fromkeys(("num_quotes", "num_located"), len(located))
     if "status" not in values:
-        update.setdefault("status", "ok" if spans else "empty")
-    update |= {"spans": spans, **_make_quotes(record.response, spans)}
-    for flaw in _find_flaws(() if record.spans else quotes, spans, record.response):
+        update.setdefault("status", "ok" if located else "empty")
+    update |= {"spans": located, **_make_quotes(record.response, located)}
+    for flaw in _find_flaws(() if record.spans else quotes, located, record.response):
         on_flaw(flaw)
     return record.model_copy(update=update)
 

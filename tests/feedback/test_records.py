@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +100,20 @@ def test_spans_without_quotes_are_quoted() -> None:
     assert (record.good, record.poor) == ((), (Quote(quote="phone", occurrence=2, severity=3),))
 
 
+@pytest.mark.parametrize("name", ["spans", "annotations"])
+def test_spans_stored_as_columns_are_transposed(tmp_path: Path, name: str) -> None:
+    """`datasets` stores a sequence of objects as an object of lists, in JSON lines and in Parquet."""
+    columns = {"start": [2, 11], "end": [7, 16], "label": [1, -1]}
+    record = read_record(ROW | {name: columns})
+    assert [(s.start, s.end, s.label) for s in record.spans] == [(2, 7, 1), (11, 16, -1)] and record.status == "ok"
+    assert read_record(ROW | {name: {key: [] for key in columns}}).status == "empty"
+    pq.write_table(pa.Table.from_pylist([ROW | {name: columns}]), tmp_path / "r.parquet")
+    (loaded,) = load_annotated(DataConfig(path=str(tmp_path / "r.parquet")))
+    assert loaded.spans == record.spans
+    quotes = read_record(ROW | {"poor": {"quote": ["phone", "a"], "occurrence": [2, 1]}})
+    assert quotes.poor == (Quote(quote="phone", occurrence=2), Quote(quote="a"))
+
+
 def test_a_task_writes_the_prompt_of_a_published_row() -> None:
     row = {"question": "Add.", "test": "from solution import add\n", "solution": "x", "code_feedback": "Wrong."}
     assert read_record(row).prompt == "Add."
@@ -114,7 +130,9 @@ def test_a_task_writes_the_prompt_of_a_published_row() -> None:
         ({"good": [{"text": "a"}]}, "field good"),
         ({"spans": [{"start": 0, "end": 99, "label": 1}]}, r"spans\[0\] is \[0, 99\) of 16 characters"),
         ({"spans": [{"start": 2, "end": 2, "label": 1}]}, r"spans\[0\]"),
-        ({"spans": [{"start": 0, "end": 1, "label": 0}]}, r"field spans\.0\.label"),
+        ({"spans": [{"start": 0, "end": 1, "label": 0}]}, r"spans\[0\] has the label 0"),
+        ({"spans": {"start": [0, 2], "end": [1], "label": [1]}}, "field spans is .* an object of lists of one length"),
+        ({"spans": {"pieces": ["a"]}}, "field spans is .*; it needs to be a list of objects with start, end and label"),
         ({"status": "fine"}, "field status"),
         ({"critique": " "}, "has no feedback"),
         ({"payload": "abc"}, "field payload is 'abc'; it needs to be an object"),

@@ -17,16 +17,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from t2g.config.feedback import OffsetUnit
 from t2g.data.load import SUFFIXES, read_file, read_lines
 from t2g.data.published import translate_row
 from t2g.errors import MissingLocally, UserError
+from t2g.feedback.given_spans import NO_LABELS
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.records import AnnotatedRecord, read_record, shorten_list
 from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.chat_client import FailureLog
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Record, Task
-from t2g.types import LABELS, Prompt, SpanFeedback
+from t2g.types import Prompt, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +47,20 @@ class HumanFeedback(FeedbackSource):
     name = "human"
 
     def __init__(
-        self, path: Path, task: Task, aligner: Aligner | None = None, *, columns: Mapping[str, str] | None = None
+        self,
+        path: Path,
+        task: Task,
+        aligner: Aligner | None = None,
+        *,
+        columns: Mapping[str, str] | None = None,
+        offsets: OffsetUnit = "characters",
+        labels: Mapping[str, str] = NO_LABELS,
     ) -> None:
         """Read the file.
 
         Args:
             columns: Our field -> the file's field.
+            offsets, labels: See `read_spans`.
 
         Raises:
             MissingLocally: The file does not exist.
@@ -59,6 +69,7 @@ class HumanFeedback(FeedbackSource):
         if not path.is_file():
             raise MissingLocally(f"human_file={path}: there is no such file")
         self._path, self._task = path, task
+        self._offsets, self._labels = offsets, labels
         self.aligner = aligner
         self._failures = FailureLog()
         self._judgements: dict[Key, SpanFeedback] = {}
@@ -128,7 +139,8 @@ class HumanFeedback(FeedbackSource):
             critique, marks = _read_marks(row)
             if marks is not None:
                 record = {"prompt": "", "response": key[2], "critique": critique, **names, **marks}
-                return read_record(record, on_flaw=_raise_flaw).to_feedback()
+                read = read_record(record, offsets=self._offsets, labels=self._labels, on_flaw=_raise_flaw)
+                return read.to_feedback()
             self._unaligned[key] = line
             return make_feedback(critique, (), (), key[2], **names)
         except ValueError as error:
@@ -168,15 +180,7 @@ def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
     if not isinstance(critique, str) or not critique.strip():
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
     marks = {name: fields[name] for name in MARKS if name in fields}
-    if isinstance(marks.get("spans"), list):
-        marks["spans"] = [_convert_label(span) for span in marks["spans"]]
     return critique, marks or None
-
-
-def _convert_label(span: Any) -> Any:
-    """Return the span with label 1 or -1 for good or poor."""
-    label = span.get("label") if isinstance(span, dict) else None
-    return {**span, "label": LABELS[label]} if isinstance(label, str) and label in LABELS else span
 
 
 def _parse_cell(name: str, value: Any) -> Any:

@@ -39,7 +39,10 @@ def make_local_source(
             return LLMFeedback(EndpointChat(config.llm), config, task, aligner)
         case "human":
             assert config.human_file is not None  # SourceConfig checked it
-            human = HumanFeedback(Path(config.human_file), task, aligner, columns=config.human_columns)
+            human = HumanFeedback(
+                Path(config.human_file), task, aligner,
+                columns=config.human_columns, offsets=config.offsets, labels=config.human_labels,
+            )  # fmt: skip
             human.check_alignment()
             return human
         case "next_message":

@@ -141,8 +141,11 @@ def span(start: Any, end: Any, label: Any = 1, **more: Any) -> dict[str, Any]:
         ({"good": ["a phone"]}, "the spans [0, 7) and [2, 7) overlap"),
         ({"spans": 3}, "field spans"),
         ({"spans": [3]}, "field spans.0"),
-        ({"spans": [span(0, 1, "fine")]}, "field spans.0.label"),
-        ({"spans": [span(0, 1, [1])]}, "field spans.0.label"),
+        ({"spans": [span(0, 1, "fine")]}, "spans[0] has the label 'fine'; it needs to be good or poor"),
+        ({"spans": [span(0, 1, [1, -1])]}, "spans[0] has the label [1, -1]"),
+        ({"spans": [span(0, 1, None)]}, "spans[0] has the label None"),
+        ({"spans": [{"start": 0, "end": 1}]}, "field spans.0.label"),
+        ({"spans": {"from": [0], "to": [1]}}, "field spans is {'from': [0], 'to': [1]}; it needs to be a list"),
         ({"spans": [span(2, 2)]}, "spans[0] is [2, 2) of 7 characters"),
         ({"spans": [span(0, 1), span(2, 8)]}, "spans[1] is [2, 8) of 7 characters"),
         ({"spans": [span(1, 2)]}, "the span [1, 2) is blank"),
@@ -157,6 +160,19 @@ def test_a_broken_line_is_failed_feedback_that_names_it(tmp_path: Path, change: 
     assert (found.status, found.reason[: len(f"{path}:2: ")]) == ("failed", f"{path}:2: ")
     assert reason in found.reason
     assert judge(source, prompt("7", ""), "a phone").status == "ok"
+
+
+def test_labels_and_offsets_of_other_tools(tmp_path: Path) -> None:
+    response = "😀😀 a phone"  # JavaScript counts two units for each emoji
+    row = {"prompt_id": "7", "response": response, "critique": "c"}
+    row["spans"] = [{"start": 7, "end": 12, "labels": ["Hallucination"]}, {"start": 5, "end": 6, "label": "Positive"}]
+    path = write(tmp_path / "h.jsonl", row)
+    config = AnnotateConfig(
+        source="human", human_file=str(path), offsets="utf16", human_labels={"Hallucination": "poor"}
+    )
+    source = make_local_source(config, PromptsTask())
+    assert isinstance(source, HumanFeedback)
+    assert spans(judge(source, prompt("7", ""), response)) == [(5, 10, -1, 1), (3, 4, 1, 1)]
 
 
 def test_the_first_of_two_judgements_counts_and_the_other_is_named(

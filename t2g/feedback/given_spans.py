@@ -1,0 +1,120 @@
+"""Read spans as annotation tools write them: other labels, other units of offsets, and the marked text beside them.
+
+    {"start": 14, "end": 24, "text": "annotation", "labels": ["Poor"]}
+
+JavaScript counts in UTF-16 units, in which an emoji has length 2: all later offsets of such a tool are too large. The
+text of a span decides: the span is where the text is. Without a text the unit is a setting.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, Literal
+
+from t2g.config.feedback import OffsetUnit
+from t2g.text.quotes import locate_all
+from t2g.types import LABELS
+
+NEARBY = 32  # characters between a span's offset and its text, besides what the unit of the offset may add
+_SYNONYMS = {
+    "good": "good", "positive": "good", "correct": "good", "1": "good", "+1": "good",
+    "poor": "poor", "bad": "poor", "negative": "poor", "incorrect": "poor", "wrong": "poor", "-1": "poor",
+}  # fmt: skip
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+def read_spans(
+    spans: list[Any], response: str, *, offsets: OffsetUnit = "characters", labels: Mapping[str, str] = NO_LABELS
+) -> list[Any]:
+    """Return the spans in characters of the response, with labels 1 and -1. Entries that are no objects stay.
+
+    Args:
+        offsets: Unit of start and end of spans without a text.
+        labels: The file's label -> good or poor.
+
+    Raises:
+        ValueError: A label is unknown, a text is not near its offsets or not unique there, or an offset splits a
+            character.
+    """
+    return [
+        _read_span(span, f"spans[{number}]", response, offsets, labels) if isinstance(span, dict) else span
+        for number, span in enumerate(spans)
+    ]
+
+
+def _read_span(
+    span: dict[str, Any], name: str, response: str, offsets: OffsetUnit, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    result = {key: value for key, value in span.items() if key not in ("text", "labels")}
+    if "label" in span or "labels" in span:
+        result["label"] = _read_label(span, name, labels)
+    bounds = _read_bounds(span)
+    if bounds is None:
+        return result  # the record's validation names what is wrong
+    text = span.get("text")
+    if isinstance(text, str) and text:
+        start, end = _locate_text(text, bounds, name, response, offsets)
+    else:
+        start, end = (_to_characters(position, name, response, offsets) for position in bounds)
+    return {**result, "start": start, "end": end}
+
+
+def _read_bounds(span: dict[str, Any]) -> tuple[int, int] | None:
+    bounds = span.get("start"), span.get("end")
+    if not all(isinstance(bound, int | float) and float(bound).is_integer() for bound in bounds):
+        return None
+    return int(bounds[0]), int(bounds[1])
+
+
+def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> Literal[-1, 1]:
+    """Return the label of a span, which is in `label`, or alone in the list `labels`."""
+    label = span.get("label", span.get("labels"))
+    if isinstance(label, list) and len(label) == 1:
+        label = label[0]
+    if isinstance(label, int | float) and label in (1, -1):
+        return 1 if label == 1 else -1
+    text = label if isinstance(label, str) else ""
+    meaning = labels.get(text) or _SYNONYMS.get(text.strip().lower())
+    if meaning is None:
+        raise ValueError(f"{name} has the label {label!r:.80}; it needs to be good or poor, or a label of human_labels")
+    return LABELS[meaning]
+
+
+def _locate_text(text: str, bounds: tuple[int, int], name: str, response: str, offsets: OffsetUnit) -> tuple[int, int]:
+    """Return the range of a span's text: at its offsets if it is there, else where it is unique nearby."""
+    units = _find_borders(response, offsets)
+    start, end = (bisect_left(units, bound) for bound in bounds)
+    if response[start:end] == text:
+        return start, end
+    distance = NEARBY + len(response.encode(errors="replace")) - len(response)
+    nearby = [place for place in locate_all(response, text) if abs(place[0] - bounds[0]) <= distance]
+    if len(nearby) == 1:
+        return nearby[0]
+    found = f"occurs {len(nearby)} times near them; set offsets to utf16 or bytes if the tool counts these"
+    problem = found if nearby else "does not occur near them"
+    raise ValueError(f"{name} is [{bounds[0]}, {bounds[1]}), and its text {text!r:.80} {problem}")
+
+
+def _to_characters(position: int, name: str, response: str, offsets: OffsetUnit) -> int:
+    """Return the character that begins at a position in units of `offsets`. ValueError within a character."""
+    if offsets == "characters":
+        return position
+    borders = _find_borders(response, offsets)
+    index = bisect_left(borders, position)
+    if not 0 <= position <= borders[-1] or borders[index] != position:
+        size = f"{borders[-1]} {offsets} units"
+        raise ValueError(f"{name} has the offset {position}, where no character of the response's {size} begins")
+    return index
+
+
+@lru_cache(maxsize=4)  # all spans of a record share a response
+def _find_borders(response: str, offsets: OffsetUnit) -> list[int]:
+    """Return the position before each character and after the last one, in units of `offsets`."""
+    sizes = {
+        "characters": lambda _: 1,
+        "utf16": lambda character: 1 + (ord(character) > 0xFFFF),
+        "bytes": lambda character: len(character.encode(errors="replace")),
+    }
+    return list(accumulate(map(sizes[offsets], response), initial=0))
