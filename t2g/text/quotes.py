@@ -1,10 +1,12 @@
 """Locate quotes in a text: exact character ranges, or nothing.
 
-An exact match is searched first. Only without one is a bounded tolerance applied: runs of white space equal one space,
-straight and curly quotation marks are equal, and so are characters that are compatible in Unicode (NFKD). Letters, case
-and word order must match, and words are never joined.
+An exact match is searched first. Only without one is a bounded tolerance applied: runs of white space equal one space;
+quotation marks of one kind are equal, and so are hyphens, dashes and minus; characters without a width and the `**` of
+bold text count as nothing; and characters that are compatible in Unicode (NFKD) are equal. Letters, case, ellipses and
+word order must match, and words are never joined.
 """
 
+import re
 import unicodedata
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,7 +15,15 @@ from typing import NamedTuple
 # Without these bounds one quote of a repetitive text takes seconds: the work grows with the square of its length.
 MAX_MATCHES = 1000  # candidate matches of a quote, including those that begin or end inside a character
 MAX_COMBINING = 30  # combining marks of one letter; the limit of Unicode's stream-safe text (UAX 15)
-_MARKS = {**dict.fromkeys("\u2018\u2019\u201a\u201b", "'"), **dict.fromkeys("\u201c\u201d\u201e\u201f", '"')}
+_MARKS = {
+    **dict.fromkeys("\u2018\u2019\u201a\u201b\u00b4\u02bc\u2032\u2039\u203a", "'"),
+    **dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033", '"'),
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
+    # Soft hyphen, characters of no width, marks of direction, byte order mark, variation selectors.
+    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\ufe0e\ufe0f", ""),
+}
+# Marks of bold text open or close a word; they stand neither between blanks nor within a word, as powers do: x**2.
+_BOLD = re.compile(r"(?<!\*)\*\*(?!\*)(?:(?<!\w\*\*)(?=\S)|(?<=\S\*\*)(?!\w))")
 
 
 def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
@@ -83,8 +93,11 @@ def _fold(text: str) -> _Folded:
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     length = 0
+    bold = {position for match in _BOLD.finditer(text) for position in range(*match.span())}
     for start, end in _characters(text):
         part = unicodedata.normalize("NFKD", "".join(_MARKS.get(c, c) for c in text[start:end]))
+        if not part or start in bold:
+            continue
         if part.isspace():
             if parts and parts[-1] == " ":  # one space for the run, which now ends at `end`
                 ends[length] = end
