@@ -1,4 +1,7 @@
-"""Load records from JSON (a list, or an object of id -> record), JSON lines, CSV, Parquet, and hub data sets."""
+"""Load records from JSON (a list, or an object of id -> record), JSON lines, CSV, Parquet, and hub data sets.
+
+Files may be compressed, see `t2g.data.formats`.
+"""
 
 import csv
 import json
@@ -11,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config import DataConfig
+from t2g.data.folders import is_saved_dataset, list_split, read_saved_dataset
+from t2g.data.formats import COMPRESSIONS, LINES, SUFFIXES, get_format, is_data_file, open_data
 from t2g.errors import MissingLocally, UserError
 from t2g.tasks.base import describe_record
 
 NEWLINE = b"\n"
-_LINES = (".jsonl", ".ndjson")
-SUFFIXES = (".json", *_LINES, ".csv", ".parquet")
 MAX_DEPTH = 100  # of nested lists and objects; pydantic cannot read a journal line with some 200 levels
 _PLAIN = (str, int, float, Decimal, date, time, timedelta, type(None))
 
@@ -62,24 +65,16 @@ def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
 def _read_path(name: str, config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
     path = Path(name)
     check_path(key, name, config)
-    files = _list_split(path, config) if path.is_dir() else [path] if path.exists() else []
+    if is_saved_dataset(path):
+        rows = enumerate(read_saved_dataset(path, config, key), start=1)
+        yield from (FileRecord(row, f"{path.name}, record {number}", path.name) for number, row in rows)
+        return
+    files = list_split(path, config) if path.is_dir() else [path] if path.exists() else []
     if not files:
         yield from _read_hub(name, config, key)
     for file in files:
         folder = f"{file.parent}/"  # not in messages, which stand in records that may be published
         yield from (FileRecord(row, where.removeprefix(folder), file.name) for where, row in read_file(file))
-
-
-def _list_split(folder: Path, config: DataConfig) -> list[Path]:
-    """Return the files of `config.split` in a folder, as `datasets` finds them; [] if it has to read them itself."""
-    import datasets
-
-    try:
-        found = datasets.load_dataset_builder(str(folder), config.subset).config.data_files or {}
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError):
-        return []  # load_dataset raises the same
-    files = [Path(file) for file in found.get(config.split, ())]
-    return files if all(file.suffix in SUFFIXES for file in files) else []
 
 
 def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
@@ -108,20 +103,27 @@ def _rename(row: dict[str, Any], number: int, config: DataConfig, key: str) -> d
 
 def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and position in it, record) of a file of any supported format. Raises as `load_records`."""
-    if path.suffix == ".parquet":
+    suffix = get_format(path).suffix
+    if suffix == ".parquet":
         return _add_positions(path, _read_parquet(path))
-    if path.suffix in _LINES:
+    if suffix in LINES:
         return read_lines(path)
-    if path.suffix == ".csv":
+    if suffix == ".csv":
         return _read_csv(path)
-    if path.suffix != ".json":
-        raise UserError(f"{path}: files of this kind are not read; give one of {', '.join(SUFFIXES)}")
-    text = _decode(path.read_bytes(), path)
+    if suffix != ".json":
+        endings = f"{', '.join(SUFFIXES)}, or one of them with {', '.join(COMPRESSIONS)}"
+        raise UserError(f"{path}: files of this kind are not read; give one of {endings}")
+    text = _decode(_read_bytes(path), path)
     try:
         data = _parse(text, path)
     except _TwoObjects:  # JSON lines in a .json file
         return read_lines(path)
     return _add_positions(path, _iterate_json(data, path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open_data(path) as file:
+        return file.read()
 
 
 def _add_positions(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -147,7 +149,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         UserError: A line is not a JSON object.
     """
-    with path.open("rb") as file:
+    with open_data(path) as file:
         for number, raw in enumerate(file, start=1):
             line = _decode(raw, path, number).strip()
             if not line:
@@ -163,7 +165,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     An empty cell is no value. Quoted cells may hold commas and line ends, as spreadsheets write them.
     """
-    rows = csv.reader(StringIO(_decode(path.read_bytes(), path), newline=""), strict=True)
+    rows = csv.reader(StringIO(_decode(_read_bytes(path), path), newline=""), strict=True)
     end = 0  # last line of the previous row
     names: list[str] | None = None
     try:
@@ -211,12 +213,12 @@ def _parse(text: str, path: Path, first_line: int = 1) -> Any:
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    from pyarrow import ArrowException, OSFile
+    from pyarrow import ArrowException, BufferReader, OSFile
     from pyarrow.parquet import ParquetFile
 
     name = ""
     try:
-        with OSFile(str(path)) as file:
+        with BufferReader(_read_bytes(path)) if get_format(path).compression else OSFile(str(path)) as file:
             for batch in ParquetFile(file).iter_batches():
                 columns = {}
                 for name in batch.schema.names:
@@ -231,7 +233,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def check_path(key: str, name: str, config: DataConfig) -> None:
     """Raise UserError for a missing file or folder, and for a hub data set without a revision: it may change."""
     path = Path(name)
-    if not path.exists() and (len(config.paths) > 1 or path.suffix in SUFFIXES or path.is_absolute()):
+    if not path.exists() and (len(config.paths) > 1 or is_data_file(path) or path.is_absolute()):
         raise MissingLocally(f"{key}.path={name}: there is no such file")
     if not path.exists() and config.revision is None:
         raise UserError(

@@ -1,6 +1,5 @@
 """Data files: every format, column names, and the errors of broken files."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -188,12 +187,6 @@ def test_a_folder_is_its_split_as_the_datasets_library_finds_it(tmp_path: Path) 
     assert load(tmp_path, split="test") == [{"prompt": "t"}]
     with pytest.raises(UserError, match="split dev, cannot be loaded"):
         load(tmp_path, split="dev")
-
-
-def test_a_folder_of_other_files_is_read_by_the_datasets_library(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
-        file.write('{"prompt": "a"}\n')
-    assert load(tmp_path) == [{"prompt": "a"}]
 
 
 def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:

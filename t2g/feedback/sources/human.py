@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config.feedback import OffsetUnit
-from t2g.data.load import SUFFIXES, read_file, read_lines
+from t2g.data.formats import is_data_file
+from t2g.data.load import read_file, read_lines
 from t2g.data.published import translate_row
 from t2g.errors import MissingLocally, UserError
 from t2g.feedback.given_spans import NO_LABELS
@@ -76,7 +77,7 @@ class HumanFeedback(FeedbackSource):
         self._unaligned: dict[Key, str] = {}  # line of a critique without spans
         incomplete: list[str] = []
         repeated: list[str] = []
-        for line, row in read_file(path) if path.suffix in SUFFIXES else read_lines(path):
+        for line, row in read_file(path) if is_data_file(path) else read_lines(path):
             row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
             key = _make_key(row, task)
             if key is None:
