@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from t2g.feedback.parse import find_sentence
+from t2g.feedback.sentences import find_sentence
 from t2g.feedback.rewards import compute_step_ids
 from t2g.tasks import code_feedback, human_eval
 from t2g.tasks.base import Task

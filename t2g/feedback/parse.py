@@ -9,22 +9,22 @@ A quote is a text, or an object with occurrence and severity where they are not 
 
 import json
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_serializer, model_validator
 
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import describe_unserializable
 from t2g.feedback.cut_answers import load_cut_object
+from t2g.feedback.sentences import claim_sentence
 from t2g.tasks.base import SPARSE
-from t2g.text.quotes import find_occurrence, locate, locate_all
+from t2g.text.quotes import find_occurrence, locate
 from t2g.text.segments import printable
 from t2g.types import MAX_FIX_CHARS, FinishReason, Severity, Span, SpanFeedback
 
@@ -33,7 +33,6 @@ MAX_QUOTES = 256  # of each label that are located; further ones count as not lo
 MAX_METRICS = 32  # of a judgement
 AT_MAX_SPANS = "at_max_spans"  # metric of an answer
 REQUIRED_KEYS, OPTIONAL_KEYS = ("critique", "good", "poor"), ("execution", "metrics")  # of a judgement as a dict
-_SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _SPAN = TypeAdapter(Span)
 _METRIC_NAME = Annotated[str, Field(pattern=r"^[\w.-][\w./-]{0,63}$")]
@@ -74,20 +73,22 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
 
     Args:
         item: "text", (text, occurrence), a Quote or its JSON, a half-open range (start, end) of the response's
-            characters, or a Span of this label, whose criterion is not used: the config names criteria.
+            characters, or a Span of this label, whose criterion is not used: the config names criteria. Numbers may be
+            those of NumPy.
 
     Raises:
         ValueError: It is anything else.
     """
-    match item:
-        case Span() if item.label == label:
-            validate, value = _SPAN.validate_python, replace(item, criterion=None)
+    plain = _to_plain(item)
+    match plain:
+        case Span() if plain.label == label:
+            validate, value = _SPAN.validate_python, replace(plain, criterion=None)
         case (int(start), int(end)):
             validate, value = _SPAN.validate_python, {"start": start, "end": end, "label": label}
         case (text, occurrence):
             validate, value = Quote.model_validate, {"quote": text, "occurrence": occurrence}
         case _:
-            validate, value = Quote.model_validate, item
+            validate, value = Quote.model_validate, plain
     try:
         piece = validate(value)
     except ValidationError as error:
@@ -96,6 +97,20 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
     if label == 1 and piece.fix is not None:
         raise ValueError(f"the good piece {item!r:.80} has a fix; only a poor piece has one")
     return piece
+
+
+def _to_plain(item: Any) -> Any:
+    """Return a piece with Python's numbers in place of NumPy's."""
+    match item:
+        case np.generic() | np.ndarray():
+            return item.tolist()
+        case Span():
+            return replace(item, **{name: _to_plain(value) for name, value in vars(item).items()})
+        case list() | tuple():
+            return type(item)(map(_to_plain, item)) if type(item) in (list, tuple) else item
+        case dict():
+            return {key: _to_plain(value) for key, value in item.items()}
+    return item
 
 
 def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *, style: StyleConfig = SPARSE) -> str:
@@ -297,7 +312,9 @@ def make_feedback(
             num_located += 1
             if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
                 quote = piece if isinstance(piece, Quote) else make_quote(response_text, span)
-                span = replace(span, critique_range=_claim_sentence(critique, quote, label, claimed))
+                span = replace(
+                    span, critique_range=claim_sentence(critique, quote.quote, quote.occurrence, label, claimed)
+                )
             spans.setdefault((span.start, span.end, label), span)
     is_lost = num_lost > 0 and not spans
     return SpanFeedback(
@@ -331,44 +348,3 @@ def make_failed_feedback(
 def replace_surrogates(text: str) -> str:
     """Return `text` without lone surrogates, which JSON can represent and UTF-8 cannot."""
     return _SURROGATES.sub("\ufffd", text)
-
-
-def find_sentence(critique: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
-    """Return the half-open character range of the critique's sentence about the quote, or None.
-
-    Critiques discuss occurrences of the same text in order, one sentence each. The result is the `occurrence`-th
-    sentence that contains the quote, or the first if there are fewer.
-    """
-    sentences = _find_sentences(critique, quote)
-    return next(iter(sentences[occurrence - 1 :] or sentences), None)
-
-
-def _claim_sentence(
-    critique: str, quote: Quote, label: int, claimed: dict[tuple[int, int], int]
-) -> tuple[int, int] | None:
-    """Return and claim `find_sentence`, or a later sentence if a quote of the other label has claimed that one."""
-    first = find_sentence(critique, quote.quote, quote.occurrence)
-    later = _find_sentences(critique, quote.quote)[quote.occurrence :]
-    free = (sentence for sentence in (first, *later) if sentence and claimed.get(sentence, label) == label)
-    chosen = next(free, first)
-    if chosen is not None:
-        claimed.setdefault(chosen, label)
-    return chosen
-
-
-@lru_cache(maxsize=64)  # each quote of an answer is looked up twice
-def _find_sentences(critique: str, quote: str) -> tuple[tuple[int, int], ...]:
-    """Return the sentences that contain the quote, in order, without duplicates."""
-    ends, ranges = _find_sentence_ends(critique), {}
-    for first, last in locate_all(critique, quote):
-        before, after = bisect_right(ends, first), bisect_left(ends, last)
-        start, stop = ends[before - 1] if before else 0, ends[after] if after < len(ends) else len(critique)
-        if (start, stop) not in ranges:
-            text = critique[start:stop]
-            ranges[start, stop] = start + len(text) - len(text.lstrip()), stop - (len(text) - len(text.rstrip()))
-    return tuple(ranges.values())
-
-
-@lru_cache(maxsize=1)  # all quotes of an answer share a critique
-def _find_sentence_ends(critique: str) -> list[int]:
-    return [match.end() for match in _SENTENCE_END.finditer(critique)]

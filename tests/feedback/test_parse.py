@@ -17,7 +17,6 @@ from t2g.feedback.parse import (
     MAX_METRICS,
     MAX_QUOTES,
     Quote,
-    find_sentence,
     format_answer,
     format_answer_prefix,
     make_feedback,
@@ -25,6 +24,7 @@ from t2g.feedback.parse import (
     parse_piece,
     read_judgement,
 )
+from t2g.feedback.sentences import find_sentence
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import locate
 from t2g.types import Span, SpanFeedback
@@ -299,6 +299,17 @@ def test_pieces_that_a_feedback_function_may_give() -> None:
     assert parse_piece(Span(start=0, end=1, label=-1, severity=3, criterion="style"), -1) == span, (
         "only the config names criteria"
     )
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    two, three = np.int64(2), np.int32(3)
+    assert parse_piece((two, three), -1) == parse_piece(np.array([2, 3]), -1) == Span(start=2, end=3, label=-1)
+    assert parse_piece(("a", two), 1) == parse_piece({"quote": "a", "occurrence": two}, 1)
+    span = Span(start=two, end=three, label=-1, severity=three, critique_range=(two, three))  # type: ignore[arg-type]
+    expected = Span(start=2, end=3, label=-1, severity=3, critique_range=(2, 3))
+    assert parse_piece(span, -1) == expected
+    spans = judged(("c", [], [(two, three), span])).spans
+    assert all(type(bound) is int for found in spans for bound in (found.start, found.end))
 
 
 @pytest.mark.parametrize(
