@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from t2g.feedback.sentences import find_sentence
 from t2g.feedback.rewards import compute_step_ids
+from t2g.feedback.sentences import find_sentence
 from t2g.tasks import code_feedback, human_eval
 from t2g.tasks.base import Task
 from t2g.tasks.code import _find_imported_names, extract_code

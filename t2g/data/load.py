@@ -20,6 +20,7 @@ from t2g.errors import MissingLocally, UserError
 from t2g.tasks.base import describe_record
 
 NEWLINE = b"\n"
+MAX_CELL_CHARS = 2**31 - 1  # of a cell of CSV; by default Python reads 131,072
 MAX_DEPTH = 100  # of nested lists and objects; pydantic cannot read a journal line with some 200 levels
 _PLAIN = (str, int, float, Decimal, date, time, timedelta, type(None))
 
@@ -163,8 +164,10 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and first line, record) of a CSV file with column names in its first line.
 
-    An empty cell is no value. Quoted cells may hold commas and line ends, as spreadsheets write them.
+    An empty cell is no value. Quoted cells may hold commas and line ends, as spreadsheets write them. A first column
+    without a name is an index, as pandas writes it, and is left out.
     """
+    csv.field_size_limit(MAX_CELL_CHARS)
     rows = csv.reader(StringIO(_decode(_read_bytes(path), path), newline=""), strict=True)
     end = 0  # last line of the previous row
     names: list[str] | None = None
@@ -173,12 +176,13 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             where, end = f"{path}:{end + 1}", rows.line_num
             if names is None:
                 names = cells
-                if len(set(names)) < len(names) or not all(names):
+                is_named = all(names[1:] if len(names) > 1 else names)
+                if len(set(names)) < len(names) or not is_named:
                     raise UserError(f"{where}: the columns are {', '.join(names)}; each needs a name of its own")
             elif cells and len(cells) != len(names):
                 raise UserError(f"{where}: {len(cells)} cells, but the first line names {len(names)}")
-            elif any(cells):
-                yield where, {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+            elif row := {name: cell for name, cell in zip(names, cells, strict=False) if cell and name}:
+                yield where, row
     except csv.Error as error:
         raise UserError(f"{path}:{end + 1}: not valid CSV: {error}") from error
 

@@ -13,17 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from t2g.feedback.parse import replace_surrogates
+from t2g.text.messages import ROLES, get_content, get_role, read_content
 from t2g.text.tokenizer import Message
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # of a record, that may hold the messages
-ROLES = {  # names of OpenAI and of ShareGPT -> ours
-    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
-    "gpt": "assistant", "function_call": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,45 +32,76 @@ class AssistantTurn:
     history: tuple[Message, ...]  # all messages before it
     response: str
     critique: str  # the messages by users and tools before the assistant's next one; "" without a reply
+    problem: str = ""  # what is not understood of the response, of its replies, or of the messages that it answers
 
 
-def split_conversation(messages: Sequence[Message]) -> Iterator[AssistantTurn]:
-    """Yield the turns of the assistant, in order. Several replies to a turn are joined by empty lines."""
+class Conversation(NamedTuple):
+    """Messages, as role (system, user, assistant, tool) and text."""
+
+    messages: list[Message]
+    problems: dict[int, str]  # index of a message -> what is not understood of it, in a sentence
+
+
+def split_conversation(
+    messages: Sequence[Message], problems: Mapping[int, str] = MappingProxyType({})
+) -> Iterator[AssistantTurn]:
+    """Yield the turns of the assistant, in order. Several replies to a turn are joined by empty lines.
+
+    Args:
+        problems: See `Conversation`. A message with a problem is in the history of later turns with its text alone.
+    """
     starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    previous = -1  # the assistant's message before
     for number, (start, end) in enumerate(pairwise([*starts, len(messages)]), start=1):
         replies = (message["content"] for message in messages[start + 1 : end] if message["role"] in ("user", "tool"))
         critique = "\n\n".join(reply for reply in replies if reply.strip())
         history, response = tuple(messages[:start]), messages[start]["content"]
-        yield AssistantTurn(number=number, history=history, response=response, critique=critique)
+        problem = next((problems[i] for i in range(previous + 1, end) if i in problems), "")
+        previous = start
+        yield AssistantTurn(number=number, history=history, response=response, critique=critique, problem=problem)
 
 
-def read_conversation(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a record, as role (system, user, assistant, tool) and text.
+def read_conversation(record: Mapping[str, Any]) -> Conversation:
+    """Return the messages of a record. A content that is not understood is a problem of its message.
 
     Raises:
-        ValueError: The record has no messages, or one of them is malformed.
+        ValueError: The record has no messages, or the role of one is unknown.
     """
     name = next((name for name in CONVERSATION_FIELDS if record.get(name) is not None), CONVERSATION_FIELDS[0])
     messages = record.get(name)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"field {name} is {messages!r:.80}; it needs to be a list of messages")
-    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
+    conversation = Conversation([], {})
+    for i, message in enumerate(messages):
+        role = _get_role(message, f"{name}[{i}]")
+        text, problem = _read_text(message, role, f"{name}[{i}]")
+        conversation.messages.append({"role": role, "content": text})
+        if problem:
+            conversation.problems[i] = problem
+    return conversation
 
 
-def _read_message(message: Any, where: str) -> Message:
-    role = ROLES.get(str(message.get("role", message.get("from")))) if isinstance(message, dict) else None
+def _get_role(message: Any, where: str) -> str:
+    role = get_role(message) if isinstance(message, dict) else None
     if role is None:
         raise ValueError(f"{where} is {message!r:.80}; it needs a content, and a role, one of {', '.join(ROLES)}")
-    content = message.get("content", message.get("value"))
+    return role
+
+
+def _read_text(message: Mapping[str, Any], role: str, where: str) -> tuple[str, str]:
+    """Return the text of a message, and what is not understood of it as a sentence, "" for nothing."""
+    content, problem = get_content(message), ""
+    text, is_complete = read_content(content)
+    if not is_complete and not (content is None and role == "assistant"):  # beside tool calls
+        problem = f"{where} has the content {content!r:.80}; it needs to be text, or a list of text parts"
     calls = message.get("tool_calls") or message.get("function_call") or []
-    lines = [_format_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    if content is None and role == "assistant":
-        texts = []  # beside tool calls
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{where} has the content {content!r:.80}; it needs to be text, or a list of text parts")
-    return {"role": role, "content": "\n".join(filter(None, ["".join(texts), *lines]))}
+    lines = [text]
+    for call in calls if isinstance(calls, list) else [calls]:
+        try:
+            lines.append(_format_call(call, where))
+        except ValueError as error:
+            problem = problem or str(error)
+    return "\n".join(filter(None, lines)), problem
 
 
 def _format_call(call: Any, where: str) -> str:

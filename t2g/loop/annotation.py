@@ -97,8 +97,9 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
     """Return a sample for each turn of the assistant in logged conversations, in order, with its reply in the payload.
 
     Ids are "7/1", "7/2" in the conversation "7", else hashes of the prompts: they stay where a conversation grows. A
-    turn without a prompt, a text or a reply is left out. A malformed conversation gets one sample with a `problem`.
-    Conversations with the same messages before the first answer are one group.
+    turn without a prompt, a text or a reply is left out, and one with a content that is not understood. A malformed
+    conversation gets one sample with a `problem`. Conversations with the same messages before the first answer are one
+    group.
     """
     samples: list[Sample] = []
     num_responses: Counter[str] = Counter()  # by prompt id
@@ -107,7 +108,7 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
         common: dict[str, Any] = {"task": task.name, "data_file": getattr(record, "file", "")}
         whole = Prompt(prompt_id=own_id or stable_id(where), prompt_text="", **common)
         try:
-            turns = [*split_conversation(read_conversation(record))]
+            turns = [*split_conversation(*read_conversation(record))]
         except ValueError as error:
             samples.append(Sample(whole, 0, problem=f"{where}: {error}"))
             continue
@@ -123,6 +124,8 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             parts = {"message by a user before it": has_user, "text": turn.response.strip(), "reply": turn.critique}
             subject = f"{where}: the assistant's turn {turn.number}"
             lacks = [f"{subject} has no {name}" for name, part in parts.items() if not part]
+            if turn.problem:
+                lacks = [f"{subject} is not understood: {turn.problem}"]
             samples.append(
                 Sample(prompt, num_responses[prompt_id], turn.response, "".join(lacks[:1]), bool(lacks), group)
             )

@@ -2,19 +2,27 @@
 
 {"prompt": "Why is the sky blue?"}
 {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "..."}], "reference": "..."}
+{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+The last form is OpenAI's for fine-tuning: the last message is the reference, and the response to annotate.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from t2g.tasks.base import Record, Review, Task, get_optional_text, get_text
+from t2g.text.messages import get_content, get_role, read_content
 from t2g.text.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
 
 
 class PromptsTask(Task):
-    """Records with `prompt`, a text or a chat as in TRL, or `messages`. `reference` and all else are payload."""
+    """Records with `prompt`, a text or a chat as in TRL, or `messages`. `reference` and all else are payload.
+
+    Of `messages` that end with the assistant's, this last message is the reference and the response, unless the record
+    has these fields.
+    """
 
     name = "prompts"
     input_fields = ("prompt", "messages")
@@ -35,13 +43,25 @@ class PromptsTask(Task):
         return format_chat(self._messages(record))
 
     def reference(self, record: Record) -> str | None:
-        return get_optional_text(record, "reference")
+        return get_optional_text(record, "reference") or self._last_answer(record)
+
+    def response(self, record: Record) -> str | None:
+        return super().response(record) or self._last_answer(record)
+
+    def _last_answer(self, record: Record) -> str | None:
+        """Return the text of the assistant's message with which `messages` end, None if they end otherwise."""
+        if record.get("prompt") is not None or not isinstance(record.get("messages"), list):
+            return None
+        last = read_messages(record["messages"], "messages")[-1]
+        return get_text(last, "content") if last["role"] == "assistant" else None
 
     def _messages(self, record: Record) -> list[Message]:
         name = "prompt" if isinstance(record.get("prompt"), list) else "messages"
         if name == "messages" and (record.get("prompt") is not None or record.get("messages") is None):
             return [{"role": "user", "content": get_text(record, "prompt", "messages")}]
         messages = read_messages(record[name], name)
+        if name == "messages" and len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
         if messages[-1]["role"] != "user":
             raise ValueError(f"the last of {name} is by {messages[-1]['role']}; the policy answers a user")
         return messages
@@ -62,8 +82,11 @@ def read_messages(value: Any, name: str) -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"field {name} is no list of {{role, content}}")
+    messages = []
     for i, message in enumerate(value):
-        has_content = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not has_content or message.get("role") not in ROLES:
+        role = get_role(message) if isinstance(message, dict) else None
+        text, is_complete = read_content(get_content(message)) if role in ROLES else ("", False)
+        if not is_complete:
             raise ValueError(f"{name}[{i}] needs a role, one of {', '.join(ROLES)}, and a content that is text")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+        messages.append({"role": str(role), "content": text})
+    return messages

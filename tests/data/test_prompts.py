@@ -56,9 +56,29 @@ def test_messages_with_system_and_several_turns(tokenizer: Any) -> None:
     assert prompt.prompt_text == "system: Be short.\n\nuser: Hi\n\nassistant: Yes?\n\nuser: Why?"
 
 
+def test_a_fine_tuning_record_has_prompt_reference_and_response(tokenizer: Any) -> None:
+    """OpenAI's form: messages that end with the assistant's, the role developer, and contents in parts."""
+    parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "yes."}]
+    messages: list[dict[str, Any]] = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": parts}]
+    record = {"messages": [*messages, {"role": "assistant", "content": "Yes."}]}
+    prompt = make_prompts([record], PROMPTS, tokenizer, 100)[0]
+    assert tokenizer.decode(prompt.prompt_ids) == "<|system|>Be short.<|end|><|user|>Say yes.<|end|><|assistant|>"
+    (example,) = make_policy_examples([record], PROMPTS, tokenizer, max_length=200)
+    assert tokenizer.decode(example.response_ids, skip_special_tokens=True) == "Yes."
+    (sample,) = make_samples([record], PROMPTS)
+    assert (sample.response, sample.problem) == ("Yes.", "") and len(sample.prompt.messages) == 2
+    own = record | {"response": "No.", "reference": "Yes!"}
+    assert (PROMPTS.response(own), PROMPTS.reference(own)) == ("No.", "Yes!")
+    (plain,) = make_samples([{"messages": messages}], PROMPTS)
+    assert "has no response" in plain.problem and PROMPTS.reference({"messages": messages}) is None
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\] needs a role, .* and a"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}]}, r"messages\[1\] needs"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}, "the policy answers a"),
         ({"question": "q"}, "has no field prompt or messages; it has question"),
         ({}, "it has none"),
         ({"prompt": ""}, "field prompt is ''"),

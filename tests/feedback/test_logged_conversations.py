@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.feedback.conversations import ROLES, AssistantTurn, read_conversation, split_conversation
+from t2g.feedback.conversations import AssistantTurn, read_conversation, split_conversation
+from t2g.text.messages import ROLES
 from t2g.text.tokenizer import Message
 
 KEYS = ("role", "from", "content", "value", "tool_calls", "function_call", "function", "name", "arguments", "text")
@@ -71,25 +72,30 @@ def test_every_assistant_message_is_a_turn_whose_history_is_all_before_it() -> N
         ({"role": "assistant", "content": None}, "assistant: "),
         ({"role": "tool", "tool_call_id": "c1", "content": "rain"}, "tool: rain"),
         ({"from": "human", "value": "Hi"}, "user: Hi"),
+        ({"role": None, "content": None, "from": "Human", "value": "Hi"}, "user: Hi"),
+        ({"role": "model", "content": "Ho"}, "assistant: Ho"),
+        ({"from": "chatgpt", "value": "Ho"}, "assistant: Ho"),
+        ({"from": "bing", "value": "Ho"}, "assistant: Ho"),
+        ({"role": "ipython", "content": "3"}, "tool: 3"),
         ({"from": "gpt", "value": "Ho"}, "assistant: Ho"),
         ({"from": "observation", "value": "rain"}, "tool: rain"),
     ],
 )
 def test_forms_of_openai_and_sharegpt_are_read(message: dict[str, Any], expected: str) -> None:
-    assert read_conversation({"messages": [message]}) == chat(expected)
+    assert read_conversation({"messages": [message]}) == (chat(expected), {})
 
 
 def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
     asked = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL, CALL]}
-    text = read_conversation({"messages": [asked]})[0]["content"].splitlines()
+    text = read_conversation({"messages": [asked]}).messages[0]["content"].splitlines()
     assert text[0] == "Let me look." and text[1] == text[2]
     assert json.loads(text[1]) == {"name": "weather", "arguments": {"town": "Ås"}} and "Ås" in text[1]
-    (alone,) = read_conversation({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]})
+    (alone,) = read_conversation({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}).messages
     assert alone["content"] == text[1]
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{broken"}}
-    assert read_conversation({"messages": [old]})[0]["content"] == '{"name": "f", "arguments": "{broken"}'
+    assert read_conversation({"messages": [old]}).messages[0]["content"] == '{"name": "f", "arguments": "{broken"}'
     half = {"role": "assistant", "function_call": {"name": "f", "arguments": '{"town": "\\ud800"}'}}  # of a character
-    read_conversation({"messages": [half]})[0]["content"].encode()
+    read_conversation({"messages": [half]}).messages[0]["content"].encode()
 
 
 @pytest.mark.parametrize(
@@ -104,18 +110,34 @@ def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
             {"messages": chat("user: a", "bot: b")},
             "messages[1] is {'role': 'bot', 'content': 'b'}; it needs a content, and a role, one of system,",
         ),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0] has the content None"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "it needs to be text, or a list of text parts",
-        ),
-        ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0] has the tool call 7"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0] has the tool call"),
     ],
 )
 def test_a_malformed_message_is_named(record: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)):
         read_conversation(record)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "content": None}, "has the content None"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}, "has the content"),
+        ({"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}, "it needs to be text, or a list of"),
+        ({"role": "assistant", "tool_calls": 7}, "has the tool call 7"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "has the tool call"),
+    ],
+)
+def test_a_content_that_is_not_understood_leaves_out_its_turn_alone(message: dict[str, Any], problem: str) -> None:
+    before, after = chat("user: q", "assistant: a", "user: no"), chat("assistant: b", "user: ok", "assistant: c")
+    messages = [*before, *chat("assistant: x", "user: y"), message, *after]
+    conversation = read_conversation({"messages": messages})
+    assert list(conversation.problems) == [5] and conversation.problems[5].startswith("messages[5] ")
+    assert problem in conversation.problems[5]
+    turns = list(split_conversation(*conversation))
+    whole = [turn.response for turn in turns if not turn.problem]
+    # A user's message is the reply to x, and what b answers; the assistant's is a turn of its own.
+    assert whole == (["a", "c"] if message["role"] == "user" else ["a", "x", "b", "c"])
+    assert turns[-1].history[5]["content"] in ("", "a")  # later turns have what is understood
 
 
 def test_arguments_that_are_no_json_are_refused() -> None:
@@ -124,8 +146,8 @@ def test_arguments_that_are_no_json_are_refused() -> None:
         deep = [deep]
     for arguments in ({"dates": {1, 2}}, {(1, 2): 3}, deep):
         call = {"role": "assistant", "function_call": {"name": "f", "arguments": arguments}}
-        with pytest.raises(ValueError, match=r"messages\[1\] has a tool call whose arguments are no JSON: "):
-            read_conversation({"messages": [*chat("user: a"), call]})
+        found = read_conversation({"messages": [*chat("user: a"), call]})
+        assert found.problems[1].startswith("messages[1] has a tool call whose arguments are no JSON: ")
 
 
 VALUES = st.recursive(
@@ -139,5 +161,5 @@ VALUES = st.recursive(
 def test_whatever_a_log_holds_is_read_or_refused(messages: list[dict[str, Any]]) -> None:
     with suppress(ValueError):
         assert all(
-            isinstance(turn.response, str) for turn in split_conversation(read_conversation({"messages": messages}))
+            isinstance(turn.response, str) for turn in split_conversation(*read_conversation({"messages": messages}))
         )

@@ -210,6 +210,18 @@ def test_each_turn_with_a_reply_is_a_sample_and_the_others_are_left_out() -> Non
     )
 
 
+def test_a_picture_leaves_out_its_turn_and_not_the_conversation() -> None:
+    picture = {"role": "user", "content": [{"type": "text", "text": "Look."}, {"type": "image_url"}]}
+    more = [{"role": "user", "content": "No."}, {"role": "assistant", "content": "f = 3"}]
+    chat = [picture, *CHAT[1:2], *more, {"role": "user", "content": "Yes."}]
+    shown, last = make_turn_samples([{"id": 7, "messages": chat}], PromptsTask())
+    assert (
+        shown.is_left_out and "the assistant's turn 1 is not understood: messages[0] has the content" in shown.problem
+    )
+    assert (last.problem, last.response) == ("", "f = 3")
+    assert last.prompt.prompt_text.startswith("user: Look.\n\nassistant: f = 1")
+
+
 def test_a_log_without_an_answer_is_counted_and_makes_no_record() -> None:
     (sample,) = make_turn_samples([{"id": 3, "messages": CHAT[:1]}], PromptsTask())
     assert (sample.problem, sample.is_left_out) == ("data record 1 has no message by the assistant", True)
