@@ -70,7 +70,10 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     else:
         check_model("model", model, revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        # Not Mistral's own backend, which a tekken.json selects: it has no chat template and no offsets of tokens.
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, revision=revision, trust_remote_code=False, mistral_format=False
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         fetch = "" if Path(model).is_dir() else f"; where there is a network: hf download {model}"

@@ -127,6 +127,15 @@ def test_published_files_become_prompts(tokenizer: Any, name: str, file: str) ->
         assert task.response(prompt.payload) == task.response(record) is not None  # so `notes` can tell whose it is
 
 
+def test_a_folder_with_tekken_json_has_the_fast_tokenizer(tmp_path: Path) -> None:
+    build_tokenizer(tmp_path, ["x"], vocab_size=261)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.is_fast and loaded.chat_template
+    assert loaded.decode(encode_chat(loaded, [{"role": "user", "content": "Hi"}])) == "<|user|>Hi<|end|><|assistant|>"
+
+
 def test_no_chat_template_is_a_clear_word(tmp_path: Path) -> None:
     bare = build_tokenizer(tmp_path, ["x"], vocab_size=261)
     bare.chat_template = None
