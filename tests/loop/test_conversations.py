@@ -294,10 +294,11 @@ def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() 
     prompt, lines = Prompt(prompt_id="p", prompt_text="", task="t"), list[Any]()
     for turns, rewards in (([2], [1]), ([2, 2], [3, 10]), ([2], [5])):
         rollout = make_conversation(turns, [1])
-        rollout = replace(rollout, conversation=tuple(replace(t, reply="bad: a") for t in rollout.turns))
+        turns_with_replies = [replace(turn, reply=f"bad: {rollout.answer_of(turn)[-1]}") for turn in rollout.turns]
+        rollout = replace(rollout, conversation=tuple(turns_with_replies))
         feedback = asyncio.run(judge_answer(Replying(), prompt, rollout))
         names = [f"turn_{number + 1}" for number in range(len(turns))]
-        assert [*feedback.criteria] == names and feedback.critique.startswith("turn_1:\nbad: a")
+        assert [*feedback.criteria] == names and feedback.critique.startswith("turn_1:\nbad: ")
         scored, stats = score(rollout)
         by_turn = dict(zip(names, map(float, rewards), strict=True))
         lines.append(
