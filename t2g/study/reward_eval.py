@@ -86,7 +86,7 @@ def judged_record(
         response=response_text,
         gold=gold,
         feedback=guided,
-        parsed=unguided.usable,
+        parsed=unguided.usable or unguided.num_quotes > 0,  # quotes may be lost
         gold_labels=token_rewards(offsets, gold.spans, text=response_text),
         labels=token_rewards(offsets, guided.spans, text=response_text),
     )
