@@ -117,6 +117,8 @@ class StubRewardWorker:
     ) -> SpanFeedback:
         await asyncio.sleep(WORK_S)
         good, poor = [(response_text[:1], 1)], [(response_text[-1:], response_text.count(response_text[-1:]))]
+        if not response_text.strip():
+            good, poor = [], []
         return make_feedback(
             "the beginning helps, the end does not", good, poor, response_text,
             source="reward_model", version=self._version,
