@@ -43,6 +43,9 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
         "mlp_only_layers": [], "tie_word_embeddings": False,
     },
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
 WITHOUT_HEAD_DIM = ("qwen2", "phi3", "olmo2", "granite", "opt", "gpt_neox")  # hidden_size / num_attention_heads
 
@@ -65,6 +68,9 @@ def random_model(folder: Path, architecture: str = "llama", *, seed: int = 0) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
+        for name in model.state_dict().keys() & dict(model.named_buffers()).keys():  # persistent ones
+            buffer = model.get_buffer(name)
+            buffer += 0.5 * torch.rand_like(buffer)
     model.save_pretrained(folder)
     return folder
 

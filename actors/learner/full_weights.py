@@ -11,21 +11,72 @@ from typing import Any
 import torch
 
 from actors.learner import lora
-from actors.weights.buckets import Shapes, plan_buckets
+from actors.learner.models import ABSENT
+from actors.weights.buckets import Shapes, group_by_module, plan_buckets
 from t2g.config import Dtype
 
 
 def get_shapes(engine: Any, *, adapters: bool = False) -> Shapes:
     """Return the shape of every weight in the order of `FullWeights.buckets`. This is no collective.
 
-    Tied weights appear once, adapters are merged.
+    Tied weights appear once, adapters are merged. Names and shapes are those of the model's files.
 
     Args:
         engine: A deepspeed.DeepSpeedEngine.
         adapters: Whether to return only the weights of the adapters.
     """
-    shapes = {name: tuple(p.ds_shape) for name, p in engine.module.named_parameters()}
-    return {name: shapes[own] for name, (own, *_) in lora.sources(shapes, adapters=adapters).items()}
+    shapes = _own_shapes(engine.module, adapters=adapters)
+    if adapters:
+        return shapes
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    in_files: dict[str, tuple[int, ...]] = {}
+    for names in group_by_module(shapes):
+        converted = to_file_layout(engine.module, {name: empty[name] for name in names})
+        in_files |= {name: tuple(tensor.shape) for name, tensor in converted.items()}
+    return in_files
+
+
+def _own_shapes(model: torch.nn.Module, *, adapters: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight by the name that it has in the model without adapters."""
+    shapes = {name: tuple(p.ds_shape) for name, p in model.named_parameters()}
+    own = {name: shapes[source] for name, (source, *_) in lora.sources(shapes, adapters=adapters).items()}
+    if not adapters:
+        own |= {name: tuple(buffer.shape) for name, buffer in get_sent_buffers(model).items()}
+    return own
+
+
+def get_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers by the name that they have in the model without adapters.
+
+    A persistent buffer belongs to the weights of a model: its files hold it, and a state dict has it.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return {name: found[source] for name, (source, *_) in lora.sources(found).items()}
+
+
+def get_sent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers that an engine has: those that it finds in the model's files."""
+    absent = getattr(model, ABSENT, frozenset())
+    return {name: buffer for name, buffer in get_buffers(model).items() if name not in absent}
+
+
+def to_file_layout(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors by the names, and in the layout, of the files that the model was loaded from.
+
+    transformers keeps the experts of a mixture in one tensor, where most files have a tensor for each expert.
+
+    Args:
+        tensors: By the names of the model, the tensors of complete modules.
+    """
+    if not getattr(model, "_weight_conversions", None):  # those that transformers applied when it loaded the files
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
 
 
 class FullWeights:
@@ -47,21 +98,38 @@ class FullWeights:
         """Yield the buckets of `plan_buckets`: pairs of a name and a contiguous tensor of `dtype` on `device`.
 
         Rank 0 yields them, or every rank with `everywhere`; other ranks yield empty lists. Under LoRA these are the
-        merged weights by their checkpoint names.
+        merged weights. Names and layout are those of the model's files. A buffer keeps its own type.
         """
-        named = dict(self._engine.module.named_parameters())
-        sources, shapes = (
-            lora.sources(named, adapters=self._adapters),
-            get_shapes(self._engine, adapters=self._adapters),
-        )
+        model = self._engine.module
+        named = dict(model.named_parameters())
+        sources = lora.sources(named, adapters=self._adapters)
+        shapes = _own_shapes(model, adapters=self._adapters)
+        buffers = {name: buffer for name, buffer in get_sent_buffers(model).items() if name in shapes}
+        target = torch.device(device)
         for names in plan_buckets(shapes, dtype=dtype, bucket_bytes=bucket_bytes):
-            pieces = self.gather({source: named[source] for name in names for source in sources[name]})
+            weights = [name for name in names if name not in buffers]
+            pieces = self.gather({source: named[source] for name in weights for source in sources[name]})
             if not everywhere and self._engine.global_rank != 0:
                 yield []
                 continue
-            merged = {name: self._merged(name, sources[name], named, pieces) for name in names}
-            flat = self._flatten(list(merged.values()), getattr(torch, dtype), torch.device(device))
-            yield [(n, w[: math.prod(shapes[n])].view(shapes[n])) for n, w in zip(names, flat, strict=True)]
+            merged = [self._merged(name, sources[name], named, pieces) for name in weights]
+            flat = self._flatten(merged, getattr(torch, dtype), target) if weights else []
+            tensors = {name: buffers[name].detach().to(target) for name in names if name in buffers}
+            for name, weight in zip(weights, flat, strict=True):
+                tensors[name] = weight[: math.prod(shapes[name])].view(shapes[name])
+            bucket = self._convert(names, tensors)
+            bucket.sort(key=lambda pair: -pair[1].element_size())  # vLLM needs tensors of wider types to be aligned
+            yield bucket
+
+    def _convert(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Return a bucket in the order of `get_shapes`, in the layout of the model's files."""
+        if self._adapters:
+            return [(name, tensors[name]) for name in names]
+        bucket: list[tuple[str, torch.Tensor]] = []
+        for module in group_by_module(names):
+            converted = to_file_layout(self._engine.module, {name: tensors[name] for name in module})
+            bucket += [(name, tensor.contiguous()) for name, tensor in converted.items()]
+        return bucket
 
     def gather(self, parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return [num_ranks, n] of each parameter, in its own type on the engine's device, for `full_tensor`."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from actors.learner.export import write_model
 from actors.learner.models import load_for_training
+from actors.weights.adapters import find_expert_blocks, find_targets, load_empty
 from t2g.config import Dtype, LoRAConfig, ModelConfig
 from t2g.errors import UserError
 from t2g.text.tokenizer import load_tokenizer
@@ -24,17 +26,22 @@ _FACTORS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
 
 
 def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig, *, dropout: float) -> None:
-    """Freeze `model` and add an adapter to every linear layer but the head, in place. Its outputs stay the same.
+    """Freeze `model` and add an adapter to the layers of `find_targets`, in place. Its outputs stay the same.
 
     Args:
         model: A transformers PreTrainedModel.
         base: Its source, which the exported adapter names.
+
+    Raises:
+        UserError: peft adapts a layer in a form that cannot be merged and sent.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        target_modules="all-linear",
+        target_modules=find_targets(model),
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=dropout,
@@ -42,8 +49,33 @@ def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig, *, dropout: fl
         revision=base.revision,
     )
     inject_adapter_in_model(config, model, ADAPTER)
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and not isinstance(layer, Linear):
+            raise UserError(
+                f"lora: peft adapts {name} of model.policy={base.policy!r} as a {type(layer).__name__}, which can be "
+                "neither merged nor sent to an engine; train all weights of this model"
+            )
     # ZeRO-3 fetches a layer's weights in the backward pass by its input's gradient, which the first layer lacks.
     model.enable_input_require_grads()
+
+
+def check_adapters(lora: LoRAConfig, base: ModelConfig, *, cpu_engines: bool = False) -> None:
+    """Check before any process is started that the model can be trained with adapters.
+
+    Args:
+        cpu_engines: Whether engines on CPUs load the adapters.
+
+    Raises:
+        UserError: See `add_adapters`, or vLLM cannot load adapters for a mixture of experts on a CPU.
+    """
+    empty = load_empty(base.policy, base.revision)
+    if cpu_engines and find_expert_blocks(empty):
+        raise UserError(
+            f"learner.lora: model.policy={base.policy!r} is a mixture of experts, and vLLM loads adapters of those on "
+            "GPUs only; set learner.sync_adapters=false, which sends merged weights"
+        )
+    with torch.device("meta"):
+        add_adapters(empty, lora, base, dropout=0.0)
 
 
 @contextmanager
@@ -147,8 +179,7 @@ def merge_adapter(adapter: Path, folder: Path, dtype: Dtype) -> None:
     if num_rows is not None:
         model.resize_token_embeddings(num_rows, mean_resizing=False)
     part = folder.with_name(f"{folder.name}.part")
-    PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(part)
-    tokenizer.save_pretrained(part)
+    write_model(PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer, None, part, base)
     part.rename(folder)
 
 

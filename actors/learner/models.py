@@ -9,6 +9,7 @@ from t2g.config import Dtype, ModelConfig
 from t2g.errors import UserError
 from t2g.text.policy_chat import load_policy_tokenizer
 
+ABSENT = "_t2g_absent"  # attribute of a model: the names of weights and buffers that its files lack
 MAX_EAGER_TOKENS = 512  # on a CPU eager attention is faster than sdpa for rows of 250 tokens, and slower for 650
 
 
@@ -36,10 +37,16 @@ def load_for_training(
         attention = "sdpa" if (on_gpu or longest_row > MAX_EAGER_TOKENS) and not capped else "eager"
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
         classes = [getattr(transformers, name) for name in auto_classes]
-        models = [cls.from_pretrained(model.policy, **source, **weights) for cls in classes]
+        models = [_load(cls, model.policy, **source, **weights) for cls in classes]
     except (OSError, ValueError) as error:
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
     return load_policy_tokenizer(model), models
+
+
+def _load(auto_class: Any, policy: str, **options: Any) -> Any:
+    model, info = auto_class.from_pretrained(policy, output_loading_info=True, **options)
+    setattr(model, ABSENT, frozenset(info["missing_keys"]))
+    return model
 
 
 def checkpoint_layers(model: Any, source: ModelConfig, *, section: str) -> None:

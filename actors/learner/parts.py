@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from actors.learner import lora, zero3
+from actors.learner.export import check_folder, default_probe
 from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
@@ -232,6 +233,7 @@ class PolicyTrainer(ModelTrainer):
         num_steps = max(1, spec.num_updates - spec.warmup_updates) * spec.minibatches_per_update
         super().__init__(spec, zero3.build_engine(policy, optim, num_steps=num_steps, **memory))
         self.tokenizer = tokenizer
+        self._probe_ids = default_probe(policy)
         self._passes: list[
             tuple[Microbatch, dict[str, torch.Tensor]]
         ] = []  # of this update, with `defers_old_logprobs`
@@ -397,13 +399,13 @@ class PolicyTrainer(ModelTrainer):
                 if sender is not None:
                     yield from sender.send(index, names, tensors, started)
                 else:
-                    yield make_bucket(
-                        index, names, [_to_numpy(tensor) for tensor in tensors], full=full, started=started
-                    )
+                    arrays = [_to_numpy(tensor) for tensor in tensors]
+                    yield make_bucket(index, names, arrays, full=full, started=started)
                 started = time.monotonic()
 
     def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
+        self._probe_ids = ids
         self.engine.eval()
         return self._probe_logprobs(ids)
 
@@ -413,8 +415,19 @@ class PolicyTrainer(ModelTrainer):
         return Rows([probe], self.engine.device).token_outputs(self.engine, 1.0).logprobs.cpu().numpy()
 
     def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder in safetensors with its tokenizer, and under LoRA its adapter."""
-        zero3.export(self.engine, self.tokenizer, folder)
+        """Write the policy as a Hugging Face folder in safetensors with its tokenizer, and under LoRA its adapter.
+
+        Raises:
+            RunStopped: The folder, read back, is not the policy; see `export.check_folder`.
+        """
+        config = self.spec.learner
+        expected = self.compute_probe_logprobs(self._probe_ids)
+        zero3.export(self.engine, self.tokenizer, folder, self.spec.model)
+        if self.engine.global_rank == 0:
+            tolerance = config.export_tolerance
+            check_folder(
+                folder, self._probe_ids, expected, like=self.engine.module, dtype=config.dtype, tolerance=tolerance
+            )
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster.fanout import collect, first_line
 from actors.cluster.placement import bundle, check_placement, process_environment
+from actors.learner.export import EXPORT_FILE
 from actors.learner.parts import LearnerSpec
 from actors.learner.ranks import rank_environment
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, Report, SFTProgress, train_loop
@@ -65,7 +66,8 @@ def run_sft(
             REPORT_EVERY of them.
 
     Returns:
-        The last `SFTProgress` as a dict, and `wall_s` with start-up and export; seconds are of this start.
+        The last `SFTProgress` as a dict, `wall_s` with start-up and export, and `export_gap`, the largest difference
+        of the probe between the trained and the written model, nats. Seconds are of this start.
 
     Raises:
         UserError: There are no examples, `out_folder` has another model, the checkpoint cannot be read, the ranks do
@@ -96,6 +98,8 @@ def run_sft(
         folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
     metrics = _fit(job, cluster, on_report) | {"wall_s": time.monotonic() - started}
+    exported = json.loads((part / MODEL / EXPORT_FILE).read_text())
+    metrics["export_gap"] = exported["probe_gap"]["largest"]
     identity.save_identity(part / MODEL, run_identity)
     write_atomic(part / MODEL / DONE_FILE, json.dumps(metrics, indent=1).encode())
     os.replace(part / MODEL, out_folder)

@@ -23,8 +23,9 @@ import torch
 
 from actors.cluster.toolkit import build_environment
 from actors.learner import lora
+from actors.learner.export import write_model
 from actors.learner.full_weights import FullWeights
-from t2g.config import Dtype, OptimConfig
+from t2g.config import Dtype, ModelConfig, OptimConfig
 from t2g.errors import Diverged
 from t2g.files import match_folder_permissions
 from t2g.resources.memory import BUCKET_NUMEL
@@ -264,24 +265,31 @@ def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]
     return out
 
 
-def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
+def export(engine: Engine, tokenizer: Any, folder: Path, source: ModelConfig) -> None:
     """Write the model as a Hugging Face folder in safetensors with its tokenizer, on rank 0.
 
     Under LoRA the model is merged, and its folder `adapter` has the adapter.
+
+    Args:
+        source: Of the model, see `export.write_model`.
     """
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
-    merged, adapter = (
-        {n: t.clone() for bucket in weights.buckets(EXPORT_BUCKET_BYTES, dtype) for n, t in bucket}
-        for weights in (FullWeights(engine), FullWeights(engine, adapters=True))
-    )
+    merged = _copy_weights(FullWeights(engine), dtype)
+    adapter = _copy_weights(FullWeights(engine, adapters=True), dtype)
     if engine.global_rank == 0:
-        engine.module.save_pretrained(folder, state_dict=merged)
-        tokenizer.save_pretrained(folder)
+        write_model(engine.module, tokenizer, merged, folder, source)
         if adapter:
             lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
             tokenizer.save_pretrained(folder / lora.FOLDER)
         match_folder_permissions(folder)
     torch.distributed.barrier()
+
+
+def _copy_weights(weights: FullWeights, dtype: Dtype) -> dict[str, torch.Tensor]:
+    copies: dict[str, torch.Tensor] = {}
+    for bucket in weights.buckets(EXPORT_BUCKET_BYTES, dtype):
+        copies |= {name: tensor.clone() for name, tensor in bucket}
+    return copies
 
 
 def offload_states(engine: Engine) -> None:
@@ -378,7 +386,18 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool =
     path, _ = engine.load_checkpoint(str(source), tag=tag, custom_load_fn=_load_trained)
     if path is None:
         raise FileNotFoundError(f"{source / tag} holds no ZeRO-3 checkpoint of {engine.world_size} ranks")
+    if universal:
+        _load_buffers(engine.module, folder / tag)
     _type_steps(engine)
+
+
+def _load_buffers(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Load the persistent buffers, which DeepSpeed's universal checkpoint lacks, from any rank's file."""
+    file = min(checkpoint.glob("*_model_states.pt"))
+    saved = torch.load(file, map_location="cpu", weights_only=False)["module"]
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            buffer.copy_(saved[name])
 
 
 def _type_steps(engine: Engine) -> None:

@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from actors.vllm_compat.transports import abort_when_stalled, join_group, rebuild_arguments
-from actors.weights.buckets import ITEM_BYTES, Rendezvous, hash_arrays
+from actors.weights.buckets import Rendezvous, hash_arrays
 from actors.weights.shared_buffer import BufferMapping
 
 BACKENDS = {"store": "StoreWeightTransferEngine", "nccl": "NcclBroadcastEngine", "ipc": "IpcSharedEngine"}
@@ -67,7 +67,7 @@ class WeightManifest(WeightTransferInitInfo):
     """Everything that a version sends. vLLM's `start` takes no argument, so this is sent as init info."""
 
     version: int
-    dtype: str  # "float32" or "bfloat16", of every tensor
+    dtype: str  # "float32" or "bfloat16", of every tensor whose bucket names no other type
     shapes: dict[str, list[int]]  # by name
 
 
@@ -125,6 +125,7 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         if self._open:
             # vLLM would continue counting from the interrupted round, and load a module before its last part.
             finalize_layerwise_reload(self.model, self.model_config)
+        self._forget_packed_experts()
         initialize_layerwise_reload(self.model)
         self._open = True
 
@@ -141,11 +142,12 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         wrong_names = [n for n in update_info.names if n not in self._missing]
         if wrong_names:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong_names)} not in the manifest, or sent before")
-        self._load(update_info, [manifest.shapes[name] for name in update_info.names], manifest.dtype)
+        dtypes = update_info.transport_meta.get("dtypes") or [manifest.dtype] * len(update_info.names)
+        self._load(update_info, [manifest.shapes[name] for name in update_info.names], dtypes)
         for name in update_info.names:
             del self._missing[name]
 
-    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtypes: list[str]) -> None:
         """Read the bytes of one bucket and have the model load them."""
         raise NotImplementedError
 
@@ -166,6 +168,19 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_weights()
         self._open = False
+
+    def _forget_packed_experts(self) -> None:
+        """Have vLLM pack the experts of a mixture again.
+
+        On a CPU it packs them when it builds their kernel, which it does at the first load only: later loads would be
+        copied into the packed memory without packing. On a GPU the kernel must stay, for captured graphs.
+        """
+        if self.device.type != "cpu":
+            return
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _pack_tied_weights(self) -> None:
         """Pack the weight of a tied output layer again.
@@ -191,24 +206,23 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
         super().__init__(*args)
         self._mapping = BufferMapping()
 
-    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtypes: list[str]) -> None:
         data = self._mapping.read(bucket.transport_meta["path"], bucket.transport_meta["num_bytes"])
-        kind = {"float32": np.float32, "bfloat16": np.uint16}[dtype]
-        views = [
-            np.ndarray(shape, kind, data, at)
-            for shape, at in zip(shapes, bucket.transport_meta["offsets"], strict=True)
-        ]
+        views: list[np.ndarray] = []
+        for shape, dtype, start in zip(shapes, dtypes, bucket.transport_meta["offsets"], strict=True):
+            num_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
+            views.append(data[start : start + num_bytes])
         if hash_arrays(*views) != bucket.transport_meta["xxh3"]:
             raise ValueError(f"xxh3 mismatch: bucket {bucket.index} of version {bucket.version} changed in transfer")
-        self.model.load_weights(self._tensors(bucket, views, getattr(torch, dtype)))
+        self.model.load_weights(self._tensors(bucket, views, shapes, dtypes))
         self._own_pending()
 
     def _tensors(
-        self, bucket: BucketInfo, views: list[np.ndarray], dtype: torch.dtype
+        self, bucket: BucketInfo, views: list[np.ndarray], shapes: list[list[int]], dtypes: list[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         hashes = bucket.transport_meta["tensor_xxh3"] or [""] * len(views)
-        for name, view, expected in zip(bucket.names, views, hashes, strict=True):
-            tensor = torch.from_numpy(view).view(dtype).to(self.device)
+        for name, view, shape, dtype, expected in zip(bucket.names, views, shapes, dtypes, hashes, strict=True):
+            tensor = torch.from_numpy(view).view(getattr(torch, dtype)).view(shape).to(self.device)
             if expected and hash_arrays(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
                 raise ValueError(f"xxh3 mismatch: {name} of version {bucket.version} differs from the learner's")
             yield name, tensor
@@ -243,9 +257,9 @@ class NcclBroadcastEngine(ManifestTransferEngine, NCCLWeightTransferEngine):
             Rendezvous(**init_info.rendezvous | {"members": members}), rank, self.device
         )
 
-    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtypes: list[str]) -> None:
         """Raises RuntimeError when the broadcast does not arrive in time, or was aborted."""
-        info = NCCLWeightTransferUpdateInfo(names=bucket.names, dtype_names=[dtype] * len(shapes), shapes=shapes)
+        info = NCCLWeightTransferUpdateInfo(names=bucket.names, dtype_names=dtypes, shapes=shapes)
         group = self.model_update_group
         if group is None:
             raise RuntimeError("the engine has no group to receive weights in")
@@ -258,15 +272,15 @@ class NcclBroadcastEngine(ManifestTransferEngine, NCCLWeightTransferEngine):
 class IpcSharedEngine(ManifestTransferEngine, IPCWeightTransferEngine):
     """vLLM's ipc engine."""
 
-    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtypes: list[str]) -> None:
         """Raises ValueError if no learner rank is on this GPU."""
-        item_bytes = ITEM_BYTES[dtype]
+        sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         info = IPCWeightTransferUpdateInfo(
             names=bucket.names,
-            dtype_names=[dtype] * len(shapes),
+            dtype_names=dtypes,
             shapes=shapes,
             ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in bucket.transport_meta["handles"].items()},
-            tensor_sizes=[math.prod(shape) * item_bytes for shape in shapes],
+            tensor_sizes=sizes,
         )
         IPCWeightTransferEngine.receive_weights(self, info)
 

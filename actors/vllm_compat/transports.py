@@ -110,7 +110,9 @@ class NcclSender:
         """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        yield Bucket(index=index, names=tuple(names), gather_s=time.monotonic() - started)
+        gather_s = time.monotonic() - started
+        meta = {"dtypes": [format_dtype(tensor) for tensor in tensors]}
+        yield Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta=meta)
         if self._group is None or self._group.disabled:
             return
         _finish(tensors)  # the broadcast has streams of its own
@@ -178,7 +180,8 @@ class IpcSender:
         handles = dict(self.gather((shared.gpu, shared.handle)))
         if self._rank == 0:
             gather_s = time.monotonic() - started
-            yield Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta={"handles": handles})
+            meta = {"handles": handles, "dtypes": [format_dtype(tensor) for tensor in tensors]}
+            yield Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta=meta)
 
     def share(self, num_bytes: int) -> SharedMemory:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -195,6 +198,14 @@ class IpcSender:
 
 
 Sender = NcclSender | IpcSender
+
+
+def format_dtype(tensor: torch.Tensor) -> str:
+    """
+    >>> format_dtype(torch.zeros(1, dtype=torch.bfloat16))
+    'bfloat16'
+    """
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _finish(tensors: Sequence[torch.Tensor]) -> None:

@@ -20,17 +20,58 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank in
 ADAPTER_ID = 1  # of the only adapter: a running request continues with the adapter that is next loaded under this id
 
 
-def engine_arguments(lora: LoRAConfig, model: str, revision: str | None) -> dict[str, Any]:
-    """Return vLLM's arguments for one adapter on every linear layer but the head.
+def find_targets(model: Any) -> list[str]:
+    """Return the paths of the layers that get an adapter: every linear layer but the head.
 
-    With an adapter on the head, an engine that computes prompt logprobs beside other requests dies (vLLM 0.32).
+    The experts of a mixture, and every other linear layer in a block that has experts, get none: the experts are one
+    tensor, no layer.
+
+    Args:
+        model: A transformers PreTrainedModel, also an empty one.
     """
+    from transformers.pytorch_utils import Conv1D
+
+    head, blocks = model.get_output_embeddings(), find_expert_blocks(model)
+    targets: list[str] = []
+    for path, layer in model.named_modules():
+        is_linear = isinstance(layer, torch.nn.Linear | Conv1D) and layer is not head
+        if is_linear and not blocks.intersection(path.split(".")):
+            targets.append(path)
+    return targets
+
+
+def find_expert_blocks(model: torch.nn.Module) -> set[str]:
+    """Return the names, without their paths, of the blocks that have experts as one tensor [experts, out, in].
+
+    >>> experts = torch.nn.Module()
+    >>> experts.down_proj = torch.nn.Parameter(torch.zeros(4, 8, 6))
+    >>> mlp = torch.nn.ModuleDict({"experts": experts})
+    >>> find_expert_blocks(torch.nn.ModuleDict({"mlp": mlp, "conv": torch.nn.Conv1d(1, 1, 1)}))
+    {'mlp'}
+    """
+    blocks: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.conv._ConvNd):
+            continue
+        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            blocks.update(path.split(".")[-2:-1])
+    return blocks
+
+
+def load_empty(model: str, revision: str | None) -> Any:
+    """Return the model without memory for its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, revision=revision))
-    layers = [(n, m) for n, m in empty.named_modules() if isinstance(m, torch.nn.Linear)]
-    targets = sorted({name.rpartition(".")[2] for name, layer in layers if layer is not empty.get_output_embeddings()})
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, revision=revision))
+
+
+def engine_arguments(lora: LoRAConfig, model: str, revision: str | None) -> dict[str, Any]:
+    """Return vLLM's arguments for one adapter on the layers of `find_targets`.
+
+    With an adapter on the head, an engine that computes prompt logprobs beside other requests dies (vLLM 0.32).
+    """
+    targets = sorted({path.rpartition(".")[2] for path in find_targets(load_empty(model, revision))})
     rank = min((n for n in RANKS if n >= lora.r), default=lora.r)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
 

@@ -5,7 +5,7 @@ This module knows neither Ray nor the transports (`actors.weights.sync`, `actors
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ class Bucket:
     ipc: the bytes lie in the GPU memory of each rank, tensor after tensor, until the bucket after the next is packed.
     `transport_meta` has `handles`, by the UUID of the GPU, see `actors.vllm_compat.transports.SharedMemory`.
     nccl: the bytes follow by broadcast.
+
+    With all of them `transport_meta` has `dtypes`, the type of each tensor: buffers keep theirs.
     """
 
     index: int  # 0, 1, ... within a version
@@ -55,9 +57,11 @@ def make_bucket(
         full: Whether to hash each tensor as well.
         started: The value of time.monotonic when the rank began to gather the bucket.
     """
-    hashes = {"xxh3": hash_arrays(*tensors), "tensor_xxh3": [hash_arrays(tensor) for tensor in tensors] if full else []}
+    hashes = [hash_arrays(tensor) for tensor in tensors] if full else []
+    dtypes = ["bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name for tensor in tensors]
+    meta = {"xxh3": hash_arrays(*tensors), "tensor_xxh3": hashes, "dtypes": dtypes}
     gather_s = time.monotonic() - started
-    return Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta=hashes, tensors=tuple(tensors))
+    return Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta=meta, tensors=tuple(tensors))
 
 
 def hash_arrays(*arrays: Any) -> str:
@@ -90,19 +94,28 @@ def get_module_name(name: str) -> str:
     return ".".join(parts[:layer])
 
 
+def group_by_module(names: Iterable[str]) -> list[list[str]]:
+    """Return the names of each module that must be sent in one bucket, in order.
+
+    >>> group_by_module(["layers.0.a", "layers.1.a", "layers.0.b"])
+    [['layers.0.a', 'layers.0.b'], ['layers.1.a']]
+    """
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(get_module_name(name), []).append(name)
+    return list(modules.values())
+
+
 def plan_buckets(shapes: Shapes, *, dtype: str, bucket_bytes: float) -> list[tuple[str, ...]]:
     """Return the tensor names of each bucket: complete modules, at most `bucket_bytes` unless one module is larger.
 
     A bucket never ends inside a module. The engine fuses q, k, v (and gate, up) into one tensor, and keeps references
     to the first parts until it has the last. A later bucket would overwrite the buffer of these parts.
     """
-    modules: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        modules.setdefault(get_module_name(name), {})[name] = shape
     buckets: list[tuple[str, ...]] = []
     filled = math.inf
-    for members in modules.values():
-        filled += (size := num_bytes(members, dtype))
+    for members in group_by_module(shapes):
+        filled += (size := num_bytes({name: shapes[name] for name in members}, dtype))
         if filled > bucket_bytes:
             buckets.append(())
             filled = size

@@ -24,7 +24,9 @@ from actors.engines.multi_turn import Conversations
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.health import restarts_left
 from actors.fleet.steering import Steering
+from actors.learner.export import EXPORT_FILE
 from actors.learner.learner import LearnerGroup
+from actors.learner.lora import check_adapters
 from actors.learner.parts import LearnerSpec
 from actors.weights.gpu_time_sharing import GpuTimeSharing
 from actors.weights.probe import PROBE_TOKENS
@@ -96,6 +98,9 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     Raises:
         UserError: The data, the tokenizer or the task cannot be used.
     """
+    learner = config.learner
+    if learner.lora is not None:
+        check_adapters(learner.lora, config.model, cpu_engines=learner.sync_adapters and not config.rollout.gpus)
     task = get_task(config.task)
     tokenizer = load_policy_tokenizer(config.model)
     room = config.rollout.max_prompt_tokens
@@ -440,6 +445,8 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
         "versions": collect_versions(),
     }
+    if (folder / POLICY / EXPORT_FILE).is_file():
+        summary["export"] = json.loads((folder / POLICY / EXPORT_FILE).read_text())
     write_json(folder / SUMMARY_FILE, summary)
     if (folder / POLICY).is_dir():
         write_model_card(folder / POLICY, config, summary["base"], summary["policy"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.learner.lora import check_adapters
 from jobs.common.annotation_runs import DONE_FILE
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.supervised import MODEL, supervise
@@ -42,6 +43,8 @@ class RewardData:
 
 def read_data(config: RewardJob) -> RewardData:
     """Return examples and held-out records. Raises UserError if they cannot be used."""
+    if config.sft.lora is not None:
+        check_adapters(config.sft.lora, config.model)
     for name, data in (("data.path", config.data), ("eval_data.path", config.eval_data)):
         for path in data.paths:
             check_style(name, path, config.style, config.criterion)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
+from actors.learner.lora import check_adapters
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
 from jobs.common.run_folder import SMOKE_STEPS, begin_folder, sole_process
@@ -26,6 +27,8 @@ LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
 
 def read_examples(config: SFTJob) -> list[TrainSequence]:
     """Return the training examples of a policy. Raises UserError if the data cannot be used."""
+    if config.sft.lora is not None:
+        check_adapters(config.sft.lora, config.model)
     task, tokenizer = get_task(config.task), load_policy_tokenizer(config.model)
     records, length = load_records(config.data), config.sft.max_length
     tags = find_thinking_tags(tokenizer, config.model.thinking_tags)

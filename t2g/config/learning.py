@@ -170,7 +170,10 @@ class ObjectiveConfig(FollowingSection):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (Hu et al., arXiv 2106.09685) on every linear layer but the head; defaults are the paper's."""
+    """Low-rank adapters (Hu et al., arXiv 2106.09685) on every linear layer but the head; defaults are the paper's.
+
+    In a mixture of experts only layers outside of the blocks with experts have adapters.
+    """
 
     r: int = Field(16, ge=1)
     alpha: float = Field(32, gt=0)
@@ -261,6 +264,12 @@ class LearnerConfig(RoleConfig):
             return self.probe_tolerance
         rounding = 0.03 if engine.gpus else 1e-3  # a GPU engine's attention multiplies float32 numbers as TF32
         return 0.25 if "bfloat16" in (engine.dtype, self.dtype) else rounding
+
+    @property
+    def export_tolerance(self) -> float:
+        """Return the difference that rounding explains between the ranks and plain transformers on a CPU."""
+        rounding = 0.03 if self.gpus else 1e-3
+        return 0.25 if self.dtype == "bfloat16" else rounding
 
     def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
         """Return the resources of the groups of ranks by config section; the critic's own group comes last."""

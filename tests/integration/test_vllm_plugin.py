@@ -76,6 +76,31 @@ def test_what_is_not_in_the_manifest_or_came_twice_or_changed_is_refused(tmp_pat
         transfer.finish_weight_update()
 
 
+def test_a_tensor_of_its_own_type_keeps_its_bits(tmp_path: Path) -> None:
+    """1 + 2^-20 is 1 in bfloat16, the type of the version."""
+    exact = torch.tensor([1 + 2.0**-20, -3.5, 0.1])
+    (tmp_path / "arena").write_bytes(PARTS["a"].tobytes().ljust(64, b"\0") + exact.numpy().tobytes())
+    transfer, model = engine()
+    meta = {
+        "path": str(tmp_path / "arena"), "num_bytes": 76, "offsets": [0, 64], "dtypes": ["bfloat16", "float32"],
+        "xxh3": hash_arrays(PARTS["a"], exact.numpy()), "tensor_xxh3": [],
+    }  # fmt: skip
+    transfer.receive_weights(BucketInfo(version=5, index=0, names=["a", "b"], transport_meta=meta))
+    assert model.loaded["a"].tolist() == [[1, 2], [3, 4]] and torch.equal(model.loaded["b"], exact)
+
+
+@pytest.mark.parametrize(("device", "is_kept"), [("cpu", False), ("meta", True)])
+def test_experts_on_a_cpu_are_packed_at_each_version(device: str, is_kept: bool) -> None:
+    """vLLM packs them only when it builds their kernel."""
+    model = Recorder()
+    model.quant_method = SimpleNamespace(moe_kernel="packed")
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    transfer = StoreWeightTransferEngine(SimpleNamespace(), config, torch.device(device), model)
+    open_version(transfer)
+    transfer.start_weight_update()
+    assert (model.quant_method.moe_kernel == "packed") == is_kept
+
+
 class Keeper(Recorder):
     """Loads only once it is whole, as vLLM's fused modules do: until then vLLM keeps the arguments of each load."""
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from fakes import letter_tokenizer
 
+from actors.learner.export import EXPORT_FILE
 from actors.learner.zero3 import lr_factor
 from jobs.api.calls import format_smoke_summary, show_one
 from jobs.api.calls import run_training as run
@@ -53,6 +54,16 @@ def test_a_smoke_run_says_what_the_whole_run_takes(tmp_path: Path) -> None:
     )
     often = job.model_copy(update={"eval": job.eval.model_copy(update={"every": 1})})  # 3 and 11 evaluations
     assert "will take about 1 min 17 s" in format_smoke_summary(often, summary)
+
+
+def test_the_gap_of_the_export_stands_in_the_summary(tmp_path: Path) -> None:
+    exported = {"probe_gap": {"largest": 2e-6, "p95": 1e-6, "median": 1e-7}, "probe_tokens": 64}
+    job, summary = summary_of(tmp_path, LINES)
+    assert "export" not in summary
+    (job.run.folder / "policy").mkdir()
+    (job.run.folder / "policy" / EXPORT_FILE).write_text(json.dumps(exported))
+    write_summary(job, seconds=30.0)
+    assert json.loads((job.run.folder / "summary.json").read_text())["export"] == exported
 
 
 def test_a_smoke_run_of_a_function_that_quotes_nothing_says_so(tmp_path: Path) -> None:

@@ -84,6 +84,30 @@ def test_every_linear_layer_but_the_head_has_an_adapter(tmp_path: Path) -> None:
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * 3 * (4 * (64 + 64) + 3 * (64 + 96))
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])  # the second has shared experts and a dense layer
+def test_blocks_with_experts_have_no_adapters(architecture: str, tmp_path: Path) -> None:
+    """peft would adapt the experts in a form that has no dropout, and that is neither sent nor merged."""
+    model = load(random_model(tmp_path, architecture))
+    lora.add_adapters(model, CONFIG, ModelConfig(policy=str(tmp_path)), dropout=0.5)
+    under = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert under == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_adapters_of_experts_are_refused_for_engines_on_cpus(tmp_path: Path) -> None:
+    dense, mixture = random_model(tmp_path / "dense"), random_model(tmp_path / "mixture", "qwen3_moe")
+    lora.check_adapters(CONFIG, ModelConfig(policy=str(dense)), cpu_engines=True)
+    lora.check_adapters(CONFIG, ModelConfig(policy=str(mixture)))
+    with pytest.raises(UserError, match=r"mixture of experts.*set learner\.sync_adapters=false"):
+        lora.check_adapters(CONFIG, ModelConfig(policy=str(mixture)), cpu_engines=True)
+
+
+def test_an_unknown_form_of_adapter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = random_model(tmp_path)
+    monkeypatch.setattr(lora, "find_targets", lambda model: ["model.embed_tokens"])
+    with pytest.raises(UserError, match=r"peft adapts model\.embed_tokens .* as a Embedding"):
+        lora.check_adapters(CONFIG, ModelConfig(policy=str(folder)))
+
+
 def test_merge_worked_by_hand() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     a, b = torch.tensor([[1.0, -1.0]]), torch.tensor([[1.0], [0.0], [2.0]])
