@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from actors.cluster.fanout import first_line
 from actors.learner.export import write_model
 from actors.learner.models import load_for_training
 from actors.weights.adapters import find_expert_blocks, find_targets, load_empty
@@ -48,7 +49,13 @@ def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig, *, dropout: fl
         base_model_name_or_path=base.policy,
         revision=base.revision,
     )
-    inject_adapter_in_model(config, model, ADAPTER)
+    try:
+        inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:
+        message = first_line(error)
+        raise UserError(
+            f"lora: peft cannot adapt model.policy={base.policy!r}: {message}; train all weights"
+        ) from error
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer) and not isinstance(layer, Linear):
             raise UserError(

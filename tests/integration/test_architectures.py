@@ -36,6 +36,9 @@ ADAPTERS = {
 }
 
 
+MERGED = {"policy": {"lr": 1e-2}, "lora": {"r": 4, "alpha": 16}, "sync_adapters": False}
+
+
 def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
     return PolicyJob.model_validate(
         {
@@ -55,7 +58,11 @@ def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
 @pytest.mark.slow  # two engines and a learner group each
 @pytest.mark.parametrize(
     ("architecture", "learner"),
-    [*((name, {}) for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2")), ("qwen2", ADAPTERS)],
+    [
+        *((name, {}) for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma4_text", "glm4_moe")),
+        ("qwen2", ADAPTERS),
+        ("qwen3_moe", MERGED),
+    ],
 )
 def test_a_step_moves_the_policy_and_vllm_serves_the_export(
     architecture: str, learner: dict[str, Any], tmp_path: Path

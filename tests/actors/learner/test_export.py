@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from actors.learner.export import EXPORT_FILE, GENERATION_FILE, check_folder, default_probe, score, write_model
-from actors.learner.full_weights import get_buffers
+from actors.learner.full_weights import get_buffers, to_file_layout
 from actors.learner.models import load_for_training
+from actors.weights.buckets import group_by_module
 from t2g.config import ModelConfig
 from t2g.errors import RunStopped
 
@@ -99,6 +100,19 @@ def test_a_lost_buffer_is_refused(architecture: str, buffer: str, tmp_path: Path
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(RunStopped, match=f"lacks 1 weights: {buffer}"):
         check(model, tmp_path / "policy")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma4_text", "qwen3_moe", "glm4_moe"])
+def test_names_and_layout_of_a_model_are_those_of_its_files(architecture: str, tmp_path: Path) -> None:
+    """transformers keeps experts in one tensor, where the files have a tensor for each."""
+    model, _ = load(random_model(tmp_path, architecture))
+    stored = load_file(tmp_path / "model.safetensors")
+    own = {name: weight.detach() for name, weight in model.named_parameters()} | get_buffers(model)
+    found: Weights = {}
+    for names in group_by_module(own):
+        found |= to_file_layout(model, {name: own[name] for name in names})
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
 def test_an_invalid_generation_config_is_copied_unchanged(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from actors.learner.full_weights import FullWeights, get_shapes
+from actors.learner.models import ABSENT
 
 # Odd numbers of elements: the last rank's partitions are padded.
 SHAPES = {"embed.weight": (7, 3), "layers.0.a": (5,), "layers.0.b": (2, 2), "norm.weight": (1,)}
@@ -87,3 +88,21 @@ def test_one_rank_has_its_weights_without_a_copy() -> None:
     for name, tensor in buckets[0]:
         assert torch.equal(tensor, whole[name])
         assert tensor.data_ptr() == engine.module.named[name].ds_tensor.data_ptr()
+
+
+def test_buffers_of_the_files_keep_their_type_and_widest_types_come_first() -> None:
+    """1 + 2^-20 is 1 in bfloat16. A buffer that the files lack is unknown to an engine."""
+    engine = FakeEngine(tensors({}), 0, 1)
+    layer = nn.Module()
+    layer.register_buffer("bias", torch.tensor([1 + 2.0**-20]))
+    layer.register_buffer("scale", torch.tensor([2.0], dtype=torch.bfloat16))
+    layer.register_buffer("absent", torch.zeros(1))
+    layer.register_buffer("frequencies", torch.zeros(1), persistent=False)
+    engine.module.layers = nn.ModuleList([layer])
+    setattr(engine.module, ABSENT, frozenset({"layers.0.absent"}))
+    (bucket,) = FullWeights(engine).buckets(10**6, "bfloat16")
+    sent = dict(bucket)
+    assert sent.keys() == get_shapes(engine).keys() == SHAPES.keys() | {"layers.0.bias", "layers.0.scale"}
+    assert torch.equal(sent["layers.0.bias"], layer.bias) and torch.equal(sent["layers.0.scale"], layer.scale)
+    assert bucket[0][0] == "layers.0.bias"
+    assert {tensor.dtype for _, tensor in bucket[1:]} == {torch.bfloat16}
