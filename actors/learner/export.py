@@ -24,7 +24,7 @@ from t2g.files import match_folder_permissions, write_json
 
 GENERATION_FILE = "generation_config.json"
 EXPORT_FILE = "t2g_export.json"  # the gap of the probe, in each exported folder
-SHOWN_NAMES = 3  # in messages
+MAX_NAMES = 3  # in messages
 
 
 def write_model(
@@ -155,6 +155,6 @@ def default_probe(model: Any) -> np.ndarray:
 
 
 def _format_names(names: Any) -> str:
-    shown = sorted(names)[:SHOWN_NAMES]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return ", ".join(shown) + more
+    first = sorted(names)[:MAX_NAMES]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return ", ".join(first) + more
