@@ -68,7 +68,7 @@ def random_model(folder: Path, architecture: str = "llama", *, seed: int = 0) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-        for name in model.state_dict().keys() & dict(model.named_buffers()).keys():  # persistent ones
+        for name in sorted(model.state_dict().keys() & dict(model.named_buffers()).keys()):  # persistent ones
             buffer = model.get_buffer(name)
             buffer += 0.5 * torch.rand_like(buffer)
     model.save_pretrained(folder)
