@@ -1,35 +1,57 @@
 """Measure policies side by side, or a reward model, on held-out data: intervals and errors.
 
+    t2g evaluate runs/my-run    # the policy of a run against its base; the reward model of t2g reward
     python -m jobs.evaluate --what reward --config configs/own/evaluate.yaml \
         feedback.reward_model=runs/own-reward/model data.path=runs/own-annotated/heldout.jsonl
     python -m jobs.evaluate --what policy --config configs/own/evaluate_policy.yaml \
         policies.base.policy=my/model policies.span.policy=runs/own/policy data.path=my.jsonl
 
-reward: serves the reward model as PPO does; spans are compared on the tokens of its own tokenizer. policy: samples all
-policies on the same prompts and seeds, measures and compares them; the same command goes on after any crash. Both leave
-evaluation.json and evaluation.html in the run folder. run.smoke=true does the same with three records. teacher: takes
-the config of jobs.train_policy and measures whether a critique in the prompt helps the policy, for objective.teacher.
+RUN: a policy is measured on the run's held-out prompts and scored by the run's feedback source; results are in
+RUN/evaluation. reward: serves the reward model as PPO does; spans are compared on the tokens of its own tokenizer.
+policy: samples all policies on the same prompts and seeds, measures and compares them; the same command goes on after
+any crash. Both leave evaluation.json and evaluation.html in the run folder. run.smoke=true does the same with three
+records. teacher: takes the config of jobs.train_policy and measures whether a critique in the prompt helps the policy,
+for objective.teacher.
 """
 
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from jobs.api.calls import EVALUATIONS
-from jobs.common.cli import main
+from jobs.common.cli import find_run_folder, main
+from t2g.config.of_runs import evaluation_values, kind_of_run
+from t2g.errors import UserError
 
 WHAT = {
     "choices": [*EVALUATIONS],
     "default": "reward",
-    "help": "what is evaluated; `--what policy --help` lists the keys of that one",
+    "help": "what is evaluated, with RUN what it trained; `--what policy --help` lists the keys of that one",
 }
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    first = ArgumentParser(add_help=False, allow_abbrev=False)  # decides what keys there are
-    first.add_argument("--what", default=WHAT["default"])
-    schema, run, read = EVALUATIONS.get(first.parse_known_args(argv)[0].what, EVALUATIONS["reward"])
-    return main(schema, run, argv=argv, options={"--what": WHAT}, read=read)
+    arguments = sys.argv[1:] if argv is None else argv
+    what = find_what(arguments)
+    schema, run, read = EVALUATIONS.get(what, EVALUATIONS["reward"])
+    option = {"--what": {**WHAT, "default": what}}
+    of_run = None if what == "teacher" else evaluation_values
+    return main(schema, run, argv=arguments, options=option, read=read, of_run=of_run)
+
+
+def find_what(arguments: Sequence[str]) -> str:
+    """Return what is evaluated, which decides the keys: --what, or what the run named by its folder has trained."""
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--what")
+    first.add_argument("--config")
+    given, others = first.parse_known_args(arguments)
+    folder = find_run_folder(others)
+    if given.what is None and folder is not None:
+        with suppress(UserError):  # which `evaluation_values` raises again
+            return kind_of_run(Path(folder))
+    return given.what or WHAT["default"]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Serve a policy behind an OpenAI-compatible API, for other people's harnesses.
 
+    t2g serve runs/my-run                                # the policy of a run
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy \
         serve.command="python my_harness.py {url} {model} {tokenizer}"  # for lm-eval see t2g/README.md
@@ -15,6 +16,7 @@ from contextlib import ExitStack
 
 from jobs.common.cli import main, stop_flag
 from t2g.config import ServeJob, loading
+from t2g.config.of_runs import serving_values
 from t2g.errors import RunStopped, Stopped, UserError
 
 
@@ -59,4 +61,4 @@ def run(config: ServeJob) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(ServeJob, run))
+    sys.exit(main(ServeJob, run, of_run=serving_values))

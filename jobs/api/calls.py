@@ -256,10 +256,18 @@ def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> dict[s
         with Fleets() as fleets:
             yield fleets.rollouts(model, config.rollout, config)
 
+    @contextmanager
+    def serve_feedback() -> Iterator[Any]:
+        assert config.feedback is not None, "the evaluation asks for it only then"
+        with Fleets() as fleets:
+            yield fleets.feedback(config.feedback, evaluation.task, config)
+
     with sole_process(config.run.folder):
         evaluation = Evaluation(config, questions)
-        with on_cluster(config) if any(map(evaluation.is_incomplete, config.served)) else nullcontext():
-            result = evaluation.run(serve, stop_flag())
+        has_judge = config.feedback is not None and config.feedback.engine_source is not None
+        needs_engines = any(map(evaluation.is_incomplete, config.served)) or (has_judge and evaluation.lacks_feedback())
+        with on_cluster(config) if needs_engines else nullcontext():
+            result = evaluation.run(serve, stop_flag(), serve_feedback)
     folder = config.run.folder
     print((folder / "evaluation.md").read_text())
     print_outputs(report=folder / "evaluation.html", numbers=folder / "evaluation.json")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder, check_folder, sole_process
-from t2g.config import AnnotateConfig, AnnotateJob, SourceConfig
+from t2g.config import AnnotateConfig, AnnotateJob, FeedbackConfig, SourceConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped, UserError
@@ -173,14 +173,18 @@ def collect(
             records[sample.key] = record
             bar.advance()
 
-        limit = ConcurrencyLimit(_concurrency(options))
-        models = [source.llm for source in options.named_sources.values() if "llm" in source.models]
-        drain_s = max((llm.request_timeout_s for llm in models), default=DRAIN_S)
+        limit = ConcurrencyLimit(judging_concurrency(options))
         work = annotation.annotate(samples, source, on_record, limit, sample_responses=write)
-        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
+        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_seconds(options)))
 
 
-def _concurrency(options: AnnotateConfig) -> int:
+def drain_seconds(options: FeedbackConfig) -> float:
+    """Return how long a stopped run waits for running judgements: requests to language models may cost money."""
+    models = [source.llm for source in options.named_sources.values() if "llm" in source.models]
+    return max((llm.request_timeout_s for llm in models), default=DRAIN_S)
+
+
+def judging_concurrency(options: FeedbackConfig) -> int:
     """Return the number of concurrent judgements that keep the sources busy."""
     return max(map(_source_concurrency, options.named_sources.values()))
 

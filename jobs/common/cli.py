@@ -41,6 +41,7 @@ def main(
     argv: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] = {},
     read: str | None = None,
+    of_run: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> int:
     """Read the config and the inputs, report everything that would stop the job, then run it; return the exit code.
 
@@ -53,9 +54,10 @@ def main(
         options: Further options of this job for argparse, {"--text": {"required": True}}; `run` gets them by name.
         read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config before any process is
             started, and raises UserError. `data` is None if an earlier stage of the job still has to make the inputs.
+        of_run: Returns the values of the config from the folder of a run, which may then stand in place of --config.
     """
 
-    parser = job_parser(schema)
+    parser = job_parser(schema, takes_run=of_run is not None)
     for option, about in options.items():
         parser.add_argument(option, **about)
     argv = sys.argv[1:] if argv is None else argv
@@ -67,8 +69,14 @@ def main(
         given.pop(name) for name in ("config", "overrides", "dry_run", "show_config")
     )
 
+    run_folder = find_run_folder(overrides) if of_run else None
+    if (file is None) == (run_folder is None):
+        parser.error("needs either the folder of a run or --config FILE")
+
     def execute() -> int:
-        config = loading.load(schema, file, overrides, have=find_resources)
+        values = of_run(Path(run_folder)) if of_run and run_folder else file
+        given_keys = [text for text in overrides if text != run_folder]
+        config = loading.load(schema, values, given_keys, have=find_resources)
         if show_config:
             print(loading.to_yaml(config), end="")
             return 0
@@ -190,7 +198,12 @@ def stop_flag() -> StopFlag:
     return flag
 
 
-def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
+def find_run_folder(arguments: Sequence[str]) -> str | None:
+    """Return the first argument that is neither an option nor key=value: the folder of a run."""
+    return next((text for text in arguments if "=" not in text and not text.startswith("-")), None)
+
+
+def job_parser(schema: type[BaseModel], *, takes_run: bool = False) -> argparse.ArgumentParser:
     """Return the parser of a job. The schema's docstring begins with it: "jobs.train_policy: span-level PPO."."""
     name, _, purpose = " ".join((schema.__doc__ or "").split()).partition(": ")
     keys = "\n".join(_section_help(schema))
@@ -201,12 +214,14 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the config")
+    parser.add_argument("--config", type=Path, required=not takes_run, metavar="FILE", help="YAML file with the config")
     parser.add_argument("--dry-run", action="store_true", help="print what the job would do and what would stop it")
     parser.add_argument("--show-config", action="store_true", help="print the resolved config as YAML, nothing else")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="override a key of the file: rollout.temperature=0.6"
-    )
+        "overrides", nargs="*", metavar="RUN key=value" if takes_run else "key=value",
+        help="override a key of the file: rollout.temperature=0.6"
+        + ("; RUN, in place of --config: the folder of a run, such as runs/my-run" if takes_run else ""),
+    )  # fmt: skip
     return parser
 
 

@@ -1,6 +1,7 @@
 """Policies on the same prompts: sampled and measured, compared by judges, reported.
 
-Every answer is a line of a journal: responses/<policy>/responses.jsonl, scores/<policy>.jsonl, judgements.jsonl. Each
+Every answer is a line of a journal: responses/<policy>/responses.jsonl, scores/<policy>.jsonl, feedback/<policy>.jsonl,
+judgements.jsonl. Each
 line has a key, a hash of what it was made of; a line with another key is ignored, and its work is done anew. A job that
 was killed asks for the missing lines, and for no other; a policy or a judge may come later. Engines of two policies
 never live at one time.
@@ -10,36 +11,45 @@ import asyncio
 import inspect
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from actors.engines.rollout import sample_seed
-from jobs.common.annotation_runs import DRAIN_S, run_until_stopped
+from jobs.common.annotation_runs import DRAIN_S
 from jobs.common.cli import StopFlag
+from jobs.common.feedback_scores import FeedbackScores, Judged, ServeFeedback, find_feedback
+from jobs.common.journals import collect, read_rows
 from jobs.common.run_folder import begin_folder
 from t2g.concurrency import gather_all
 from t2g.config import ModelConfig, PolicyEvaluationJob, StyleConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
-from t2g.errors import RunStopped, SamplingFailed, UserError
-from t2g.feedback.sources.chat_client import ChatClient, ChatError, ChatRequest
+from t2g.errors import UserError
+from t2g.feedback.sources.chat_client import ChatClient, ChatRequest
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.program import ProgramFeedback
 from t2g.interfaces import RolloutSource, Sampling
-from t2g.loop.annotation import ConcurrencyLimit
 from t2g.loop.sampling import make_sampling
 from t2g.report.policy_page import write_policy_evaluation
 from t2g.runs.contents import model_version, source_hash
-from t2g.runs.journal import Journal, read_journal
-from t2g.runs.progress import show_progress
 from t2g.runs.versions import collect_versions
 from t2g.study.pairwise import Judgement, question, read_verdict, win_rates
-from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, content_key, summarise
+from t2g.study.policy_eval import (
+    PASSED,
+    Answers,
+    Response,
+    Scores,
+    add_feedback,
+    bert_score,
+    columns,
+    content_key,
+    summarise,
+)
 from t2g.study.reflection import Reflecting
 from t2g.tasks.base import Record, Task, describe_record, get_task
 from t2g.tasks.human_eval import convert_to_kodcode
@@ -53,9 +63,6 @@ ADAPTER_FILE = "adapter_config.json"
 SMOKE_PROMPTS = 3
 MAX_SEED = 2**31 - 1  # that every server takes
 
-Row = TypeVar("Row", Answers, Scores, Judgement)
-Items = Mapping[str, Any]  # key of a row of a journal -> what the row is made of
-Ask = Callable[[str, Any], Awaitable[Any]]  # a key and its item -> the row
 Questions = tuple[Task, Sequence[Record], Sequence[Prompt]]
 Serve = Callable[[ModelConfig], AbstractContextManager[RolloutSource]]  # engines of a model, as long as the block
 
@@ -99,11 +106,6 @@ def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
     return content_key(source, config.sandbox.dump_limits(), encoder, collect_versions())
 
 
-def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
-    """Return the rows of a journal by their keys."""
-    return {row.key: row for row in read_journal(path, schema)}
-
-
 class Evaluation:
     """One evaluation in its run folder, which it creates.
 
@@ -120,6 +122,7 @@ class Evaluation:
         servers = [*config.endpoints.values(), *config.judges.values()]
         self._askers = {llm: ChatClient(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
         self._measure_version = measure_version(config, self.task)
+        self._feedback = FeedbackScores(config, config.feedback, self.folder) if config.feedback else None
         self._answer_files = {name: self.folder / RESPONSES / name / "responses.jsonl" for name in config.names}
         self._models = {name: self._model(name) for name in config.served}
         self._keyed_prompts = {name: self._make_keyed_prompts(name) for name in config.names}
@@ -156,11 +159,12 @@ class Evaluation:
             version = *version, tags
         return {content_key(version, p.prompt_id, p.prompt_ids.tolist()): p for p in prompts}
 
-    def run(self, serve: Serve, stop: StopFlag) -> dict[str, Any]:
+    def run(self, serve: Serve, stop: StopFlag, serve_feedback: ServeFeedback | None = None) -> dict[str, Any]:
         """Make the rows that the journals lack, write the report, and return the content of evaluation.json.
 
         Args:
             serve: Called for each policy that lacks responses, one by one.
+            serve_feedback: Called once, with a config that has a feedback source.
 
         Raises:
             RunStopped: A server did not answer some requests; the others are answered.
@@ -171,7 +175,8 @@ class Evaluation:
                 self._sample(name, source, stop)
         scores = {name: self._score(name, stop) for name in self.config.names}
         judgements = [row for name in self.config.judges for row in self._judge(name, stop)]
-        return self._report(scores, judgements)
+        feedback = self._judge_by_feedback(serve_feedback, stop) if serve_feedback else {}
+        return self._report(scores, judgements, feedback)
 
     # ------------------------------------------------------------------------------------------------------- responses
     def answers(self, name: str) -> list[Answers]:
@@ -238,6 +243,25 @@ class Evaluation:
         path, ask = self.folder / SCORES / f"{name}.jsonl", partial(asyncio.to_thread, measure)
         return collect(path, Scores, f"scores of {name}", items, ask, config.concurrency, DRAIN_S, stop)
 
+    def lacks_feedback(self) -> bool:
+        """Return whether the feedback source has responses to judge."""
+        if self._feedback is None:
+            return False
+        is_sampled = not any(map(self.is_incomplete, self.config.names))
+        return not is_sampled or any(
+            self._feedback.missing(n, self.prompts, self.answers(n)) for n in self.config.names
+        )
+
+    def _judge_by_feedback(self, serve_feedback: ServeFeedback, stop: StopFlag) -> dict[str, list[Judged]]:
+        """Return the feedback on each policy's responses, by prompt."""
+        if self._feedback is None:
+            return {}
+        with serve_feedback() as source:
+            return {
+                name: self._feedback.judge(name, self.prompts, self.answers(name), source, stop)
+                for name in self.config.names
+            }
+
     def _judge(self, name: str, stop: StopFlag) -> list[Judgement]:
         """Return a judge's verdicts on the first responses of every pair, in both orders; ask for missing ones."""
         llm, items = self.config.judges[name], dict[str, tuple[Judgement, ChatRequest]]()
@@ -258,15 +282,24 @@ class Evaluation:
         path, title, drain_s = self.folder / JUDGEMENTS, f"judge {name}", self.config.timeout_s
         return collect(path, Judgement, title, items, ask, llm.concurrency, drain_s, stop)
 
-    def _report(self, scores: Mapping[str, Sequence[Scores]], judgements: Sequence[Judgement]) -> dict[str, Any]:
-        """Write the report of all policies. scores: policy -> by prompt."""
+    def _report(
+        self,
+        scores: Mapping[str, Sequence[Scores]],
+        judgements: Sequence[Judgement],
+        feedback: Mapping[str, Sequence[Judged]],
+    ) -> dict[str, Any]:
+        """Write the report of all policies. scores and feedback: policy -> by prompt."""
         config, prompts, seed = self.config, self.prompts, self.config.run.seed
         references = [self.task.reference(p.payload) for p in prompts]
         answers = {name: self.answers(name) for name in config.names}
         measured = {name: columns(rows, scores[name], references, config.pass_at) for name, rows in answers.items()}
+        if self._feedback is not None:
+            for name, rows in feedback.items():
+                measured[name] = add_feedback(measured[name], self._feedback.scores(rows))
         sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
         about = {"task": config.task, "data": config.data.name, "prompts": len(prompts), "seed": seed} | sampled
         about |= {"temperatures": config.temperatures} if config.temperatures else {}
+        about |= {"feedback": config.feedback.describe()} if config.feedback else {}
         judged, summary = win_rates(judgements, answers, seed=seed), summarise(measured, seed=seed)
         function = self.task.make_feedback_function(style=StyleConfig(), sandbox=config.sandbox)
         program = None if function is None else ProgramFeedback(function, timeout_s=config.timeout_s)
@@ -274,42 +307,5 @@ class Evaluation:
         def judge(prompt: Prompt, text: str) -> SpanFeedback | None:
             return None if program is None else asyncio.run(program.judge(prompt, text))
 
-        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged, judge)
-
-
-def collect(
-    path: Path, schema: type[Row], title: str, items: Items, ask: Ask, concurrency: int, drain_s: float, stop: StopFlag
-) -> list[Row]:
-    """Append the row that `ask` makes of each item to a journal, unless the journal has the item's key.
-
-    Args:
-        path: File of the journal.
-        schema: Type of its rows.
-        title: Name of the phase, for the progress bar and messages.
-        items: Key of the row -> what `ask` gets.
-        concurrency: Number of items in work at one time.
-        drain_s: Seconds for items in work after `stop` is set.
-
-    Returns:
-        The rows of all items, in their order.
-
-    Raises:
-        RunStopped: Some items got no answer; the others are in the journal.
-        Stopped: `stop` was set.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    limit, known = ConcurrencyLimit(concurrency), read_rows(path, schema)
-    missing = {key: item for key, item in items.items() if key not in known}
-
-    async def append_row(key: str, item: Any) -> None:
-        with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
-            journal.append(await ask(key, item))
-            bar.advance()
-
-    with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:
-        work = gather_all(limit.run(append_row, *pair) for pair in missing.items())
-        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
-    rows = read_rows(path, schema)
-    if num_lost := len(items.keys() - rows.keys()):
-        raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")
-    return [rows[key] for key in items]
+        shown = find_feedback(feedback) if feedback else judge
+        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged, shown)

@@ -9,9 +9,10 @@ from t2g.config import loading
 from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, with_overrides
 from t2g.config.comparing import RunPart
 from t2g.config.describe import count, format_sampling
-from t2g.config.feedback import LLMConfig, RolloutConfig
+from t2g.config.feedback import FeedbackConfig, LLMConfig, RolloutConfig
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.jobs import JobConfig
+from t2g.config.learning import RewardRuleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.sandbox import SandboxConfig
 
@@ -56,6 +57,11 @@ class PolicyEvaluationJob(JobConfig):
     data: ResumeMutable[DataConfig]
     rollout: SampledConfig = SampledConfig()
     sandbox: ResumeMutable[SandboxConfig] = SandboxConfig()
+    feedback: ResumeMutable[FeedbackConfig | None] = Field(
+        None, description="feedback source that scores each response by its spans, as eval/score of a run; none: the "
+        "task's measure alone"
+    )  # fmt: skip
+    rewards: ResumeMutable[RewardRuleConfig] = RewardRuleConfig()  # values of these spans
     concurrency: ResumeMutable[int] = Field(2, ge=1, description="responses measured at once")
     bertscore: ResumeMutable[PathOrName[str | None]] = Field(
         None, description="folder of an encoder; needs the extra `eval`"
@@ -74,12 +80,14 @@ class PolicyEvaluationJob(JobConfig):
     )
 
     def roles(self) -> dict[str, ProcessConfig]:
-        return {"rollout": self.rollout} if self.served else {}  # one policy at a time
+        sampling = {"rollout": self.rollout} if self.served else {}  # one policy at a time
+        return sampling | super().roles()
 
     def describe_work(self) -> list[str]:
         responses = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.name}"
         policies = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
-        return [policies, f"{responses}, {format_sampling(self.rollout)}"]
+        feedback = [f"feedback: {self.feedback.describe()}"] if self.feedback else []
+        return [policies, f"{responses}, {format_sampling(self.rollout)}", *feedback]
 
     @property
     def names(self) -> tuple[str, ...]:

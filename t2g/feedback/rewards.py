@@ -53,6 +53,23 @@ def token_rewards(
     return total
 
 
+def score_spans(
+    spans: Sequence[Span], rule: RewardRuleConfig, weights: Mapping[str | None, float] = MappingProxyType({})
+) -> float:
+    """Return the sum of the spans' rewards over the sum of their absolute values, -1 to 1; 0 without a reward.
+
+    It is a rate, because a sum would grow with the length of the response. Two good spans and a poor one: 1/3.
+
+    Args:
+        weights: Criterion -> factor of its rewards, by default 1.
+    """
+    values = []
+    for span in spans:
+        value = rule.good if span.label > 0 else rule.poor[span.severity - 1]
+        values.append(weights.get(span.criterion, 1.0) * value)
+    return sum(values) / sum(map(abs, values)) if any(values) else 0.0
+
+
 def _pay_tokens(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
     good = find_covered_tokens(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
     severity = np.zeros(len(offsets), np.int64)  # 0: no poor span

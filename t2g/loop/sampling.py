@@ -18,6 +18,7 @@ from t2g.errors import RunStopped
 from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.outcome_rewards import list_messages, measure
 from t2g.feedback.parse import make_failed_feedback
+from t2g.feedback.rewards import score_spans
 from t2g.feedback.sources.combined import combine_feedback
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
@@ -201,12 +202,7 @@ async def compute_held_out_metrics(
         deviation = np.std([*map(np.mean, scores.values())], ddof=1) if len(scores) > 1 else np.inf
         error = float(deviation / np.sqrt(len(scores)))
         return metrics | {"eval/score": metrics[f"eval/{task.score_name}"], "eval/score_se": error}
-    rules, usable = config.objective.rewards, [f for f in judged if f.usable]
-    weights = config.feedback.weights
-    values = [
-        [weights.get(s.criterion, 1) * (rules.good if s.label > 0 else rules.poor[s.severity - 1]) for s in f.spans]
-        for f in usable
-    ]
-    shares = [sum(row) / sum(map(abs, row)) if any(row) else 0.0 for row in values]
-    score = float(np.mean(shares)) if shares else float("-inf")
+    usable = [f for f in judged if f.usable]
+    scores_of_spans = [score_spans(f.spans, config.objective.rewards, config.feedback.weights) for f in usable]
+    score = float(np.mean(scores_of_spans)) if usable else float("-inf")
     return metrics | {"eval/score": score, "eval/failed_share": 1 - len(usable) / len(judged)}

@@ -22,7 +22,9 @@ BLEU = "bleu"
 PASSED = "passed"
 REFERENCED = "rougeL"  # a task with this measure has references, so BLEU is computed as well
 NGRAM = 4  # length of a repeated n-gram (Welleck et al., arXiv 1908.04319)
-GENERAL = ("words", "cut", "empty", "repetition")  # reported without a test: neither direction is better
+GENERAL = ("words", "cut", "empty", "repetition")
+FEEDBACK, UNJUDGED = "feedback", "unjudged"  # score by a feedback source, and share of responses that it did not judge
+UNTESTED = (*GENERAL, UNJUDGED)  # reported without a test: neither direction is better
 
 Columns = Mapping[str, np.ndarray]  # measure -> [N, K]
 
@@ -186,11 +188,27 @@ def _mean_general(row: Answers) -> list[float]:
     return np.mean(samples, axis=0).tolist()
 
 
+def add_feedback(measures: Columns, scores: Sequence[Sequence[float | None]]) -> dict[str, np.ndarray]:
+    """Return the measures of one policy with those of a feedback source, after the task's own.
+
+    A prompt has the mean over its judged responses, and 0 without any.
+
+    Args:
+        scores: By prompt, of each response; None for a response without usable feedback.
+    """
+    judged = [[score for score in row if score is not None] for row in scores]
+    means = [[float(np.mean(row)) if row else 0.0] for row in judged]
+    unjudged = [[1 - len(used) / len(row)] for used, row in zip(judged, scores, strict=True)]
+    own = {name: values for name, values in measures.items() if name not in GENERAL}
+    general = {name: measures[name] for name in GENERAL}
+    return {**own, FEEDBACK: np.array(means), **general, UNJUDGED: np.array(unjudged)}
+
+
 def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     """Return each policy's figures with intervals, and the differences of every pair of policies; JSON values.
 
     A pair is (later, earlier) in the order of `policies`. p_holm is p adjusted over all pairs and tested measures. Both
-    are None for the measures GENERAL.
+    are None for the measures UNTESTED.
     """
     first_policy = next(iter(policies.values()))
     num_prompts = len(next(iter(first_policy.values())))
@@ -216,12 +234,12 @@ def _estimate_all(measures: Columns, draws: Draws) -> dict[str, dict[str, float]
 
 
 def _adjust_p(pairs: Sequence[dict[str, Any]]) -> None:
-    """Set p_holm of each pair; both p are None for the measures GENERAL."""
-    tested = [pair for pair in pairs if pair["measure"] not in GENERAL]
+    """Set p_holm of each pair; both p are None for the measures UNTESTED."""
+    tested = [pair for pair in pairs if pair["measure"] not in UNTESTED]
     adjusted = holm([pair["p"] for pair in tested])
     for pair in pairs:
         pair["p_holm"] = None
-        if pair["measure"] in GENERAL:
+        if pair["measure"] in UNTESTED:
             pair["p"] = None
     for pair, p_holm in zip(tested, adjusted, strict=True):
         pair["p_holm"] = p_holm

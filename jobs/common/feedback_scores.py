@@ -1,0 +1,140 @@
+"""Scores of responses by a feedback source, in an evaluation of policies: feedback/<policy>.jsonl of its folder.
+
+A row has the judged responses to one prompt, as records with critique and spans. Failed judgements are requested again
+by the next start.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from jobs.common.annotation_runs import drain_seconds, judging_concurrency
+from jobs.common.cli import StopFlag
+from jobs.common.journals import collect, read_rows
+from t2g.concurrency import gather_all
+from t2g.config import FeedbackConfig, PolicyEvaluationJob, loading
+from t2g.errors import RunStopped
+from t2g.feedback.records import AnnotatedRecord, make_annotated_record
+from t2g.feedback.rewards import score_spans
+from t2g.interfaces import FeedbackSource
+from t2g.runs.contents import model_version, source_hash
+from t2g.study.policy_eval import Answers, content_key
+from t2g.text.thinking import NO_ANSWER
+from t2g.types import Prompt, SpanFeedback
+
+FOLDER = "feedback"
+ServeFeedback = Callable[[], AbstractContextManager[FeedbackSource]]  # its engines live as long as the block
+Items = dict[str, tuple[Prompt, list[str]]]  # key of a row -> prompt and responses
+
+
+class Judged(BaseModel):
+    """The judged responses of a policy to one prompt, by sample_index."""
+
+    prompt_id: str
+    key: str  # `content_key` of the feedback source, prompt and responses
+    records: tuple[AnnotatedRecord, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether no judgement needs another try."""
+        return all(record.status != "failed" for record in self.records)
+
+
+def feedback_version(config: FeedbackConfig) -> str:
+    """Return a key that changes with the settings, functions and models that judge."""
+    contents: list[str] = []
+    for source in config.named_sources.values():
+        contents += [source_hash(name) for name in (source.source, source.align) if name and ":" in name]
+        if source.reward_model is not None:
+            contents.append(model_version(source.reward_model, source.reward_revision))
+    return content_key(loading.identity_values(config), contents)
+
+
+class FeedbackScores:
+    """The judgements of all policies of an evaluation."""
+
+    def __init__(self, config: PolicyEvaluationJob, feedback: FeedbackConfig, folder: Path) -> None:
+        self.config, self.feedback, self._folder = config, feedback, folder / FOLDER
+        self._version = feedback_version(feedback)
+
+    def missing(self, name: str, prompts: Sequence[Prompt], answers: Sequence[Answers]) -> bool:
+        """Return whether responses of a policy lack a judgement."""
+        rows = read_rows(self._path(name), Judged)
+        return any(key not in rows or not rows[key].is_complete for key in self._items(prompts, answers))
+
+    def judge(
+        self, name: str, prompts: Sequence[Prompt], answers: Sequence[Answers], source: FeedbackSource, stop: StopFlag
+    ) -> list[Judged]:
+        """Return the judged responses of a policy by prompt; judge what the journal lacks.
+
+        Raises:
+            RunStopped: More than feedback.max_failed_share of the responses have no usable feedback.
+            Stopped: `stop` was set.
+        """
+
+        async def judge_one(prompt: Prompt, text: str) -> SpanFeedback:
+            if text:
+                return await source.judge(prompt, text)
+            return SpanFeedback(critique="", spans=(), status="empty", source=source.name, version="", reason=NO_ANSWER)
+
+        async def ask(key: str, item: tuple[Prompt, list[str]]) -> Judged:
+            prompt, texts = item
+            judged = await gather_all(judge_one(prompt, text) for text in texts)
+            pairs = enumerate(zip(texts, judged, strict=True))
+            records = tuple(make_annotated_record(prompt, text, f, sample_index=index) for index, (text, f) in pairs)
+            return Judged(prompt_id=prompt.prompt_id, key=key, records=records)
+
+        items, limit = self._items(prompts, answers), judging_concurrency(self.feedback)
+        rows = collect(
+            self._path(name), Judged, f"feedback on {name}", items, ask, limit, drain_seconds(self.feedback), stop,
+            is_final=lambda row: row.is_complete,
+        )  # fmt: skip
+        self._check_failures(name, rows)
+        return rows
+
+    def scores(self, rows: Sequence[Judged]) -> list[list[float | None]]:
+        """Return the score of each response by prompt, None without usable feedback."""
+        rules, weights = self.config.rewards, self.feedback.weights
+        return [
+            [score_spans(record.spans, rules, weights) if record.usable else None for record in row.records]
+            for row in rows
+        ]
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.jsonl"
+
+    def _items(self, prompts: Sequence[Prompt], answers: Sequence[Answers]) -> Items:
+        items: Items = {}
+        for prompt, row in zip(prompts, answers, strict=True):
+            texts = [response.text for response in row.responses]
+            key = content_key(self._version, prompt.prompt_id, prompt.prompt_text, prompt.payload, texts)
+            items[key] = prompt, texts
+        return items
+
+    def _check_failures(self, name: str, rows: Sequence[Judged]) -> None:
+        records = [record for row in rows for record in row.records]
+        unusable = [record for record in records if not record.usable]
+        limit = self.feedback.max_failed_share
+        if len(unusable) > limit * len(records):
+            raise RunStopped(
+                f"feedback.source={self.feedback.describe()} gave no usable feedback on {len(unusable)} of "
+                f"{len(records)} responses of {name} (feedback.max_failed_share={limit:g}): {unusable[0].reason}; the "
+                "same command asks for failed judgements again"
+            )
+
+
+def find_feedback(rows: Mapping[str, Sequence[Judged]]) -> Callable[[Prompt, str], SpanFeedback | None]:
+    """Return a function that finds the feedback on a response to a prompt, of any policy."""
+    records: dict[Any, AnnotatedRecord] = {}
+    for judged in rows.values():
+        for row in judged:
+            records.update(((row.prompt_id, record.response), record) for record in row.records)
+
+    def find(prompt: Prompt, text: str) -> SpanFeedback | None:
+        record = records.get((prompt.prompt_id, text))
+        return None if record is None else record.to_feedback()
+
+    return find

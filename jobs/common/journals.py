@@ -1,0 +1,72 @@
+"""Journals of an evaluation: files with a row for each item, which have a key of what the item was made of."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jobs.common.annotation_runs import run_until_stopped
+from jobs.common.cli import StopFlag
+from t2g.concurrency import gather_all
+from t2g.errors import RunStopped, SamplingFailed
+from t2g.feedback.sources.chat_client import ChatError
+from t2g.loop.annotation import ConcurrencyLimit
+from t2g.runs.journal import Journal, read_journal
+from t2g.runs.progress import show_progress
+
+Row = TypeVar("Row", bound=Any)  # a pydantic model with a field `key`
+Items = Mapping[str, Any]  # key of a row -> what the row is made of
+Ask = Callable[[str, Any], Awaitable[Any]]  # a key and its item -> the row
+
+
+def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
+    """Return the rows of a journal by their keys."""
+    return {row.key: row for row in read_journal(path, schema)}
+
+
+def collect(
+    path: Path,
+    schema: type[Row],
+    title: str,
+    items: Items,
+    ask: Ask,
+    concurrency: int,
+    drain_s: float,
+    stop: StopFlag,
+    is_final: Callable[[Row], bool] = lambda row: True,
+) -> list[Row]:
+    """Append the row that `ask` makes of each item to a journal, unless the journal has a final row of the item's key.
+
+    Args:
+        path: File of the journal.
+        schema: Type of its rows.
+        title: Name of the phase, for the progress bar and messages.
+        items: Key of the row -> what `ask` gets.
+        concurrency: Number of items in work at one time.
+        drain_s: Seconds for items in work after `stop` is set.
+        is_final: Whether a row of an earlier start needs no other try.
+
+    Returns:
+        The rows of all items, in their order.
+
+    Raises:
+        RunStopped: Some items got no answer; the others are in the journal.
+        Stopped: `stop` was set.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    limit, known = ConcurrencyLimit(concurrency), read_rows(path, schema)
+    missing = {key: item for key, item in items.items() if key not in known or not is_final(known[key])}
+
+    async def append_row(key: str, item: Any) -> None:
+        with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
+            journal.append(await ask(key, item))
+            bar.advance()
+
+    with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:
+        work = gather_all(limit.run(append_row, *pair) for pair in missing.items())
+        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
+    rows = read_rows(path, schema)
+    if num_lost := len(items.keys() - rows.keys()):
+        raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")
+    return [rows[key] for key in items]

@@ -1,0 +1,111 @@
+"""Configs of jobs that take the folder of a run: `t2g evaluate RUN`, `t2g serve RUN`.
+
+The values come from the run's own config.yaml. Overrides of the command line apply to them as to those of a file.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+from t2g.config import loading
+from t2g.config.feedback import EngineConfig
+from t2g.config.jobs import PolicyJob, RewardJob
+from t2g.errors import UserError
+
+EVALUATION, SERVER = "evaluation", "server"  # folders in that of the run
+POLICY, MODEL = "policy", "model"  # folders of trained models: of PPO; of supervised training
+Kind = Literal["policy", "reward"]
+
+logger = logging.getLogger(__name__)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return the values of the run's config. Raises UserError if the folder has none."""
+    file = folder / loading.FILE_NAME
+    if not file.is_file():
+        raise UserError(f"{folder}: it has no {loading.FILE_NAME}; name the folder of a run, such as runs/my-run")
+    return loading.read_yaml(file)[0]
+
+
+def kind_of_run(folder: Path) -> Kind:
+    """Return what the run has trained. Raises UserError for a run that trained neither a policy nor a reward model."""
+    sections = read_run(folder).keys()
+    if {"learner", "rollout", "feedback"} <= sections and "compare" not in sections:
+        return "policy"
+    if {"sft", "eval_data"} <= sections:
+        return "reward"
+    raise UserError(f"{folder}: it is no run of t2g train or t2g reward; for other models give --config")
+
+
+def evaluation_values(folder: Path) -> dict[str, Any]:
+    """Return the values of an evaluation in the run's folder `evaluation`, for `kind_of_run`.
+
+    A policy is compared with its base on the run's held-out prompts, sampled as in the run's evaluations, and scored by
+    the run's feedback source. A reward model is measured on the run's held-out records.
+    """
+    folder = folder.absolute()
+    return _policy_values(folder) if kind_of_run(folder) == "policy" else _reward_values(folder)
+
+
+def serving_values(folder: Path) -> dict[str, Any]:
+    """Return the values of jobs.serve for the run's policy, on engines as those of the run."""
+    folder, values = folder.absolute(), read_run(folder)
+    engine = {key: value for key, value in values.get("rollout", {}).items() if key in EngineConfig.model_fields}
+    return {
+        "run": {"root": str(folder), "name": SERVER},
+        "model": {"policy": str(find_model(folder, POLICY, MODEL))},
+        "engine": engine,
+    }
+
+
+def find_model(folder: Path, *names: str) -> Path:
+    """Return the trained model of a run, the first of `names` in its folder.
+
+    Raises:
+        UserError: There is none. The message names the best checkpoint, if the run has one.
+    """
+    found = next((folder / name for name in names if (folder / name / "config.json").is_file()), None)
+    if found is not None:
+        return found
+    best = folder / "checkpoints" / "best"
+    more = f"; policies.policy.policy={best} is its best so far" if best.is_dir() else ""
+    raise UserError(f"{folder}: it has no {names[0]} yet; finish the run by its own command{more}")
+
+
+def _policy_values(folder: Path) -> dict[str, Any]:
+    run = loading.load(PolicyJob, folder / loading.FILE_NAME)
+    if run.environment is not None:
+        raise UserError(f"{folder}: environment={run.environment} replies to the policy; an evaluation has no turns")
+    data = (run.eval_data or run.data).model_dump(mode="json")
+    if run.eval_data is None:
+        logger.warning(
+            "the run has no eval_data: its policy is measured on the prompts of its training; data.path=FILE takes "
+            "others"
+        )
+    limits = [limit for limit in (data["limit"], run.eval.num_prompts) if limit]
+    too_long = "truncate" if data["too_long"] == "skip" else data["too_long"]
+    trained = {"policy": str(find_model(folder, POLICY)), "thinking_tags": run.model.thinking_tags}
+    return {
+        "run": {"root": str(folder), "name": EVALUATION, "seed": run.run.seed},
+        "cluster": run.cluster.model_dump(mode="json", exclude={"gpu_sharing"}),  # the ranks are not there
+        "task": run.task,
+        "policies": {"base": run.model.model_dump(mode="json"), "policy": trained},
+        "data": data | {"limit": min(limits), "too_long": too_long},
+        "rollout": run.rollout.model_dump(mode="json") | {"samples_per_prompt": run.eval.samples_per_prompt},
+        "sandbox": run.feedback.sandbox.model_dump(mode="json"),
+        "feedback": run.feedback.model_dump(mode="json", exclude={"noise"}),
+        "rewards": run.objective.rewards.model_dump(mode="json"),
+    }
+
+
+def _reward_values(folder: Path) -> dict[str, Any]:
+    run = loading.load(RewardJob, folder / loading.FILE_NAME)
+    model = str(find_model(folder, MODEL))
+    return {
+        "run": {"root": str(folder), "name": EVALUATION, "seed": run.run.seed},
+        "cluster": run.cluster.model_dump(mode="json"),
+        "task": run.task,
+        "feedback": {"source": "reward_model", "reward_model": model, "engine": run.engine.model_dump(mode="json")},
+        "data": run.eval_data.model_dump(mode="json") | {"limit": run.eval_data.limit or run.eval_records},
+        "criterion": run.criterion,
+    }
