@@ -1,5 +1,6 @@
 """One call to several actors: all results, or one error that names the actor that failed, died or timed out."""
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from t2g.errors import LearnerLost, RunStopped, UserError
 # How long to look for the cause of a failure: a dead actor breaks the connections of others first, and Ray reports a
 # lost node only after some seconds.
 GRACE_S = 10.0
+# In errors of Ray, of torch on a CPU and on a GPU, and of Python.
+SHORT_OF_MEMORY = r"OutOfMemory|OOM killer|out of memory|low on memory|can't allocate memory|MemoryError"
 
 
 def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str, timeout_s: float) -> list[Any]:
@@ -39,6 +42,15 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
             failures = [(i, e) for i, ref in enumerate(refs) if ref in finished and (e := _outcome(ref)[1])]
             _raise(*min(failures, key=lambda failure: _rank_of_cause(failure[1])), actor_name=actor_name, call=call)
     return [values[ref] for ref in refs]
+
+
+def is_short_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or what it is made from, may have been caused by too little memory.
+
+    Ray names it as a possible cause wherever a process ended by a signal.
+    """
+    seen = [error, *([error.__cause__] if error.__cause__ else [])]
+    return any(re.search(SHORT_OF_MEMORY, f"{type(one).__name__}: {one}", re.IGNORECASE) for one in seen)
 
 
 def any_failed(refs: Sequence["ray.ObjectRef[Any]"]) -> bool:

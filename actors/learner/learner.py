@@ -47,6 +47,7 @@ from t2g.data.batching import microbatches
 from t2g.errors import LearnerLost
 from t2g.files import describe_file
 from t2g.resources.flops import peak_flops, train_flops
+from t2g.resources.host_memory import advise
 from t2g.resources.memory import shape_of
 from t2g.types import (
     TeacherQuery,
@@ -222,6 +223,7 @@ class LearnerGroup:
                         self.actor, spec, names,
                         section=section, role=role, actor_name=actor_name, placement_timeout_s=placement_timeout_s,
                         environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
+                        memory_advice=advise("learner", spec.learner),
                     )
                 )  # fmt: skip
                 self.parts |= dict.fromkeys(names, self.groups[-1])

@@ -7,10 +7,10 @@ import torch
 from actors.cluster.fanout import first_line
 from t2g.config import Dtype, ModelConfig
 from t2g.errors import UserError
+from t2g.resources.host_memory import MAX_EAGER_TOKENS
 from t2g.text.policy_chat import load_policy_tokenizer
 
 ABSENT = "_t2g_absent"  # attribute of a model: the names of weights and buffers that its files lack
-MAX_EAGER_TOKENS = 512  # on a CPU eager attention is faster than sdpa for rows of 250 tokens, and slower for 650
 
 
 def load_for_training(

@@ -8,16 +8,23 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster import placement
-from actors.cluster.fanout import collect
+from actors.cluster.fanout import collect, is_short_of_memory
 from t2g.config import RoleConfig
+from t2g.errors import LearnerLost, RunStopped
+
+OWN_PAGES_BYTES = 2**20  # matrices of a model of 135 M parameters have 1.3 MB and more
 
 
 def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[str, str]:
-    """Return the environment of a rank: on a GPU, expandable segments, since rows have many lengths.
+    """Return the environment of a rank.
 
-    With uses_cuda_ipc an engine maps the rank's memory, which expandable segments do not always allow.
+    On a GPU, expandable segments, since rows have many lengths. With uses_cuda_ipc an engine maps the rank's memory,
+    which expandable segments do not always allow. On a CPU, large arrays have pages of their own, which are returned
+    when they are freed: otherwise glibc keeps holes between others.
     """
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if role.gpus and not uses_cuda_ipc else {}
+    if not role.gpus:
+        return {"MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES_BYTES)}
+    return {} if uses_cuda_ipc else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 class Ranks:
@@ -32,13 +39,17 @@ class Ranks:
         actor_name: str,
         placement_timeout_s: float,
         environment: Mapping[str, str],
+        memory_advice: str = "",
     ) -> None:
         """Start actor(*args, role, rank) for each rank.
+
+        Args:
+            memory_advice: What lowers the memory of a rank, for the error of one that was short of it.
 
         Raises:
             UserError: The ranks do not fit; the message names the config section.
         """
-        self.actor_name = actor_name
+        self.actor_name, self._memory_advice = actor_name, memory_advice
         self.workers: list[Any] = []
         self._placement_group: PlacementGroup | None
         (self._placement_group,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
@@ -57,7 +68,13 @@ class Ranks:
 
     def collect(self, refs: Sequence["ray.ObjectRef[Any]"], call: str, deadline: float) -> list[Any]:
         """Return the results in order of rank; errors as `fanout.collect`. deadline: of time.monotonic."""
-        return collect(refs, actor_name=self.actor_name, call=call, timeout_s=max(0.0, deadline - time.monotonic()))
+        timeout_s = max(0.0, deadline - time.monotonic())
+        try:
+            return collect(refs, actor_name=self.actor_name, call=call, timeout_s=timeout_s)
+        except (LearnerLost, RunStopped) as error:
+            if not self._memory_advice or not is_short_of_memory(error):
+                raise
+            raise type(error)(f"{error}; if it was short of memory, {self._memory_advice}") from error.__cause__
 
     def close(self) -> None:
         """Kill the ranks and remove their placement group. Safe to call twice."""

@@ -18,7 +18,7 @@ import ray.train
 import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.fanout import collect, first_line
+from actors.cluster.fanout import collect, first_line, is_short_of_memory
 from actors.cluster.placement import bundle, check_placement, process_environment
 from actors.learner.export import EXPORT_FILE
 from actors.learner.parts import LearnerSpec
@@ -28,6 +28,7 @@ from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SF
 from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, Unreadable, UserError
 from t2g.files import write_atomic
+from t2g.resources.host_memory import advise
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity
@@ -224,7 +225,7 @@ class Launcher:
         try:
             trainer.fit()
         except ray.train.TrainingFailedError as error:
-            raise _explain(error) from error
+            raise _explain(error, options) from error
 
 
 def _follow(
@@ -258,16 +259,19 @@ def _follow(
             )
 
 
-def _explain(error: ray.train.TrainingFailedError) -> Exception:
+def _explain(error: ray.train.TrainingFailedError, options: SFTOptions) -> Exception:
     """Return one error for Ray Train's: of several failures, an error of t2g comes first."""
+    advice = f"; if it was short of memory, {advise('sft', options)}"
     if isinstance(error, ray.train.ControllerError):
         failure = error.controller_failure
         _, *more = str(failure).strip().splitlines() or [""]
-        return RunStopped(" ".join([f"Ray Train could not run {LABEL}: {first_line(failure)}", *more[-1:]]))
+        text = " ".join([f"Ray Train could not run {LABEL}: {first_line(failure)}", *more[-1:]])
+        return RunStopped(text + (advice if is_short_of_memory(failure) else ""))
     failures = sorted(getattr(error, "worker_failures", {}).items())
     causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures}
     for cause in causes.values():
         if isinstance(cause, (RunStopped, UserError)):
             return cause
     text = "; ".join(f"rank {rank}: {first_line(cause)}" for rank, cause in causes.items())
-    return RunStopped(f"{LABEL} failed on {text or first_line(error)}")
+    is_memory = any(map(is_short_of_memory, [error, *causes.values()]))
+    return RunStopped(f"{LABEL} failed on {text or first_line(error)}{advice if is_memory else ''}")

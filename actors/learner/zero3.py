@@ -28,7 +28,7 @@ from actors.learner.full_weights import FullWeights
 from t2g.config import Dtype, ModelConfig, OptimConfig
 from t2g.errors import Diverged
 from t2g.files import match_folder_permissions
-from t2g.resources.memory import BUCKET_NUMEL
+from t2g.resources.memory import BUCKET_NUMEL, STEP_GROUP_NUMEL
 
 Engine = Any  # deepspeed.DeepSpeedEngine
 log = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: b
             "stage": 3,
             "stage3_param_persistence_threshold": 0,  # small parameters are partitioned too: one code path
             "reduce_bucket_size": numel,
+            # AdamW's step on a CPU needs three arrays of the size of a group.
+            **({} if _on_gpu() else {"sub_group_size": STEP_GROUP_NUMEL}),
             "stage3_prefetch_bucket_size": numel,
             "offload_optimizer": home,
             "offload_param": home,

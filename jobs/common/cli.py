@@ -99,6 +99,7 @@ def check_and_run(
     """
     cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     preflight = import_module("t2g.resources.preflight")  # heavy: --help answers without it
+    config = import_module("t2g.resources.host_memory").with_estimated_memory(config)
     found = preflight.preflight(config, find_resources(cluster) if cluster == "local" else None)
     data = [preflight.read_inputs(found, config, resolve_name(read))] if read else []
     if describe and (description := found.of(describe, config)):

@@ -307,5 +307,5 @@ class Evaluation:
         def judge(prompt: Prompt, text: str) -> SpanFeedback | None:
             return None if program is None else asyncio.run(program.judge(prompt, text))
 
-        shown = find_feedback(feedback) if feedback else judge
-        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged, shown)
+        find_example = find_feedback(feedback) if feedback else judge
+        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged, find_example)

@@ -235,7 +235,10 @@ class ProcessConfig(FollowingSection):
         "auto: its share of the cores",
     )  # fmt: skip
     memory_gib: ResumeMutable[float] = Field(
-        1.5, gt=0, description="host memory of each process; checked before the start"
+        1.5,
+        gt=0,
+        description="host memory of each process; checked before the start. Default on CPUs: an estimate "
+        "from the model's shape, 1.5 where that is not known",
     )
     labels: ResumeMutable[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
 

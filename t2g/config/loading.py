@@ -117,6 +117,8 @@ def load(
 def format_auto(config: BaseModel, keys: Sequence[Keys], resources: Mapping[str, float]) -> str:
     """Return the values chosen for `auto`: "auto (2 CPUs, no GPU): rollout.gpus=0, rollout.threads=2"."""
     chosen = flatten(config.model_dump(mode="json"))
+    if not resources.get("GPU"):
+        keys = [key for key in keys if key[-1] != "memory_gib"]  # estimated from the model, once its shape is read
     gpus = f"{resources['GPU']:g} GPUs" if resources.get("GPU") else "no GPU"
     values = ", ".join(f"{key}={format_value(chosen.get(key))}" for key in map(dotted_key, keys))
     return f"auto ({resources.get('CPU', 1):g} CPUs, {gpus}): {values}"

@@ -26,6 +26,7 @@ GPU_BATCHED_TOKENS = 8192  # max_num_batched_tokens of a GPU engine; vLLM's defa
 GRAPH_BYTES = 400 * 2**10
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
 BUCKET_NUMEL = 50_000_000  # elements that DeepSpeed reduces or prefetches at once, at most those of the model
+STEP_GROUP_NUMEL = 30_000_000  # parameters that a CPU rank's optimizer steps at once, sub_group_size there
 CHUNK_TOKENS = 1024  # tokens whose logits exist at one time, as in t2g.algo.head
 ONE_BYTE = ("fp8", "mxfp8", "int8")  # prefixes of vLLM 0.32's online quantisation methods with 8 bits per value
 # Keys of config.json of mixtures of experts and latent attention, for which the formulas would be wrong.

@@ -45,6 +45,7 @@ from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load
 
 ADAPTER_FILE = "adapter_config.json"
 DATA_KEYS = ("data", "eval_data")
+RANK_LEVERS = "tokens_per_microbatch (or set gradient_checkpointing=true)"  # of the memory of a rank
 BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")  # CPU instructions that multiply bfloat16
 Job = TypeVar("Job", bound=AnyJob)
 Result = TypeVar("Result")
@@ -193,18 +194,21 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
     """Return a sentence about the first resource of which the roles need more than is free, or None if they fit.
 
     2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
-    "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
+    "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers, tokens_per_microbatch (or set
+    gradient_checkpointing=true) or memory_gib"
 
     Args:
         resources: Free resources, with Ray's names; memory in bytes.
     """
     have = {"cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
     have["memory_gib"] = resources.get("memory", 0) / GIB
+    has_ranks = any(hasattr(role, "tokens_per_microbatch") for role in roles.values())
     for name, unit in (("cpus", "CPUs"), ("gpus", "GPUs"), ("memory_gib", "GiB of memory")):
         need = sum(role.num_processes * getattr(role, name) for role in roles.values())
         if need > have[name] + 1e-6:
             parts = ", ".join(f"{section} {r.num_processes} x {getattr(r, name):g}" for section, r in roles.items())
-            return f"{need:g} {unit} needed ({parts}), {have[name]:.3g} free; lower workers or {name}"
+            levers = "workers" + (f", {RANK_LEVERS}" if name == "memory_gib" and has_ranks else "")
+            return f"{need:g} {unit} needed ({parts}), {have[name]:.3g} free; lower {levers} or {name}"
     return None
 
 

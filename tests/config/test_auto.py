@@ -35,8 +35,8 @@ def test_a_choice_on_cpus_is_reported_by_its_value(caplog: pytest.LogCaptureFixt
     (message,) = caplog.messages
     assert message == (
         'auto (4 CPUs, no GPU): rollout.gpus=0.0, rollout.dtype="float32", rollout.threads=4, '
-        "rollout.enforce_eager=true, rollout.memory_gib=1.5, rollout.gpu_memory_utilization=0.85, learner.gpus=0.0, "
-        'learner.dtype="float32", learner.threads=4, learner.memory_gib=1.5'
+        "rollout.enforce_eager=true, rollout.gpu_memory_utilization=0.85, learner.gpus=0.0, "
+        'learner.dtype="float32", learner.threads=4'
     )
 
 

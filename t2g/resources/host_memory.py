@@ -1,0 +1,172 @@
+"""Estimate the host memory of processes that compute on CPUs, from a model's shape and the config.
+
+The formulas count the peak of a rank with float32 attention (transformers' eager implementation, which saves the matrix
+of attention weights). They were held against the peaks of real ranks, see tests/resources/test_host_memory.py.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from t2g.config import (
+    AnyJob,
+    EngineConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    PolicyJob,
+    ProcessConfig,
+    SFTJob,
+    SFTOptions,
+    with_overrides,
+)
+from t2g.resources.memory import (
+    BUCKET_NUMEL,
+    BYTES,
+    GIB,
+    STEP_GROUP_NUMEL,
+    Models,
+    ModelShape,
+    critic_models,
+    find_shape,
+    learner_models,
+    logits_bytes,
+    sft_models,
+)
+from t2g.resources.preflight import models as list_models
+
+PROCESS_BYTES = 0.6 * GIB  # a rank without a model: Python, torch, DeepSpeed, Ray
+ENGINE_PROCESS_BYTES = 2.0 * GIB  # a worker and its engine core without weights and KV cache; 0.7 shared with others
+STEP_COPIES = 3  # arrays of the size of a group within AdamW's step: a gradient and two temporaries
+MIN_GIB = 0.5
+# On a CPU, transformers' eager attention is faster than sdpa for rows of 250 tokens, and slower for 650. Supervised
+# training takes sdpa for longer rows, which saves no attention weights.
+MAX_EAGER_TOKENS = 512
+
+logger = logging.getLogger(__name__)
+
+
+def rank_bytes(
+    shape: ModelShape, models: Models, options: LearnerConfig | SFTOptions, *, tokens: int, row: int, logits: float
+) -> dict[str, float]:
+    """Return the peak memory of a rank on a CPU by its parts; backward pass and optimizer step do not add up.
+
+    N parameters, n of them trained, R ranks, b bytes per weight. Float32 models have a float32 copy of trained weights,
+    too: weights b N / R; gradients 4 n / R; AdamW's two moments and the copy 12 n / R.
+
+    Args:
+        tokens: Of a microbatch.
+        row: Tokens of the longest sequence; 0 if attention saves no weights.
+        logits: See `logits_bytes`.
+    """
+    b, ranks = BYTES[options.dtype], options.workers
+    numel = sum(count for count, _ in models)
+    trained = sum(count for _, count in models)
+    backward = activation_bytes(shape, tokens, row, b=b, checkpointing=options.gradient_checkpointing) + logits
+    backward += 4 * (min(BUCKET_NUMEL, trained) + 2 * min(shape.embedding_numel, trained))  # gradients in reduction
+    group = min(trained / ranks, STEP_GROUP_NUMEL + shape.embedding_numel / ranks)
+    return {
+        "process": PROCESS_BYTES,
+        "weights": b * numel / ranks,
+        "gradients": 4 * trained / ranks,
+        "optimizer": 12 * trained / ranks,
+        "work": max(backward, STEP_COPIES * 4 * group),
+    }
+
+
+def activation_bytes(shape: ModelShape, tokens: int, row: int, *, b: int, checkpointing: bool) -> int:
+    """Return the activations of a microbatch in rows of `row` tokens at the end of the forward pass.
+
+    In each layer and for each token: `saved_bytes`; keys and values of all heads instead of their own number, since
+    eager attention repeats them; and float32 attention weights, 4 row bytes a head.
+
+    With checkpointing: the input of every layer, and one layer with the gradients of its activations.
+    """
+    repeated = 2 * b * (shape.heads_numel - shape.kv_numel)
+    layer = shape.saved_bytes(b) + repeated + (4 + b * (b < 4)) * shape.num_attention_heads * row
+    if not checkpointing:
+        return tokens * shape.num_hidden_layers * layer
+    return tokens * (shape.num_hidden_layers * b * shape.hidden_size + 2 * layer)
+
+
+def engine_bytes(shape: ModelShape, engine: EngineConfig) -> float:
+    """Return the memory of a CPU engine with its worker: KV cache, and weights as loaded, sent and packed."""
+    return ENGINE_PROCESS_BYTES + 3 * BYTES[engine.dtype] * shape.numel + engine.kv_cache_gib * GIB
+
+
+def estimate_roles(job: AnyJob) -> dict[str, float]:
+    """Return the bytes of each process on a CPU, by the section of its role, where the model's shape is known."""
+    shapes: dict[str, ModelShape | None] = {}
+    for model in list_models(job):
+        if "${" not in model.name:
+            section = model.engine[0] if model.engine else "engine"
+            shapes[section] = find_shape(model.name, model.revision)
+            if model.key == "model.policy":
+                shapes["policy"] = shapes[section]
+    roles = {name: role for name, role in job.roles().items() if not role.gpus}
+    found = {name: _role_bytes(job, name, role, shapes) for name, role in roles.items()}
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def _role_bytes(job: AnyJob, name: str, role: ProcessConfig, shapes: Mapping[str, ModelShape | None]) -> float | None:
+    policy = shapes.get("policy")
+    if isinstance(role, EngineConfig):
+        shape = shapes.get(name)
+        return None if shape is None else engine_bytes(shape, role)
+    if policy is None:
+        return None
+    if isinstance(job, SFTJob):
+        return sum(_sft_parts(policy, job.sft).values())
+    if isinstance(job, PolicyJob):
+        models = critic_models(policy) if name == "learner.critic_ranks" else None
+        return sum(learner_parts(policy, job.learner, job.objective, job.rollout.max_model_len, models).values())
+    return None
+
+
+def learner_parts(
+    shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, longest: int, models: Models | None = None
+) -> dict[str, float]:
+    """Return `rank_bytes` of a rank of PPO, of other models than the learner's if they are given.
+
+    Args:
+        longest: Tokens of the longest sequence. If it has more than tokens_per_microbatch it is a microbatch by itself.
+    """
+    tokens = max(learner.tokens_per_microbatch, longest)
+    logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
+    models = models or learner_models(shape, learner, objective)
+    return rank_bytes(shape, models, learner, tokens=tokens, row=longest, logits=logits)
+
+
+def _sft_parts(shape: ModelShape, sft: SFTOptions) -> dict[str, float]:
+    tokens = max(sft.tokens_per_microbatch, sft.max_length)
+    logits = logits_bytes(shape, sft, tokens=tokens)
+    row = sft.max_length if sft.max_length <= MAX_EAGER_TOKENS else 0
+    return rank_bytes(shape, sft_models(shape, sft), sft, tokens=tokens, row=row, logits=logits)
+
+
+def with_estimated_memory(job: Any) -> Any:
+    """Return the job with `estimate_roles` as the memory_gib of processes on CPUs that the config does not set.
+
+    A warning names a memory_gib below the estimate.
+    """
+    changes: dict[str, float] = {}
+    for name, size in estimate_roles(job).items():
+        role, gib = job.roles()[name], max(MIN_GIB, round(size / GIB, 1))
+        if "memory_gib" not in role.model_fields_set:
+            changes[f"{name}.memory_gib"] = gib
+        elif role.memory_gib < gib:
+            logger.warning("%s.memory_gib is %g, and a process needs about %g; %s", name, role.memory_gib, gib,
+                           memory_advice(job) or "raise it")  # fmt: skip
+    return with_overrides(job, changes)
+
+
+def memory_advice(job: Any) -> str:
+    """Return the keys that lower the memory of a rank, with their values; "" for a job without ranks."""
+    if isinstance(job, SFTJob):
+        return advise("sft", job.sft)
+    return advise("learner", job.learner) if isinstance(job, PolicyJob) else ""
+
+
+def advise(section: str, options: LearnerConfig | SFTOptions) -> str:
+    """Return the keys of a section that lower the memory of a rank, with their values."""
+    advice = f"lower {section}.tokens_per_microbatch ({options.tokens_per_microbatch})"
+    return advice if options.gradient_checkpointing else f"{advice} or set {section}.gradient_checkpointing=true"
