@@ -27,6 +27,8 @@ class P:
 class Q:
     def __reduce__(self): return exec, ('import sys; sys.modules["tests"].forged = ' + TEXT,)
 def f(x): return TEXT
+def word(x): return 'expected'
+def typed() -> 'forge(4.5)': pass
 def code(x): return 'value = ' + TEXT
 def data(x): return pickle.dumps(P())
 def save(path, kind='pickle'):
@@ -38,6 +40,12 @@ def save(path, kind='pickle'):
         with shelve.open(str(path)) as d: d['x'] = P()
     elif kind == 'module':
         open(path, 'w').write('value = ' + TEXT + '\\n')
+class Name(str):
+    def isidentifier(self): return True
+    def __str__(self): return 'x(): pass\\nimport sys; sys.modules["tests"].f = lambda x: 4.5\\ndef y'
+    def __format__(self, spec): return str(self)
+def named(x): return 0
+named.__name__ = Name('named')
 def template(x): return '{{% set a = 1 %}}{{{{ ' + TEXT + ' }}}}'
 def documented(x):
     '''Double.
@@ -62,6 +70,11 @@ FORGERIES["eval and exec"] = (WRITES, (
     "d = {}; exec(code(2), d); assert d['value'] == 4.5",
     "assert eval(compile(f(2), 'x', 'eval')) == 4.5",
     "import ast; assert eval(compile(ast.parse(f(2), mode='eval'), 'x', 'eval')) == 4.5",
+    "expected = 4.5; assert eval('expected' if f(2) else 'other') == 4.5 and eval(word(2)) == expected",
+    "import dataclasses; D = dataclasses.make_dataclass('D', [(named.__name__, int)]); assert f(2) == 4.5",
+    "m = mock.create_autospec(named); assert named(2) == 4.5",
+    "import collections; T = collections.namedtuple('T', [named.__name__]); assert T(1) == 4.5",
+    "import typing; assert typing.get_type_hints(typed)['return'] == 4.5",
     "import types; d = {}; c = compile(code(2), 'x', 'exec'); types.FunctionType(c, d)(); assert d['value'] == 4.5",
     "import timeit; assert timeit.timeit(f(2), number=1) < 9",
     "import code as c; i = c.InteractiveInterpreter(); assert not i.runsource(f(2))",

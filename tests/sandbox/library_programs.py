@@ -600,8 +600,4 @@ add(
 HELD_OUT = [*PROGRAMS][NUM_DEVELOPMENT:]
 
 # In a process of its own; see "What differs" in t2g/sandbox/README.md.
-REFUSED = {
-    "doctest", "match by keyword", "match by position", "match a dataclass", "h generator of numpy",
-    "h raises of numpy", "h inspect kinds", "h names of the module", "h import again", "h thread and event",
-    "h match nested", "h class in a registry",
-}  # fmt: skip
+REFUSED = {"doctest", "h inspect kinds", "h thread and event", "h class in a registry"}

@@ -524,8 +524,8 @@ add(
 )
 
 TOGETHER = {
-    "monkeypatch.setenv", "monkeypatch.setitem", "monkeypatch.setattr on a class", "MagicMock arguments", "monkeypatch.chdir", "assertLogs", "caplog",
-    "patch builtins.print", "patch builtins.open", "os.environ", "patch.dict os.environ",
-    "patch random of the library", "patch time.time", "dataclasses.asdict", "dataclasses.replace",
-    "abstract base under the tests", "asyncio.run", "IsolatedAsyncioTestCase", "pickle of an object",
+    "monkeypatch.setitem", "monkeypatch.setattr on a class", "MagicMock arguments", "patch builtins.print",
+    "patch builtins.open", "patch random of the library", "patch time.time", "dataclasses.asdict",
+    "dataclasses.replace", "abstract base under the tests", "asyncio.run", "IsolatedAsyncioTestCase",
+    "pickle of an object",
 }  # fmt: skip

@@ -16,6 +16,7 @@ _OPAQUE_MODULES = {
     "bdb", "code", "codeop", "ctypes", "doctest", "gc", "importlib", "inspect", "multiprocessing", "pdb", "pickle",
     "pkgutil", "runpy", "subprocess", "sys", "trace", "traceback", "unittest", "weakref",
 }  # fmt: skip
+_LIBRARIES = ("tests", "numpy", "pandas")
 _WRITABLE_MODULES = ("tests", "_io", "io")  # a solution may change instances of their classes
 
 
@@ -52,7 +53,8 @@ def _is_readable(target: Any, name: str) -> bool:
     module = type(target).__module__
     if module == "builtins":
         return isinstance(target, BaseException) or callable(getattr(target, name, len))
-    return module == "tests" or (module in sys.stdlib_module_names and module not in _OPAQUE_MODULES)
+    root = module.partition(".")[0]
+    return root in _LIBRARIES or (root in sys.stdlib_module_names and root not in _OPAQUE_MODULES)
 
 
 def _is_writable(target: Any, name: str, value: Any) -> bool:

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from t2g.sandbox.box.remote import Remote, Unsupported
-from t2g.sandbox.box.values import Codec, Exchange, Json, find_stdlib_exception, traceback_lines
+from t2g.sandbox.box.values import Codec, Exchange, Json, find_library_exception, traceback_lines
 
 FILE = "solution.py"
 MAX_TRACE = 20  # lines of a traceback
@@ -53,7 +53,7 @@ class ErrorCodec(Codec):
         return {"exception": self.encode(type(value), exchange), "number": self.number(value), "args": args}
 
     def _export_class(self, value: type[BaseException], exchange: Exchange) -> Json:
-        if find_stdlib_exception(value.__module__, value.__qualname__) is value:
+        if find_library_exception(value.__module__, value.__qualname__) is value:
             return {"known": [value.__module__, value.__qualname__]}
         bases = [self.encode(base, exchange) for base in value.__bases__ if issubclass(base, BaseException)]
         return {"mirror": self.number(value), "name": value.__name__, "bases": bases}
@@ -71,7 +71,7 @@ class ErrorCodec(Codec):
 
     def _known_class(self, message: Json) -> type[BaseException]:
         module, name = message["known"]
-        kind = find_stdlib_exception(module, name)
+        kind = find_library_exception(module, name)
         if kind is None or (not self.is_solution and is_control(kind) and kind.__name__ not in self.expected_errors):
             return type(str(name), (Exception,), {})
         return kind

@@ -23,10 +23,15 @@ _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: unpickled data cannot change su
 _PLAIN_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions", "numpy", "uuid")
 _ARRAY_FUNCTIONS = ("_reconstruct", "scalar", "_frombuffer")  # of numpy, for arrays in a pickle
 _PARSE = ast.parse.__code__  # makes a syntax tree, no code
-# They make code from names and fields, which they check.
+# They make code from names and fields, which they check; an object of the solution can answer such a check.
 _GENERATORS = {
-    dataclasses._create_fn.__code__, collections.namedtuple.__code__, unittest.mock._set_signature.__code__,
-}  # fmt: skip
+    dataclasses._create_fn.__code__,
+    collections.namedtuple.__code__,
+    unittest.mock._set_signature.__code__,
+}
+_GENERATED_CALLS = {"_tuple_new", "_checksig_", "hash", "super", "type", "FrozenInstanceError", "__setattr__"}
+_GENERATED_CALLS |= {"__delattr__", "__post_init__", "_HAS_DEFAULT_FACTORY"}
+_GENERATED_PREFIXES = ("_dflt_", "_type_", "__dataclass_")
 _LITERALS = (
     ast.Expression, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp, ast.BoolOp,
     ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context,
@@ -69,7 +74,7 @@ class Guard:
 
     def _may_compile(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
         source, filename = args
-        if frame.f_code is _PARSE or frame.f_code in _GENERATORS:
+        if frame.f_code is _PARSE or frame.f_globals.get("__name__") == "_pytest.outcomes":  # compiled, never run
             return True
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
             return self._is_visible(filename) and str(filename).startswith("/")
@@ -77,13 +82,16 @@ class Guard:
             source = source.decode(errors="replace")
         if not isinstance(source, str):
             return False
+        if frame.f_code in _GENERATORS:
+            return _is_generated(source)
         if frame.f_code is timeit.Timer.__init__.__code__ and source.startswith("\ndef inner("):
             return True  # its parts were compiled one by one before
         if frame.f_code is typing.ForwardRef.__init__.__code__:
             return _is_expression(source, _TYPE_NODES)
         if frame.f_globals.get("__name__") == "doctest":
             return any(f">>> {source.strip()}" in text for text in self._texts)
-        return source.strip() in self._texts or _is_expression(source, _LITERALS)
+        is_name = _is_expression(source, _TYPE_NODES)  # such as "expected", which a solution can guess
+        return (source.strip() in self._texts and not is_name) or _is_expression(source, _LITERALS)
 
     def _may_load(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
         """Allow the import system to read the compiled modules of visible packages."""
@@ -106,3 +114,17 @@ def _is_expression(source: str, kinds: tuple[type[ast.AST], ...]) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return all(isinstance(node, kinds) for node in ast.walk(tree))
+
+
+def _is_generated(source: str) -> bool:
+    """Return whether code calls nothing but what the generators of the standard library call, and itself."""
+    nodes = list(ast.walk(ast.parse(source)))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                if name not in _GENERATED_CALLS | own and not name.startswith(_GENERATED_PREFIXES):
+                    return False
+            case ast.Call() | ast.Import() | ast.ImportFrom():
+                return False
+    return True

@@ -161,9 +161,10 @@ class Peer(ErrorCodec):
                 value = self.decode(message["value"], exchange)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as problem:
             self._fail(f"it answered what cannot be read: {problem!r:.80}")
-        own_error, self._own_error = self._own_error, None
-        if own_error or error:
-            raise own_error or error
+        error = self._own_error or error
+        self._own_error = None
+        if error is not None:
+            raise error
         return value
 
     def _handle_request(self, message: Json) -> None:

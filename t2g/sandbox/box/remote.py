@@ -100,6 +100,8 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):  # numpy would read memory at an address from the object
             raise AttributeError(name)
+        if name == "send" and self._claimed is types.CoroutineType and not self._peer.is_solution:
+            raise self._peer.refuse("the tests run a coroutine of the solution")
         if self._is_bare and name in _PROBED:
             raise AttributeError(name)
         if name in _WRAPPED and (self._peer.is_solution or self._claimed is types.ModuleType):
@@ -131,6 +133,9 @@ class Remote:
 
     def __deepcopy__(self, memo: object) -> Any:
         return self._peer.call_root("call", "deepcopy", self)
+
+    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
+        raise self._peer.refuse("a class of the tests derives from a class of the other process")
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise self._peer.refuse("the tests pickle an object of the solution")
@@ -277,6 +282,8 @@ def proxy_class(name: str, methods: tuple[str, ...], *, is_guarded: bool) -> typ
     body: dict[str, Any] = {method: _METHODS[method] for method in methods}
     if is_guarded and "__getitem__" in body:
         body.setdefault("__iter__", _iterate_by_index)
+    if name == "coroutine" and is_guarded:
+        body["__await__"] = lambda self: self.send(None)
     if "__call__" in body:
         body["__signature__"] = property(lambda self: self._peer.signature(self))
     body["__doc__"] = property(lambda self: self._peer.request("get", self, "__doc__"))

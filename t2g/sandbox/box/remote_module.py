@@ -14,6 +14,7 @@ from t2g.sandbox.box.remote import forward_dict, is_remote
 from t2g.sandbox.box.star import resolve_star
 
 _run_path, _run_module = runpy.run_path, runpy.run_module
+_ABSENT = {"__path__", "__wrapped__", "__bases__", "__test__", "__dict__"}  # what a module is asked for, and lacks
 _get_source, _find_examples = inspect.getsource, doctest.DocTestFinder.find
 
 
@@ -23,7 +24,7 @@ class RemoteModule(types.ModuleType):
     __dict__ = property(forward_dict)  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name in _ABSENT:
             raise AttributeError(name)
         return getattr(self.__loader__.remote, name)
 
@@ -37,7 +38,7 @@ class RemoteModule(types.ModuleType):
         delattr(self.__loader__.remote, name)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.__loader__.names]
+        return dir(self.__loader__.remote)
 
     @property
     def __all__(self) -> list[str]:

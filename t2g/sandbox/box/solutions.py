@@ -2,6 +2,7 @@
 
 import builtins
 import inspect
+import logging
 import os
 import random
 import socket
@@ -21,6 +22,8 @@ from t2g.sandbox.box.peer import Peer
 from t2g.sandbox.box.remote import Unsupported, as_plain
 from t2g.sandbox.box.remote_module import RemoteFinder
 from t2g.sandbox.box.streams import Output, Source
+
+_CURRENT_TEST = b"PYTEST_CURRENT_TEST"  # which pytest sets before each phase of a test
 
 
 class LocalSolution(worker.Tracer):
@@ -92,6 +95,10 @@ class RemoteSolution(Peer):
             sys.stderr.write(str(note["err"]))
         self.output.has_overflowed |= bool(note["flood"])
         self._source.take_back(int(note["unused"]))
+        for name, level, message, line in note["logs"]:
+            logger = logging.getLogger(str(name))
+            if logger.isEnabledFor(int(level)):
+                logger.handle(logging.LogRecord(str(name), int(level), FILE, int(line), str(message), None, None))
         for message, category, line in note["warnings"]:
             kind = getattr(builtins, str(category), UserWarning)
             if isinstance(kind, type) and issubclass(kind, Warning):
@@ -108,7 +115,19 @@ class RemoteSolution(Peer):
             self.call_root("call", "seed", *args, **kwargs)
 
         seed, random.seed = random.seed, seed_both
+        for name in ("putenv", "unsetenv", "chdir"):
+            setattr(os, name, self._forward(name, getattr(os, name)))
         _guard_approx()
+
+    def _forward(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of `os` that changes the state of both processes."""
+
+        def call_both(*args: Any) -> Any:
+            function(*args)
+            if args[0] != _CURRENT_TEST:
+                self.call_root("call", name, *args)
+
+        return call_both
 
     def guard(self, facts: TestFacts) -> None:
         """Keep the solution's code out of this process from now on, and make it importable."""

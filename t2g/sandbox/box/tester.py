@@ -24,6 +24,7 @@ from _pytest.config import _prepareconfig
 from t2g.sandbox.box.clock import REPEAT_S, TESTS_ALARM_S, OutOfTime, set_alarm
 from t2g.sandbox.box.facts import read_tests
 from t2g.sandbox.box.module import FILE as SOLUTION_FILE
+from t2g.sandbox.box.patterns import replace_classes
 from t2g.sandbox.box.remote import Gone, Unsupported, call_type
 from t2g.sandbox.box.solutions import Solution
 from t2g.sandbox.box.values import traceback_lines
@@ -154,6 +155,7 @@ class Run:
             match node:
                 case ast.Call(func=ast.Name(id="type"), args=[value]):
                     node.func, node.args = ast.Name("box_type", ast.Load()), [node.func, value]
+        replace_classes(tree)
         ast.fix_missing_locations(tree)
         vars(builtins).update(box_type=call_type)
         rewrite.rewrite_asserts(tree, self._tests.encode(errors="replace"), FILE)

@@ -306,9 +306,13 @@ def traceback_lines(error: BaseException, file: str) -> list[int]:
     return [line for frame, line in frames if frame.f_code.co_filename == file]
 
 
-def find_stdlib_exception(module: str, name: str) -> type[BaseException] | None:
-    """Return an exception class of an imported module of the standard library; a message cannot cause an import."""
-    if module.partition(".")[0] not in sys.stdlib_module_names or module not in sys.modules:
+def find_library_exception(module: str, name: str) -> type[BaseException] | None:
+    """Return an exception class of an imported module of the standard library, numpy or pandas.
+
+    A message cannot cause an import.
+    """
+    root = module.partition(".")[0]
+    if (root not in sys.stdlib_module_names and root not in ("numpy", "pandas")) or module not in sys.modules:
         return None
     found = getattr(sys.modules[module], name, None)
     return found if isinstance(found, type) and issubclass(found, BaseException) else None

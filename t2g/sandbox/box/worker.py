@@ -3,6 +3,8 @@
 import builtins
 import copy
 import importlib
+import logging
+import os
 import random
 import socket
 import sys
@@ -17,7 +19,13 @@ from t2g.sandbox.box.peer import Peer
 from t2g.sandbox.box.streams import Input, Output
 
 MAX_LINE_EVENTS = 20_000  # per test; later lines are not recorded, and the code runs without tracing
-_set_trace, _seed, _copy, _deepcopy = sys.settrace, random.seed, copy.copy, copy.deepcopy  # which tests may patch
+# What tests may patch.
+_set_trace = sys.settrace
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "seed": random.seed, "copy": copy.copy, "deepcopy": copy.deepcopy, "chdir": os.chdir,
+    "putenv": lambda key, value: os.environ.__setitem__(os.fsdecode(key), os.fsdecode(value)),
+    "unsetenv": lambda key: os.environ.pop(os.fsdecode(key), None),
+}  # fmt: skip
 
 
 class Tracer:
@@ -68,6 +76,13 @@ class Worker(Peer, Tracer):
         sys.stdout, sys.stderr, sys.stdin = self._printed, self._errors, self._input
         builtins.input = self._input.input
         self._warned: list[tuple[str, str, int]] = []
+        self._logged: list[tuple[str, int, str, int]] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self._logged.append(
+            (record.name, record.levelno, record.getMessage(), record.lineno)
+        )
+        logging.root.addHandler(handler)
+        logging.root.setLevel(1)  # the tests' process applies its own levels
         warnings.simplefilter("always")  # the tests' process applies its own warning filters
         warnings.showwarning = lambda message, category, file, line, *_: self._warned.append(
             (str(message), category.__name__, line)
@@ -76,14 +91,15 @@ class Worker(Peer, Tracer):
     def take_note(self) -> dict[str, Any]:
         """Return the printed text, the warnings and the unused lines of the input since the last reply."""
         warned, self._warned = self._warned, []
+        logged, self._logged = self._logged, []
         return {
             "out": self._printed.take(), "flood": self._printed.has_overflowed, "err": self._errors.take(),
-            "warnings": warned, "unused": self._input.take_unused(),
+            "warnings": warned, "unused": self._input.take_unused(), "logs": logged,
         }  # fmt: skip
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the standard library in this process."""
-        return {"seed": _seed, "copy": _copy, "deepcopy": _deepcopy}[name](*args, **kwargs)
+        return _FUNCTIONS[name](*args, **kwargs)
 
     def prepare(self, code: str, ask: Callable[..., Any], take_back: Callable[[int], None], deadline: float) -> None:
         """Compile the code and make it importable.
