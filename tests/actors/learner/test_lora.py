@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_model
+from models import ARCHITECTURES, random_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -15,6 +15,7 @@ from t2g.errors import UserError
 from t2g.text.tokenizer import load_tokenizer
 
 CONFIG = LoRAConfig(r=3, alpha=6)
+DENSE = [name for name in ARCHITECTURES if "moe" not in name]
 IDS = torch.arange(40).reshape(2, 20)
 
 
@@ -38,7 +39,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt2"])  # plain; biases, tied; capped; [in, out]
+@pytest.mark.parametrize("architecture", ["gpt2", *DENSE])  # of GPT-2 a weight is [in, out]
 def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tmp_path: Path) -> None:
     folder = base_folder(tmp_path / "base", architecture)
     torch.manual_seed(0)
@@ -68,7 +69,7 @@ def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tm
     assert same == merged.keys() - matrices
     assert not any("embed" in name or "head" in name or "wte" in name for name in matrices)
     base.load_state_dict(merged, strict=False)  # tied weights have one name
-    torch.testing.assert_close(logits(base), trained, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(base), trained, atol=1e-4, rtol=1e-4)
 
     lora.write_adapter(model, {name: p.detach() for name, p in adapters.items()}, tmp_path / "adapter")
     kept = PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
