@@ -5,7 +5,8 @@
 DATA: a file with prompts and responses, as jobs.annotate reads it, samples.jsonl of a run too. All marks are in
 my.marks/ann/journal.jsonl at once: stop at any time, start again to go on. my.marks/ann/annotated.jsonl has the records
 of what is finished, for data.path of jobs.train_reward or, with annotate.source=human, of jobs.annotate, which splits
-them. Another person marks under another name in the same folder; the page says how far the two agree. It is served on
+them. Another person marks under another name in the same folder; the page says how far the two agree, and
+'data.path=[my.marks/ann/annotated.jsonl,my.marks/bob/annotated.jsonl]' gives both to jobs.annotate. It is served on
 127.0.0.1 alone: from another machine take --port and ssh -L PORT:127.0.0.1:PORT.
 """
 

@@ -22,7 +22,7 @@ from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.records import AnnotatedRecord, write_annotated
 from t2g.feedback.sources.chat_client import BYTES_PER_TOKEN
 from t2g.feedback.sources.combined import make_source
-from t2g.feedback.sources.human import HumanFeedback
+from t2g.feedback.sources.human import HumanFeedback, human_paths
 from t2g.feedback.sources.llm import estimate_cost
 from t2g.feedback.sources.make import make_local_source
 from t2g.files import write_json
@@ -62,6 +62,8 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
     if config.model is None or config.annotate.responses == "data":
         make = annotation.make_turn_samples if config.annotate.reads_conversations else annotation.make_samples
         samples = make(rows, task)
+        if _judges_data(config):
+            samples = annotation.merge_judgements(samples)
         samples = _with_modes(samples, task, config)
         problems = [sample.problem for sample in samples if sample.problem]
         if len(problems) == len(samples):
@@ -75,6 +77,14 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
         prompts = _check(prompts, task, config, leave_out=True)
         samples = [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
     return samples + annotation.plant_samples(samples, task, config.annotate.planted, seed=config.run.seed)
+
+
+def _judges_data(config: AnnotateJob) -> bool:
+    """Return whether the data are judgements of people: a response then has a record for each of its judges."""
+    sources = config.annotate.named_sources.values()
+    return any(
+        source.source == "human" and human_paths(source) == [*map(Path, config.data.paths)] for source in sources
+    )
 
 
 def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[Sample]:
@@ -289,9 +299,8 @@ def _writer(config: AnnotateJob, fleets: "Fleets | None") -> SampleResponses:
 
 def _human(source: SourceConfig, task: str) -> HumanFeedback:
     """Return the human feedback of a source, without an aligner."""
-    assert source.human_file is not None, "see SourceConfig"
     return HumanFeedback(
-        Path(source.human_file), get_task(task),
+        human_paths(source), get_task(task),
         columns=source.human_columns, offsets=source.offsets, labels=source.human_labels,
     )  # fmt: skip
 

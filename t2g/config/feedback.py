@@ -281,6 +281,9 @@ FeedbackModel = Literal["reward_model", "llm"]
 MODELS: tuple[FeedbackModel, ...] = get_args(FeedbackModel)
 
 
+Files = PathOrName[str | tuple[str, ...] | None]
+
+
 class SourceConfig(Section):
     """A feedback source, which judges responses."""
 
@@ -291,8 +294,8 @@ class SourceConfig(Section):
     reward_revision: str | None = None
     engine: RewardEngineConfig = RewardEngineConfig()
     llm: LLMConfig = LLMConfig()
-    human_file: PathOrName[str | None] = Field(
-        None, description="JSON lines or CSV: prompt_id and/or prompt, response, critique, quotes or offsets"
+    human_file: Files = Field(
+        None, description="JSON lines or CSV: prompt_id and/or prompt, response, critique, quotes or offsets; or a list"
     )
     human_columns: dict[str, str] = Field(
         {}, description="field of t2g -> field of the human file, such as {critique: comment}"
@@ -342,7 +345,7 @@ class SourceConfig(Section):
         required = {
             "reward_model": ("reward_model", self.reward_model),
             "llm": ("llm.model, a name at the server of llm.url or a model for own engines", self.llm.model),
-            "human": ("human_file", self.human_file),
+            "human": ("human_file", self.human_file or None),
         }
         for field, model in (("source", self.source), ("align", self.aligner)):
             if model in required and required[model][1] is None:
@@ -403,7 +406,7 @@ class CriterionConfig(SourceConfig):
 class _AnnotateSource(SourceConfig):
     """A source of annotation. These fields only decide which records are missing; a resume annotates those again."""
 
-    human_file: ResumeMutable[PathOrName[str | None]] = Field(None, description="as in feedback; by default data.path")
+    human_file: ResumeMutable[Files] = Field(None, description="as in feedback; by default data.path")
     timeout_s: ResumeMutable[float] = Field(
         120, gt=0, description="deadline of the feedback on one response, retries included"
     )

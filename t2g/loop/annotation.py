@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -91,6 +91,19 @@ def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
         samples.append(Sample(prompt, num_responses[prompt_id], response, problem))
         num_responses[prompt_id] += 1
     return samples
+
+
+def merge_judgements(samples: Sequence[Sample]) -> list[Sample]:
+    """Return one sample for each response to a prompt, of records that judge some responses several times."""
+    merged = dict[Any, Sample]()
+    num_responses: Counter[str] = Counter()  # by prompt id
+    for sample in samples:
+        prompt_id = sample.prompt.prompt_id
+        key = id(sample) if sample.problem else (prompt_id, sample.prompt.prompt_text, sample.response)
+        if key not in merged:
+            merged[key] = replace(sample, sample_index=num_responses[prompt_id])
+            num_responses[prompt_id] += 1
+    return list(merged.values())
 
 
 def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:

@@ -33,6 +33,7 @@ from t2g.errors import MissingLocally, UserError
 from t2g.feedback.card import check_card, make_card
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.sources.endpoint import EndpointChat
+from t2g.feedback.sources.human import human_paths
 from t2g.feedback.sources.make import make_local_source
 from t2g.resources.memory import BYTES, GIB, find_shape, host_bytes
 from t2g.resources.weights import check_finite_weights
@@ -306,8 +307,9 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
 def _check_sources(found: Findings, job: JobConfig, task: Task) -> None:
     """Check the feedback sources: signature of a function, API key, file of annotations, model card, sandbox."""
     for section, feedback in job.feedback_sections.items():
-        if feedback.source == "human" and not Path(str(feedback.human_file)).is_file():
-            found.missing.append(f"{section}.human_file={feedback.human_file}: there is no such file")
+        absent = [path for path in human_paths(feedback) if not path.is_file()]
+        if feedback.source == "human" and absent:
+            found.missing.append(f"{section}.human_file={absent[0]}: there is no such file")
         elif feedback.source not in ("llm", "reward_model", *(["human"] if feedback.engine_model else [])):
             found.of(make_local_source, feedback, task, section=section)
         is_usable = f"{section}.reward_model" in found.usable

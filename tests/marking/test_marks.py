@@ -75,7 +75,7 @@ def test_its_file_is_read_as_what_annotate_writes(tmp_path: Path) -> None:
         '{"critique": "ab is right. cd is wrong.", "good": ["ab"], "poor": [{"quote": "cd", "severity": 3}]}'
     )
     assert (records[0].source, records[0].version, records[0].prompt_id) == ("human", "ann", "x")
-    source = HumanFeedback(path, get_task("prompts"))  # whom annotate and train_policy ask with source=human
+    source = HumanFeedback([path], get_task("prompts"))  # whom annotate and train_policy ask with source=human
     judged = asyncio.run(source.judge(records[0].to_prompt(), "ab cd"))
     assert (judged.critique, judged.spans, judged.status) == (records[0].critique, records[0].spans, "ok")
 

@@ -1,23 +1,28 @@
-"""Feedback that people wrote into a file, looked up by prompt and response.
+"""Feedback that people wrote into files, looked up by prompt and response; several people's judgements are votes.
 
     {"prompt": "Why?", "response": "About a laptop.", "critique": "It was a phone.", "poor": ["laptop"]}
     prompt_id,response,critique,spans
     7,About a laptop.,It was a phone.,"[{""start"": 8, ""end"": 14, ""label"": ""poor""}]"
 
-The file is JSON lines or CSV, with these fields or those of the task and a critique. A row has quotes (good, poor) or
+A file is JSON lines or CSV, with these fields or those of the task and a critique. A row has quotes (good, poor) or
 offsets (spans, half-open character ranges of the response); in a CSV cell they are JSON. If a row has none of the
 three, an aligner finds the spans of the critique. An empty list means no spans.
+
+Each row is the judgement of another person, except for equal rows and for rows with the same `version`, in which
+`t2g mark` writes the person's name.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from t2g.config.feedback import OffsetUnit
+from t2g.concurrency import gather_all
+from t2g.config.feedback import OffsetUnit, SourceConfig
 from t2g.data.formats import is_data_file
 from t2g.data.load import read_file, read_lines
 from t2g.data.published import translate_row
@@ -27,6 +32,7 @@ from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.records import AnnotatedRecord, read_record, shorten_list
 from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.chat_client import FailureLog
+from t2g.feedback.sources.votes import vote
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Record, Task
 from t2g.types import Prompt, SpanFeedback
@@ -38,18 +44,35 @@ MARKS = ("good", "poor", "spans")
 Key = tuple[str | None, str | None, str]  # prompt_id and prompt (None: not in the line), response
 
 
-class HumanFeedback(FeedbackSource):
-    """Judgements from a file. A response without a judgement, or with an invalid line, has failed feedback.
+def human_paths(source: SourceConfig) -> list[Path]:
+    """Return the files of human_file."""
+    files = source.human_file or ()
+    return [Path(file) for file in ((files,) if isinstance(files, str) else files)]
 
-    The first judgement of a response is used; a warning lists the lines of the others. A prompt is looked up by id and
-    text, then by its text, then by its id: another data set may have the same ids.
+
+@dataclass(frozen=True, kw_only=True)
+class _Judgement:
+    """One person's judgement of a response."""
+
+    feedback: SpanFeedback
+    line: str
+    person: str  # equal for the judgements of one person
+    needs_aligner: bool  # the critique has no spans yet
+
+
+class HumanFeedback(FeedbackSource):
+    """Judgements from files. A response without a judgement, or with invalid lines only, has failed feedback.
+
+    Several people's judgements of a response are voted on as those of several models, see `votes.vote`. Of two
+    judgements by one person the first counts; a warning lists the lines of the others. A prompt is looked up by its
+    text, with its id where the line has one, and only then by its id: another data set may have the same ids.
     """
 
     name = "human"
 
     def __init__(
         self,
-        path: Path,
+        paths: Sequence[Path],
         task: Task,
         aligner: Aligner | None = None,
         *,
@@ -57,97 +80,135 @@ class HumanFeedback(FeedbackSource):
         offsets: OffsetUnit = "characters",
         labels: Mapping[str, str] = NO_LABELS,
     ) -> None:
-        """Read the file.
+        """Read the files.
 
         Args:
-            columns: Our field -> the file's field.
+            columns: Our field -> the files' field.
             offsets, labels: See `read_spans`.
 
         Raises:
-            MissingLocally: The file does not exist.
-            UserError: It has no judgements.
+            MissingLocally: A file does not exist.
+            UserError: They have no judgements.
         """
-        if not path.is_file():
-            raise MissingLocally(f"human_file={path}: there is no such file")
-        self._path, self._task = path, task
+        for path in paths:
+            if not path.is_file():
+                raise MissingLocally(f"human_file={path}: there is no such file")
+        self._names = ", ".join(map(str, paths))
+        self._task = task
         self._offsets, self._labels = offsets, labels
         self.aligner = aligner
         self._failures = FailureLog()
-        self._judgements: dict[Key, SpanFeedback] = {}
-        self._unaligned: dict[Key, str] = {}  # line of a critique without spans
+        self._judgements: dict[Key, list[_Judgement]] = {}
         incomplete: list[str] = []
         repeated: list[str] = []
-        for line, row in read_file(path) if is_data_file(path) else read_lines(path):
-            row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
-            key = _make_key(row, task)
-            if key is None:
-                incomplete.append(line)
-                continue
-            if key in self._judgements and self._judgements[key].status != "failed":
-                repeated.append(line)
-                continue
-            self._judgements[key] = self._read(line, row, key)
+        for path in paths:
+            for line, row in read_file(path) if is_data_file(path) else read_lines(path):
+                row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
+                key = _make_key(row, task)
+                if key is None:
+                    incomplete.append(line)
+                elif not self._add(key, self._read(path.name, line, row, key[2])):
+                    repeated.append(line)
         if repeated:
             lines = ", ".join(shorten_list(repeated))
-            logger.warning(
-                "not used: %d judgements of a response that an earlier line judged, %s", len(repeated), lines
-            )
+            logger.warning("not used: %d judgements of a response that the same person judged before, %s",
+                           len(repeated), lines)  # fmt: skip
         if incomplete:
             count = len(incomplete)
             sentence = f"{count} lines judge no response, the first at {incomplete[0]}: response and prompt are needed"
             self._failures.log("incomplete", sentence)
         if not self._judgements:
-            raise UserError(f"human_file={path} holds no judgements")
+            raise UserError(f"human_file={self._names} holds no judgements")
+
+    def _add(self, key: Key, judgement: _Judgement) -> bool:
+        """Add a judgement of a response; return False if it is not used. A whole line replaces invalid ones."""
+        judgements = self._judgements.setdefault(key, [])
+        whole = [known for known in judgements if known.feedback.usable]
+        if any(known.person == judgement.person for known in whole):
+            return False
+        if whole and not judgement.feedback.usable:
+            return True  # `_read` has reported it
+        self._judgements[key] = [*whole, judgement]
+        return True
 
     def check_alignment(self) -> None:
         """Raise UserError if a critique has no spans and there is no aligner to find them."""
-        if self._unaligned and self.aligner is None:
+        judgements = [judgement for judgements in self._judgements.values() for judgement in judgements]
+        lines = [judgement.line for judgement in judgements if judgement.needs_aligner]
+        if lines and self.aligner is None:
             raise UserError(
-                f"{len(self._unaligned)} critiques have no spans, the first at {next(iter(self._unaligned.values()))}; "
+                f"{len(lines)} critiques have no spans, the first at {lines[0]}; "
                 'set align to llm or reward_model to find them, or write "good": [] where none are meant'
             )
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        key = self._find(prompt, response_text)
-        if key is None:
-            sentence = f"{self._path} has no judgement of this response to prompt {prompt.prompt_id}"
+        judgements = self._find(prompt, response_text)
+        if not judgements:
+            sentence = f"{self._names} has no judgement of this response to prompt {prompt.prompt_id}"
             self._failures.log("missing", sentence)
             return make_failed_feedback("failed", source=self.name, version="", reason=sentence)
-        own = self._judgements[key]
-        if key not in self._unaligned:
-            return own
+        answers = await gather_all(self._complete(judgement, prompt, response_text) for judgement in judgements)
+        if len(answers) == 1:
+            return answers[0]
+        usable = [answer for answer in answers if answer.usable]
+        if 2 * len(usable) <= len(answers):
+            return next(answer for answer in answers if not answer.usable)
+        own = _join_versions(judgements)
+        aligners = [
+            answer.version.removeprefix(judgement.feedback.version)
+            for answer, judgement in zip(answers, judgements, strict=True)
+        ]
+        versions = own + "".join(dict.fromkeys(aligners))  # an aligner's begins with a comma
+        return replace(vote(usable, len(answers), response_text), version=versions)
+
+    async def _complete(self, judgement: _Judgement, prompt: Prompt, response_text: str) -> SpanFeedback:
+        """Return the feedback of a judgement, with spans by the aligner if it has none."""
+        if not judgement.needs_aligner:
+            return judgement.feedback
         assert self.aligner is not None, "see check_alignment"
-        return await find_spans(self.aligner, prompt, response_text, own)
+        return await find_spans(self.aligner, prompt, response_text, judgement.feedback)
 
     def is_current(self, record: AnnotatedRecord) -> bool:
-        """Return whether the record still agrees with the file."""
-        key = self._find(record.to_prompt(), record.response)
+        """Return whether the record still agrees with the files."""
+        judgements = self._find(record.to_prompt(), record.response)
         # An aligner appends its version after a comma; a file's name may contain a comma, too.
-        return key is not None and f"{record.version}, ".startswith(f"{self._judgements[key].version}, ")
+        return bool(judgements) and f"{record.version}, ".startswith(f"{_join_versions(judgements)}, ")
 
     def needs_aligner(self, prompt: Prompt, response_text: str) -> bool:
-        return self._find(prompt, response_text) in self._unaligned
+        return any(judgement.needs_aligner for judgement in self._find(prompt, response_text))
 
-    def _find(self, prompt: Prompt, response_text: str) -> Key | None:
-        candidates = (prompt.prompt_id, prompt.prompt_text), (None, prompt.prompt_text), (prompt.prompt_id, None)
-        return next((key for names in candidates if (key := (*names, response_text)) in self._judgements), None)
+    def _find(self, prompt: Prompt, response_text: str) -> list[_Judgement]:
+        """Return the judgements of a response, one for each person."""
+        by_text = (prompt.prompt_id, prompt.prompt_text), (None, prompt.prompt_text)
+        found = [judgement for names in by_text for judgement in self._judgements.get((*names, response_text), ())]
+        found = found or self._judgements.get((prompt.prompt_id, None, response_text), [])
+        usable = [judgement for judgement in found if judgement.feedback.usable]
+        return list({judgement.person: judgement for judgement in reversed(usable)}.values())[::-1] or found[:1]
 
-    def _read(self, line: str, row: Record, key: Key) -> SpanFeedback:
+    def _read(self, file: str, line: str, row: Record, response: str) -> _Judgement:
         # The version has a hash of the line: changes of other lines make no judgement stale.
         digest = hashlib.blake2b(json.dumps(row, default=str).encode(errors="replace"), digest_size=4).hexdigest()
-        names = {"source": self.name, "version": f"{self._path.name}@{digest}"}
+        names = {"source": self.name, "version": f"{file}@{digest}"}
+        marks: dict[str, Any] | None = {}
         try:
             critique, marks = _read_marks(row)
-            if marks is not None:
-                record = {"prompt": "", "response": key[2], "critique": critique, **names, **marks}
+            if marks is None:
+                feedback = make_feedback(critique, (), (), response, **names)
+            else:
+                record = {"prompt": "", "response": response, "critique": critique, **names, **marks}
                 read = read_record(record, offsets=self._offsets, labels=self._labels, on_flaw=_raise_flaw)
-                return read.to_feedback()
-            self._unaligned[key] = line
-            return make_feedback(critique, (), (), key[2], **names)
+                feedback = read.to_feedback()
         except ValueError as error:
             reason = f"{line}: {error}"
             self._failures.log("line", reason)
-            return make_failed_feedback("failed", reason=reason, **names)
+            feedback = make_failed_feedback("failed", reason=reason, **names)
+        person = row.get("version")
+        person = f"{row.get('source')}:{person}" if isinstance(person, str) and person else digest
+        return _Judgement(feedback=feedback, line=line, person=person, needs_aligner=marks is None)
+
+
+def _join_versions(judgements: Sequence[_Judgement]) -> str:
+    return "+".join(judgement.feedback.version for judgement in judgements)
 
 
 def _raise_flaw(flaw: str) -> None:

@@ -7,7 +7,7 @@ from t2g.config import SourceConfig
 from t2g.config.feedback import MODELS
 from t2g.errors import UserError
 from t2g.feedback.sources.endpoint import EndpointChat
-from t2g.feedback.sources.human import HumanFeedback
+from t2g.feedback.sources.human import HumanFeedback, human_paths
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.next_message import NextMessageFeedback
 from t2g.feedback.sources.program import ProgramFeedback
@@ -38,9 +38,8 @@ def make_local_source(
         case "llm":
             return LLMFeedback(EndpointChat(config.llm), config, task, aligner)
         case "human":
-            assert config.human_file is not None  # SourceConfig checked it
             human = HumanFeedback(
-                Path(config.human_file), task, aligner,
+                human_paths(config), task, aligner,
                 columns=config.human_columns, offsets=config.offsets, labels=config.human_labels,
             )  # fmt: skip
             human.check_alignment()

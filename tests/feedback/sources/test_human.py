@@ -36,7 +36,7 @@ def judge(source: HumanFeedback, question: Prompt, response: str) -> SpanFeedbac
 
 
 def human(path: Path, **keywords: Any) -> HumanFeedback:
-    return HumanFeedback(path, PromptsTask(), **keywords)
+    return HumanFeedback([path], PromptsTask(), **keywords)
 
 
 def spans(feedback: SpanFeedback) -> list[tuple[int, int, int, int]]:
@@ -175,16 +175,59 @@ def test_labels_and_offsets_of_other_tools(tmp_path: Path) -> None:
     assert spans(judge(source, prompt("7", ""), response)) == [(5, 10, -1, 1), (3, 4, 1, 1)]
 
 
-def test_the_first_of_two_judgements_counts_and_the_other_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    bare = {name: ROW[name] for name in ("prompt_id", "response")} | {"critique": "No spans."}
-    path = write(tmp_path / "human.jsonl", ROW, ROW | {"critique": "Other."}, bare)
+def test_of_two_judgements_by_one_person_the_first_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ann, bare = ROW | {"version": "ann"}, {name: ROW[name] for name in ("prompt_id", "response")}
+    bare |= {"critique": "No spans.", "version": "ann"}
+    path = write(tmp_path / "human.jsonl", ann, ann | {"critique": "Other."}, bare, ROW, ROW)
     source = human(path)
     source.check_alignment()
-    assert judge(source, prompt("7", ""), "a phone").critique == ROW["critique"]
-    sentence = f"not used: 2 judgements of a response that an earlier line judged, {path}:2, {path}:3"
+    found = judge(source, prompt("7", ""), "a phone")
+    assert (found.critique, found.agreement, spans(found)) == (ROW["critique"], 1.0, [(2, 7, -1, 1)])
+    sentence = f"not used: 3 judgements of a response that the same person judged before, {path}:2, {path}:3, {path}:5"
     assert caplog.messages == [sentence]
+
+
+ANN = {"prompt": "What?", "response": "a red phone", "critique": "Ann.", "spans": [{"start": 2, "end": 5, "label": -1}]}
+BOB = {**ANN, "critique": "Bob.", "spans": [{"start": 2, "end": 11, "label": -1, "severity": 3}]}
+CAT = {**ANN, "critique": "Cat.", "good": ["a"], "poor": ["phone"], "spans": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "agreement"),
+    [
+        ([ANN, BOB], [(2, 5, -1, 1)], 2 * 3 / (3 + 8)),
+        ([BOB, ANN], [(2, 5, -1, 1)], 2 * 3 / (3 + 8)),
+        ([ANN, BOB, CAT], [(2, 5, -1, 1), (6, 11, -1, 1)], (6 / 11 + 0 + 10 / 14) / 3),
+        ([ANN, {**ANN, "critique": "Fine.", "spans": []}], [], 0.0),
+        ([ANN, {**BOB, "critique": ""}], [(2, 5, -1, 1)], None),
+        ([{**ANN, "prompt_id": "7"}, BOB], [(2, 5, -1, 1)], 6 / 11),
+    ],
+)
+def test_people_vote_as_models_do(
+    tmp_path: Path, rows: list[dict[str, Any]], expected: list[tuple[int, int, int, int]], agreement: float | None
+) -> None:
+    """In one file and in several: of two people a label needs both, of three two; a broken line does not vote."""
+    joined = human(write(tmp_path / "all.jsonl", *rows))
+    files = [write(tmp_path / f"{number}.jsonl", row) for number, row in enumerate(rows)]
+    config = FeedbackConfig(source="human", human_file=tuple(map(str, files)))
+    for source in (joined, make_local_source(config, PromptsTask())):
+        assert isinstance(source, HumanFeedback)
+        found = judge(source, prompt("7", "What?"), "a red phone")
+        assert spans(found) == expected
+        assert found.agreement == pytest.approx(agreement)
+
+
+def test_a_voted_record_is_current_as_long_as_each_line_is(tmp_path: Path) -> None:
+    question = prompt("7", "What?")
+    bare = {**ANN, "critique": "No phone.", "spans": None}
+    first = human(write(tmp_path / "h.jsonl", bare, BOB), aligner=Aligner())
+    assert first.needs_aligner(question, "a red phone")
+    found = judge(first, question, "a red phone")
+    assert (spans(found), found.version[-9:]) == ([(6, 11, -1, 1)], ", judge#1")
+    record = make_annotated_record(question, "a red phone", found)
+    assert first.is_current(record)
+    assert not human(write(tmp_path / "h.jsonl", bare, {**BOB, "critique": "!"})).is_current(record)
+    assert not human(write(tmp_path / "h.jsonl", bare)).is_current(record)
 
 
 def test_a_broken_line_does_not_hide_a_whole_one(tmp_path: Path) -> None:
@@ -250,7 +293,7 @@ def test_the_critiques_that_published_records_hold(name: str, file: str, critiqu
     row = next(iter(rows.values())) if isinstance(rows, dict) else rows[0]
     if isinstance(rows, dict):
         row = {"id": next(iter(rows)), **row}
-    source = HumanFeedback(DATA / file, task, aligner)
+    source = HumanFeedback([DATA / file], task, aligner)
     question = replace(prompt(str(task.prompt_id(row)), task.prompt_text(row)), payload=task.payload(row))
     response = task.response(row)
     assert response is not None and source.needs_aligner(question, response)
