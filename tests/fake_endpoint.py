@@ -23,6 +23,7 @@ class Reply:
     body: Any = ""  # bytes are sent as they are, a text as HTML, anything else as JSON
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
+    drip_s: float = 0.0  # pause before each byte of the body
     missing_bytes: int = 0  # fewer are sent than Content-Length says, and the connection is closed
 
 
@@ -107,6 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in reply.headers.items():
             self.send_header(name, value)
         self.end_headers()
+        if reply.drip_s:
+            for byte in data:
+                time.sleep(reply.drip_s)
+                self.wfile.write(bytes([byte]))
+            return
         self.wfile.write(data[: len(data) - reply.missing_bytes])
 
     def log_message(self, *arguments: Any) -> None:

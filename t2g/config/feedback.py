@@ -215,6 +215,23 @@ LLM_FORMS = {
 }
 
 
+class ChatFieldsConfig(Section):
+    """Fields of the requests to a server that differs from OpenAI's."""
+
+    omit: list[Literal["max_completion_tokens", "response_format", "seed", "temperature"]] = Field(
+        [], description="fields that are not sent"
+    )
+    extra: dict[str, Any] = Field({}, description="further fields, such as {reasoning_effort: low}")
+
+    @field_validator("extra")
+    @classmethod
+    def check_extra(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        """Refuse fields that the client itself sets."""
+        if own := sorted({"messages", "model", "n", "stream"} & extra.keys()):
+            raise ValueError(f"llm.request.extra holds {', '.join(own)}, which t2g sets itself: remove it")
+        return extra
+
+
 class LLMConfig(Section):
     """A language model as annotator: behind an OpenAI-compatible server, or on own vLLM engines."""
 
@@ -231,8 +248,9 @@ class LLMConfig(Section):
         None, gt=0, description="rate limit; none: only `concurrency` limits"
     )
     request_timeout_s: ResumeMutable[float] = Field(
-        120, gt=0, description="deadline of one request, which is then retried"
+        120, gt=0, description="deadline of one whole request, which is then retried"
     )
+    request: ChatFieldsConfig = ChatFieldsConfig()
     max_tries: int = Field(
         3, ge=1, description="most requests for one answer; a retry contains the error of the previous answer"
     )
@@ -255,6 +273,14 @@ class LLMConfig(Section):
             where = "the key itself belongs in the environment variable that llm.key_env names"
             raise ValueError(f"llm.{info.field_name} needs {form}; {where}")
         return value
+
+    @model_validator(mode="after")
+    def check_request_is_sent(self) -> "LLMConfig":
+        if self.url is None and self.request != ChatFieldsConfig():
+            raise ValueError(
+                "llm.request is for the server of llm.url, and llm.url is not set: set it, or remove request"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_annotators_differ(self) -> "LLMConfig":

@@ -1,38 +1,49 @@
 """A chat model behind an OpenAI-compatible server.
 
 `openai` retries transient errors (429, 5xx, no connection) after the server's Retry-After, else with exponential
-backoff. It retries neither an exhausted quota nor a Retry-After above two minutes. `t2g.feedback.sources.llm` sets the
-deadline of all attempts.
+backoff, also those that a server sends with status 200. It retries neither an exhausted quota nor a Retry-After above
+two minutes. `t2g.feedback.sources.llm` sets the deadline of all attempts. A field that a server refuses is replaced or
+left out where that is possible.
 
 Key and prompt are sent to `llm.url` only: redirects are not followed. Secrets in texts of servers and libraries are
 masked.
 """
 
+import asyncio
+import logging
 import os
 import re
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies
 
-from pydantic import BaseModel, Field, ValidationError
-
 from t2g.config import LLMConfig
 from t2g.config.texts import mask_secrets
-from t2g.config.validation_errors import format_first_error
 from t2g.errors import MissingLocally, RunStopped, UserError
-from t2g.feedback.sources.chat_client import Chat, ChatError, ChatRequest, Completion, PerLoop, estimate_tokens
+from t2g.feedback.sources.chat_client import Chat, ChatError, ChatRequest, Completion, PerLoop
+from t2g.feedback.sources.completions import (
+    MAX_BODY_BYTES,
+    find_error_status,
+    find_reason,
+    is_quota_exhausted,
+    read_completion,
+)
 
 if TYPE_CHECKING:
     import openai
 
-MAX_BODY_BYTES = 4 * 2**20  # of an answer; the rest is not read
+logger = logging.getLogger(__name__)
+
 MAX_ERROR_BYTES = 64 * 2**10  # of the body of an error
-QUOTA = re.compile(  # errors that are not worth a retry
-    rb'"(code|type)"\s*:\s*"(insufficient_(quota|balance|funds)|\w*quota_(exceeded|error)|billing_\w+)"'
-)
 PROXY = re.compile(r"(https?://)?([^/\s@]*@)?([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?")
 MAX_MESSAGE_CHARS = 2000  # of an error
+FALLBACKS = {  # fields that some servers refuse, by the error that names them; see `EndpointChat._make_fields`
+    "max_completion_tokens": re.compile(r"max_completion_tokens"),
+    "response_format": re.compile(r"response_format|json_schema"),
+    "seed": re.compile(r"\bseed\b"),
+}
 MAX_RETRIES = 10  # about a minute of backoff per request, unless the deadline of the judgement is earlier
 
 
@@ -56,17 +67,26 @@ class EndpointChat(Chat):
         self.model = config.model
         self.name = f"{config.model} at {config.url}"
         self._key_works = False
+        self._fallbacks = frozenset[str]()  # of FALLBACKS, which this server needs
         self._client = PerLoop(self._open)
 
     def _open(self) -> "openai.AsyncOpenAI":
+        import httpx2
         import openai
 
+        limit_s = self._config.request_timeout_s
+
         class Client(openai.DefaultAsyncHttpxClient):
-            """Bounds the bodies of errors, which `openai` reads without a limit."""
+            """Bounds bodies in size, and whole requests in time: `openai` bounds the time of each read alone."""
 
             async def send(self, *arguments: Any, **options: Any) -> Any:
-                response = await super().send(*arguments, **options)
-                return response if response.is_success else await read_error(response)
+                started = time.monotonic()
+                try:
+                    async with asyncio.timeout(limit_s):
+                        response = await super().send(*arguments, **options | {"stream": True})
+                except TimeoutError:
+                    raise httpx2.ReadTimeout(f"no answer within llm.request_timeout_s={limit_s:g}") from None
+                return await read_response(response, limit_s=limit_s - (time.monotonic() - started))
 
         return openai.AsyncOpenAI(
             base_url=self._config.url,
@@ -79,36 +99,75 @@ class EndpointChat(Chat):
     async def complete(self, request: ChatRequest) -> Completion:
         import openai
 
-        schema = {"name": "feedback", "strict": True, "schema": dict(request.schema)}
+        fallbacks = self._fallbacks
+        while True:
+            try:
+                response = await self._send(request, fallbacks)
+                break
+            except openai.APIStatusError as error:
+                further = find_fallbacks(error.status_code, error.response.content) - fallbacks
+                if not further:
+                    raise self._convert_status_error(error) from None
+                fallbacks |= further
+            except openai.OpenAIError as error:
+                cause = f": {error.__cause__}" if error.__cause__ and str(error.__cause__) else ""
+                raise self._make_error("connection", f"{error}{cause}") from None
+        self._key_works = True
+        self._remember(fallbacks)
+        if failure := response.extensions.get("failure"):  # the client does not retry once an answer has begun
+            raise self._make_error("connection", failure, is_transient=True)
         try:
-            async with self._client.get().chat.completions.with_streaming_response.create(
-                model=self.model,
-                messages=list(request.messages),  # type: ignore[arg-type]
-                response_format={"type": "json_schema", "json_schema": schema} if request.schema else openai.omit,
-                max_completion_tokens=request.max_output_tokens,
-                temperature=request.temperature,
-                seed=request.seed,
-            ) as response:
-                self._key_works = True
-                body = await read_body(response.iter_bytes())
-            completion = read_completion(body, prompt="".join(message["content"] for message in request.messages))
-        except openai.APIStatusError as error:
-            raise self._convert_status_error(error) from None
-        except openai.OpenAIError as error:
-            cause = f": {error.__cause__}" if error.__cause__ and str(error.__cause__) else ""
-            raise self._make_error("connection", f"{error}{cause}") from None
-        except ConnectionError as error:  # the client does not retry once an answer has begun
-            raise self._make_error("connection", str(error), is_transient=True) from None
+            prompt = "".join(message["content"] for message in request.messages)
+            completion = read_completion(response.content, prompt=prompt)
         except ValueError as error:
             raise self._make_error("answer", str(error)) from None
         # Only a refusal is masked, which goes to logs: a key may be a common word like "any" and occur in an answer.
         is_refusal = completion.finish_reason == "refusal"
         return replace(completion, text=self._mask(completion.text)) if is_refusal else completion
 
+    async def _send(self, request: ChatRequest, fallbacks: Collection[str]) -> Any:
+        """Return the HTTP response, see `read_response`. Raises errors of `openai`."""
+        raw = await self._client.get().chat.completions.with_raw_response.create(
+            model=self.model,
+            messages=list(request.messages),  # type: ignore[arg-type]
+            extra_body=dict(self._config.request.extra),
+            **self._make_fields(request, fallbacks),
+        )
+        return raw.http_response
+
+    def _make_fields(self, request: ChatRequest, fallbacks: Collection[str]) -> dict[str, Any]:
+        """Return the optional fields of a request, with the fallbacks that this server needs."""
+        fields: dict[str, Any] = {
+            "max_completion_tokens": request.max_output_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+        }
+        if request.schema:
+            schema = {"name": "feedback", "strict": True, "schema": dict(request.schema)}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        for name in self._config.request.omit:
+            fields.pop(name, None)
+        if "max_completion_tokens" in fallbacks and "max_completion_tokens" in fields:
+            fields["max_tokens"] = fields.pop("max_completion_tokens")
+        if "response_format" in fallbacks and "response_format" in fields:
+            fields["response_format"] = {"type": "json_object"}  # the prompt describes the object, too
+        if "seed" in fallbacks:
+            fields.pop("seed", None)
+        return fields
+
+    def _remember(self, fallbacks: frozenset[str]) -> None:
+        """Use the fallbacks, with which a request succeeded, for all requests."""
+        if fallbacks <= self._fallbacks:
+            return
+        self._fallbacks |= fallbacks
+        names = ", ".join(sorted(fallbacks))
+        logger.warning("%s refuses %s as OpenAI defines it; requests use what it accepts", self.name, names)
+
     def _convert_status_error(self, error: "openai.APIStatusError") -> Exception:
         """Return the exception of an HTTP status above 399: ChatError, or one for all requests."""
         status = error.status_code
-        message = self._mask(f"HTTP {status}: {error.message}")
+        label = error.response.extensions.get("label", f"HTTP {status}")
+        message = self._mask(f"{label}: {find_reason(error.response.content) or error.message}")
         if target := error.response.headers.get("location"):
             return UserError(
                 f"llm.url={self._config.url} redirects to {self._mask(target.partition('?')[0])}; redirects are not "
@@ -154,69 +213,40 @@ async def read_body(chunks: AsyncIterator[bytes], limit: int = MAX_BODY_BYTES) -
     return bytes(body)
 
 
-async def read_error(response: Any) -> Any:
-    """Return an HTTP response with the start of the body, marked against a retry if the quota is exhausted."""
+async def read_response(response: Any, *, limit_s: float) -> Any:
+    """Return an HTTP response with its body, or the start of a longer one, read within `limit_s`.
+
+    An error that was sent with status 200 has the status that it names. An error is marked against a retry if the quota
+    is exhausted. A body that broke off is empty, with the reason in `extensions`: the server may have billed it.
+    """
+    max_bytes = MAX_BODY_BYTES if response.is_success else MAX_ERROR_BYTES
+    extensions: dict[str, str] = {}
     try:
-        body = (await read_body(response.aiter_bytes(), MAX_ERROR_BYTES))[:MAX_ERROR_BYTES]
-    except ConnectionError:
-        body = b""  # the status suffices
+        async with asyncio.timeout(limit_s):
+            body = await read_body(response.aiter_bytes(), max_bytes)
+    except (ConnectionError, TimeoutError) as error:
+        body = b""
+        extensions["failure"] = str(error) or "the answer did not end within llm.request_timeout_s"
     await response.aclose()
+    status = response.status_code
+    if response.is_success and (named := find_error_status(body)):
+        extensions["label"] = f"HTTP {status} with error {named}"
+        status = named
+    if not response.is_success:
+        body = body[:MAX_ERROR_BYTES]
     headers = {name: text for name, text in response.headers.items() if not name.startswith("content-")}
-    if is_quota_exhausted(response.status_code, body):
+    if is_quota_exhausted(status, body):
         headers["x-should-retry"] = "false"
-    return type(response)(response.status_code, headers=headers, content=body, request=response.request)
+    return type(response)(status, headers=headers, content=body, request=response.request, extensions=extensions)
 
 
-def is_quota_exhausted(status: int, body: bytes) -> bool:
-    """Return whether an error means that the account can pay for no further request.
+def find_fallbacks(status: int, body: bytes) -> frozenset[str]:
+    """Return the fields of a request that an error names, of those that have a fallback.
 
-    >>> is_quota_exhausted(429, b'{"error": {"code": "insufficient_quota"}}'), is_quota_exhausted(429, b"slow down")
-    (True, False)
+    >>> find_fallbacks(400, b'{"error": {"message": "This response_format type is unavailable now"}}')
+    frozenset({'response_format'})
     """
-    return status == 402 or (status in (400, 403, 429) and QUOTA.search(body) is not None)
-
-
-class _Message(BaseModel):
-    content: str | None = None
-    refusal: str | None = None
-
-
-class _Choice(BaseModel):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _Usage(BaseModel):
-    prompt_tokens: int | None = Field(None, ge=0)
-    completion_tokens: int | None = Field(None, ge=0)
-
-
-class _Body(BaseModel):
-    choices: list[_Choice] = Field(min_length=1)
-    usage: _Usage | None = None
-
-
-def read_completion(body: bytes, *, prompt: str) -> Completion:
-    """Return the first choice of a chat completion.
-
-    Tokens that the server does not report are estimated from `prompt` and the answer.
-
-    Raises:
-        ValueError: The body is no chat completion. The message has the whole body: the caller masks the key, and a key
-            truncated here would not be found.
-    """
-    if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"an answer of more than {MAX_BODY_BYTES} bytes")
-    try:
-        parsed = _Body.model_validate_json(body)
-    except ValidationError as error:
-        raise ValueError(f"no chat completion, {format_first_error(error)}: {body.decode(errors='replace')}") from None
-    message, reason, usage = parsed.choices[0].message, parsed.choices[0].finish_reason, parsed.usage or _Usage()
-    is_refusal = reason == "content_filter" or message.refusal
-    text = message.refusal or message.content or ""
-    return Completion(
-        text=text,
-        finish_reason="refusal" if is_refusal else "length" if reason == "length" else "stop",
-        prompt_tokens=estimate_tokens(prompt) if usage.prompt_tokens is None else usage.prompt_tokens,
-        output_tokens=estimate_tokens(text) if usage.completion_tokens is None else usage.completion_tokens,
-    )
+    if status not in (400, 422):
+        return frozenset()
+    text = body.decode(errors="replace")
+    return frozenset(field for field, pattern in FALLBACKS.items() if pattern.search(text))

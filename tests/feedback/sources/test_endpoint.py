@@ -17,7 +17,8 @@ from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources import endpoint
 from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
-from t2g.feedback.sources.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion
+from t2g.feedback.sources.completions import MAX_BODY_BYTES, read_completion
+from t2g.feedback.sources.endpoint import EndpointChat, read_body
 
 MESSAGES = [{"role": "user", "content": "Is it fine?"}]
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
@@ -211,7 +212,7 @@ def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
         ({"choices": [{"index": 0}]}, "message: Field required"),
         ({"choices": [{"message": "x"}]}, "message: "),
         (completion(5), "content: Input should be a valid string"),
-        (completion([{"type": "text", "text": "Fine."}]), "content: Input should be a valid string"),
+        (completion(["Fine."]), "content: Input should be a valid string"),
     ],
 )
 def test_bodies_that_are_no_completion(server: FakeEndpoint, body: Any, sentence: str) -> None:

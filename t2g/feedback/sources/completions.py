@@ -1,0 +1,162 @@
+"""The bodies of OpenAI-compatible servers: chat completions, and errors in all their forms. Bodies are untrusted."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from t2g.config.validation_errors import format_first_error
+from t2g.feedback.sources.chat_client import Completion, estimate_tokens
+
+MAX_BODY_BYTES = 4 * 2**20  # of an answer; the rest is not read
+REASON_KEYS = ("error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw")
+MAX_REASONS = 4  # of an error, for a message
+QUOTA = re.compile(  # errors that are not worth a retry
+    rb'"(code|type)"\s*:\s*"(insufficient_(quota|balance|funds)|\w*quota_(exceeded|error)|billing_\w+)"'
+)
+RATE = re.compile(r"rate_?limit|too_?many|throttl", re.I)
+BUSY = re.compile(r"overload|unavailable|server_?error|internal|timeout", re.I)
+TAG = re.compile(r"<[^<>]*>")
+
+
+class _Message(BaseModel):
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def join_parts(cls, content: Any) -> Any:
+        """Return the text of a content in parts; parts of other types, as thinking, are left out."""
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            return content
+        texts = [part.get("text") for part in content if part.get("type") in ("text", "output_text")]
+        return "".join(text for text in texts if isinstance(text, str))
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = Field(None, ge=0)
+    completion_tokens: int | None = Field(None, ge=0)
+
+
+class _Body(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: Any = None
+
+
+def read_completion(body: bytes, *, prompt: str) -> Completion:
+    """Return the first choice of a chat completion.
+
+    Without content the text is that of the reasoning: some servers put an answer there. Tokens that the server does
+    not report are estimated from `prompt` and the answer.
+
+    Raises:
+        ValueError: The body is no chat completion. The message has the whole body: the caller masks the key, and a key
+            truncated here would not be found.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"an answer of more than {MAX_BODY_BYTES} bytes")
+    try:
+        parsed = _Body.model_validate_json(body)
+    except ValidationError as error:
+        raise ValueError(f"no chat completion, {format_first_error(error)}: {body.decode(errors='replace')}") from None
+    choice = parsed.choices[0]
+    message = choice.message
+    usage = _read_usage(parsed.usage)
+    is_refusal = choice.finish_reason == "content_filter" or message.refusal
+    texts = (message.refusal, message.content, message.reasoning_content, message.reasoning)
+    text = next((text for text in texts if text and isinstance(text, str)), "")
+    return Completion(
+        text=text,
+        finish_reason="refusal" if is_refusal else "length" if choice.finish_reason == "length" else "stop",
+        prompt_tokens=estimate_tokens(prompt) if usage.prompt_tokens is None else usage.prompt_tokens,
+        output_tokens=estimate_tokens(text) if usage.completion_tokens is None else usage.completion_tokens,
+    )
+
+
+def _read_usage(usage: Any) -> _Usage:
+    """Return the token counts; none of a usage in another form."""
+    try:
+        return _Usage.model_validate(usage)
+    except ValidationError:
+        return _Usage()
+
+
+def find_error_status(body: bytes) -> int | None:
+    """Return the HTTP status that an error object stands for which a server sent with status 200, or None.
+
+    >>> find_error_status(b'{"error": {"code": 429, "message": "slow down"}}')
+    429
+    >>> find_error_status(b'{"error": {"type": "overloaded_error"}}'), find_error_status(b'{"error": "no such thing"}')
+    (503, 400)
+    """
+    if b'"error"' not in body:
+        return None
+    answer = _load(body)
+    if not isinstance(answer, dict) or not answer.get("error") or answer.get("choices"):
+        return None
+    error = answer["error"] if isinstance(answer["error"], dict) else {}
+    names = [str(error[key]) for key in ("code", "status", "type") if error.get(key) is not None]
+    for name in names:
+        if name.isascii() and name.isdigit() and 400 <= int(name[:9]) < 600:
+            return int(name)
+    if any(RATE.search(name) for name in names):
+        return 429
+    return 503 if any(BUSY.search(name) for name in names) else 400
+
+
+def is_quota_exhausted(status: int, body: bytes) -> bool:
+    """Return whether an error means that the account can pay for no further request.
+
+    >>> is_quota_exhausted(429, b'{"error": {"code": "insufficient_quota"}}'), is_quota_exhausted(429, b"slow down")
+    (True, False)
+    """
+    return status == 402 or (status in (400, 403, 429) and QUOTA.search(body) is not None)
+
+
+def find_reason(body: bytes) -> str:
+    """Return what the body of an error says; "" for an empty body.
+
+    >>> find_reason(b'{"detail": [{"loc": ["body", "seed"], "msg": "Extra inputs are not permitted"}]}')
+    'body.seed: Extra inputs are not permitted'
+    >>> find_reason(b"<html><title>502</title><h1>Bad Gateway</h1></html>")
+    '502 Bad Gateway'
+    """
+    text = body.decode(errors="replace")
+    answer = _load(body)
+    if answer is None:
+        return " ".join(TAG.sub(" ", text).split()) if "<" in text else text.strip()
+    reasons = dict.fromkeys(_find_reasons(answer, depth=8))
+    return "; ".join([*reasons][:MAX_REASONS]) or text.strip()
+
+
+def _load(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _find_reasons(value: Any, depth: int) -> Iterator[str]:
+    """Yield the texts of an error below REASON_KEYS, each with the field of the request that it is about."""
+    if isinstance(value, str) and value.strip():
+        yield value.strip()
+    if depth == 0:
+        return
+    if isinstance(value, list):
+        for item in value:
+            yield from _find_reasons(item, depth - 1)
+    if isinstance(value, dict):
+        loc = value.get("loc")
+        field = f"{'.'.join(map(str, loc))}: " if isinstance(loc, list) and loc else ""
+        for key in REASON_KEYS:
+            for reason in _find_reasons(value.get(key), depth - 1):
+                yield field + reason
