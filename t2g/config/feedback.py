@@ -278,7 +278,7 @@ class LLMConfig(Section):
     def check_request_is_sent(self) -> "LLMConfig":
         if self.url is None and self.request != ChatFieldsConfig():
             raise ValueError(
-                "llm.request is for the server of llm.url, and llm.url is not set: set it, or remove request"
+                "llm.request is for the server of llm.url, and llm.url is not set: remove it, or set llm.url"
             )
         return self
 

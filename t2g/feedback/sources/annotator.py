@@ -17,11 +17,11 @@ from pydantic import ConfigDict, ValidationError
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.feedback.cut_answers import load_cut_object
+from t2g.feedback.judge_json import find_thinking_end, load_judge_answer
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
     MAX_QUOTES,
     Quote,
-    load_answer,
     make_failed_feedback,
     make_feedback,
     replace_surrogates,
@@ -184,16 +184,15 @@ def read_answer(completion: Completion, request: AnnotationRequest, *, source: s
 
 
 def _load(completion: Completion, request: AnnotationRequest) -> dict[str, Any] | str:
-    """Return the answer's object, or a sentence why there is none. Text around the object is ignored."""
+    """Return the answer's object, or a sentence why there is none. See `load_judge_answer`."""
     if completion.finish_reason == "length":
         return f"the answer was cut after {completion.output_tokens} tokens; it must be shorter"
-    text = completion.text
-    return load_answer(text[text.find("{") : text.rfind("}") + 1], _get_kinds(request))
+    return load_judge_answer(completion.text, _get_kinds(request))
 
 
 def _load_cut(completion: Completion, request: AnnotationRequest) -> dict[str, Any]:
     """Return what is complete of an answer that was cut after its first poor span, else {}."""
-    start = completion.text.find("{")
+    start = completion.text.find("{", find_thinking_end(completion.text))
     if completion.finish_reason != "length" or start < 0:
         return {}
     answer = load_cut_object(completion.text[start : start + MAX_ANSWER_CHARS]).values

@@ -1,0 +1,125 @@
+"""The JSON object in the answer of a language model, which may stand among other text.
+
+Accepted are text around the object, drafts before it, raw line ends and tabs in strings, trailing commas, and an object
+within another one, as {"feedback": {...}}. Nothing else is repaired: a wrong guess about an answer would be trained on,
+while an answer without an object is asked for again.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MAX_ANSWER_CHARS = 65_536  # longer answers are rejected
+MAX_FAILURES = 400  # braces with which no object begins; each costs a scan
+MAX_REPAIRS = 32  # the same where there are trailing commas: each costs a longer scan
+MAX_DEPTH = 3  # of an object within others
+CLOSING_TAG = re.compile(
+    r"</(think|thinking|thought|thoughts|reasoning|reflection|seed:think)>|\[/THINK\]|◁/think▷"
+    r"|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>",
+    re.IGNORECASE,
+)
+START = re.compile(r'\{(?=\s*["}])')
+# A string, or a comma with nothing but blanks before the end of an object or list. Possessive: in linear time.
+POSSIBLE_COMMA = re.compile(r",\s*+[}\]]")
+TRAILING_COMMA = re.compile(r'"(?:[^"\\]++|\\.)*+"?|,(?=\s*+[}\]])', re.DOTALL)
+
+
+class Found(NamedTuple):
+    """A JSON object in a text."""
+
+    value: dict[str, Any]
+    end: int  # half-open, in characters of the text
+
+
+def load_judge_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
+    """Return the last object that has these keys with values of these types, else the reason as a sentence.
+
+    Objects that end before the last closing tag of the model's thinking are drafts and do not count.
+
+    >>> load_judge_answer('<think>{"a": 1}</think> In {Berlin}: {"feedback": {"a": 2,}}', {"a": int})
+    {'a': 2}
+    """
+    if len(text) > MAX_ANSWER_CHARS:
+        return f"the answer has {len(text)} characters; at most {MAX_ANSWER_CHARS} are read"
+    thinking_end = find_thinking_end(text)
+    objects = [found.value for found in find_objects(text) if found.end > thinking_end]
+    if not objects:
+        return "the answer is no JSON object"
+    for value in reversed(objects):
+        answer = _find_answer(value, kinds)
+        if answer is not None:
+            return answer
+    wrong = next(key for key, kind in kinds.items() if not isinstance(objects[-1].get(key), kind))
+    return f"the answer's {wrong} is missing or no {kinds[wrong].__name__}"
+
+
+def find_thinking_end(text: str) -> int:
+    """Return the character after the last closing tag of the model's thinking, 0 without one."""
+    return max((match.end() for match in CLOSING_TAG.finditer(text)), default=0)
+
+
+def find_objects(text: str) -> list[Found]:
+    """Return the outermost objects of a text, in order; none where too many fail, as the last ones are not known."""
+    objects: list[Found] = []
+    position = 0
+    num_failures = 0
+    has_commas = POSSIBLE_COMMA.search(text) is not None
+    max_failures = MAX_REPAIRS if has_commas else MAX_FAILURES
+    while start := START.search(text, position):
+        found = _decode(text, start.start())
+        if found is None:
+            num_failures += 1
+            found = _decode_without_commas(text, start.start()) if has_commas else None
+        if num_failures > max_failures:
+            return []
+        if found is not None:
+            objects.append(found)
+        position = found.end if found else start.end()
+    return objects
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. ValueError if a key stands twice, as after a quotation mark that is not escaped."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key stands twice")
+    return value
+
+
+DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_make_object)  # strict: no control characters in strings
+
+
+def _decode(text: str, start: int) -> Found | None:
+    """Return the object that starts here, or None."""
+    try:
+        value, end = DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    return Found(value, end)
+
+
+def _decode_without_commas(text: str, start: int) -> Found | None:
+    """Return the object that starts here, if it decodes without its trailing commas, or None."""
+    commas = [match.start() for match in TRAILING_COMMA.finditer(text, start) if match[0] == ","]
+    if not commas:
+        return None
+    cuts = [start, *(comma + 1 for comma in commas)]
+    pieces = [text[cut:comma] for cut, comma in zip(cuts, [*commas, len(text)], strict=True)]
+    found = _decode("".join(pieces), 0)
+    if found is None:
+        return None
+    shifted = [comma - start - index for index, comma in enumerate(commas)]  # in the joined pieces
+    return Found(found.value, start + found.end + bisect_left(shifted, found.end))
+
+
+def _find_answer(value: dict[str, Any], kinds: Mapping[str, type], depth: int = MAX_DEPTH) -> dict[str, Any] | None:
+    """Return the object with the keys, or the only one within it; None of several."""
+    if all(isinstance(value.get(key), kind) for key, kind in kinds.items()):
+        return value
+    if depth == 0:
+        return None
+    inner = [item for item in value.values() if isinstance(item, dict)]
+    answers = [answer for item in inner if (answer := _find_answer(item, kinds, depth - 1)) is not None]
+    return answers[0] if len(answers) == 1 else None
