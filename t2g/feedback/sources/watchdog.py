@@ -86,6 +86,7 @@ class Watchdog:
             stdout=subprocess.DEVNULL,
             bufsize=0,
             pass_fds=[signals_out, tracebacks_out],
+            start_new_session=True,  # Ctrl-C is for this process
         )
         os.close(signals_out)
         os.close(tracebacks_out)

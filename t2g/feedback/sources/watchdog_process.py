@@ -24,7 +24,7 @@ STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 def watch(parent: int, signals_fd: int, signal_limit_s: float) -> dict[str, Any] | None:
     """Watch the parent; return its last report when it reports nothing for too long, or None at its end.
 
-    Seconds are counted in ticks of this process, so that a suspended machine or process group costs none.
+    Seconds are counted in ticks of this process, so that a suspended machine costs none, nor does a stopped parent.
 
     Args:
         signals_fd: A pipe with a byte for each signal that reaches the parent.
@@ -92,7 +92,7 @@ def end(parent: int, report: dict[str, Any], tracebacks: str) -> None:
 
 
 if __name__ == "__main__":
-    for number in STOP_SIGNALS:  # they reach the whole process group; the parent decides
+    for number in STOP_SIGNALS:  # the parent decides
         signal.signal(number, signal.SIG_IGN)
     parent = int(sys.argv[1])
     last_report = watch(parent, int(sys.argv[2]), float(sys.argv[3]))
