@@ -29,7 +29,6 @@ from t2g.config.feedback import (
     EngineConfig,
     FeedbackConfig,
     HealthConfig,
-    LLMConfig,
     NoiseConfig,
     RewardEngineConfig,
     RolloutConfig,
@@ -49,6 +48,7 @@ from t2g.config.jobs import (
     ScoreJob,
     SFTJob,
 )
+from t2g.config.language_model import LLMConfig
 from t2g.config.learning import (
     LearnerConfig,
     LoRAConfig,

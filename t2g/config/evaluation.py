@@ -9,9 +9,10 @@ from t2g.config import loading
 from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, with_overrides
 from t2g.config.comparing import RunPart
 from t2g.config.describe import count, format_sampling
-from t2g.config.feedback import FeedbackConfig, LLMConfig, RolloutConfig
+from t2g.config.feedback import FeedbackConfig, RolloutConfig
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.jobs import JobConfig
+from t2g.config.language_model import LLMConfig
 from t2g.config.learning import RewardRuleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.sandbox import SandboxConfig
