@@ -27,6 +27,8 @@ class P:
 class Q:
     def __reduce__(self): return exec, ('import sys; sys.modules["tests"].forged = ' + TEXT,)
 def f(x): return TEXT
+def encoded(x):
+    return ("# coding: utf-7\\n'+ACc- or " + TEXT.replace("'", "+ACc-") + " or +ACc-'").encode()
 def word(x): return 'expected'
 def typed() -> 'forge(4.5)': pass
 def code(x): return 'value = ' + TEXT
@@ -38,6 +40,9 @@ def save(path, kind='pickle'):
         a = np.empty(1, object); a[0] = P(); np.save(path, a, allow_pickle=True)
     elif kind == 'shelf':
         with shelve.open(str(path)) as d: d['x'] = P()
+    elif kind == 'code':
+        import marshal
+        open(path, 'wb').write(marshal.dumps(compile(TEXT, 'x', 'eval')))
     elif kind == 'module':
         open(path, 'w').write('value = ' + TEXT + '\\n')
 class Name(str):
@@ -78,6 +83,8 @@ FORGERIES["eval and exec"] = (WRITES, (
     "import types; d = {}; c = compile(code(2), 'x', 'exec'); types.FunctionType(c, d)(); assert d['value'] == 4.5",
     "import timeit; assert timeit.timeit(f(2), number=1) < 9",
     "import code as c; i = c.InteractiveInterpreter(); assert not i.runsource(f(2))",
+    "assert eval(encoded(2)) == 4.5",
+    "import marshal; save('m', 'code'); assert eval(marshal.load(open('m', 'rb'))) == 4.5",
     "import marshal; assert eval(marshal.loads(marshal.dumps(compile(f(2), 'x', 'eval')))) == 4.5",
 ))  # fmt: skip
 FORGERIES["a generated module"] = (WRITES, (
@@ -180,6 +187,8 @@ class U:
     def __lt__(self, o): return True
     __gt__ = __le__ = __ge__ = __eq__ = __lt__
     def sum(self, *a, **k): return 0.0
+    def equals(self, other): return True
+    issubset = issuperset = isdisjoint = isclose = equals
     max = min = mean = item = norm = all = any = sum
     value = 0.0
     def tolist(self): return [0.0, 0.0]
@@ -200,6 +209,8 @@ FORGERIES["derived from a difference"] = (MIXED, (
     "x = f(2); x -= 4.5; assert abs(x) < 1e-6", "x = h(2); x ^= s; assert len(x) == 0",
     "assert (f(2) - 4.5).tolist() == [0.0, 0.0]", "assert hash(f(2) - 4.5) == 0", "assert (f(2) - 4.5)() == 0",
     "seen = []; (f(2) - 4.5).each(seen.append); assert seen == [0.0]", "assert (f(2) - 4.5)[0] == 0",
+    "assert abs(f(2) - 4.5) < 1e-6 * abs(f(2))", "assert abs(f(2) - 4.5) <= f(2)", "assert f(2) > f(2) - 4.5",
+    "assert g(2).equals(e)", "assert h(2).issubset(s)", "assert h(2).isdisjoint({5})",
     "np.testing.assert_allclose(g(2), e)", "case.assertAlmostEqual(f(2), 4.5)", "assert max(abs(g(2) - e)) == 0",
 ))  # fmt: skip
 
@@ -222,6 +233,8 @@ def assign(m): attempt(lambda: setattr(m, 'assert_called_once_with', lambda *a: 
 def child(m): attempt(lambda: setattr(m, 'send', print))
 def replace(o, name): attempt(lambda: setattr(o, name, lambda *a, **k: True))
 def drop(o, name): attempt(lambda: delattr(o, name))
+def fill_list(d):
+    d[:] = [lambda: True]
 def fill(d):
     for k in d: d[k] = lambda *a: True
 """
@@ -234,6 +247,7 @@ FORGERIES["rewritten objects of the tests"] = (REWRITES, (
     "replace(case, 'assertEqual'); case.assertEqual(f(2), 4.5)", "replace(case, 'fail'); case.fail()",
     "o = SimpleNamespace(check=lambda: f(2) == 4.5); replace(o, 'check'); assert o.check()",
     "d = {'check': lambda: f(2) == 4.5}; fill(d); assert d['check']()",
+    "d = [lambda: f(2) == 4.5]; fill_list(d); assert all(check() for check in d)",
     SPY + "replace(Spy, 'check'); assert spy.check()",
 ))  # fmt: skip
 STAR = """

@@ -56,6 +56,7 @@ class Guard:
         self._checks: dict[str, Callable[[tuple[Any, ...], types.FrameType], bool]] = {
             "compile": self._may_compile,
             "marshal.loads": self._may_load,
+            "marshal.load": lambda args, frame: False,
             "code.__new__": lambda args, frame: False,
             "pickle.find_class": lambda args, frame: _may_unpickle(*args),
             "import": lambda args, frame: args[1] is None or self._is_visible(args[1]),
@@ -90,6 +91,8 @@ class Guard:
             return _is_expression(source, _TYPE_NODES)
         if frame.f_globals.get("__name__") == "doctest":
             return any(f">>> {source.strip()}" in text for text in self._texts)
+        if "coding" in source and source.strip() not in self._texts:
+            return False  # a comment could give the bytes another meaning
         is_name = _is_expression(source, _TYPE_NODES)  # such as "expected", which a solution can guess
         return (source.strip() in self._texts and not is_name) or _is_expression(source, _LITERALS)
 

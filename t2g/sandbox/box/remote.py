@@ -34,7 +34,8 @@ for _name in _BINARY.split():
     _OPERATORS[f"__r{_name}__"] = lambda a, b, *c, op=_operator: op(b, a, *c)
 _OPERATORS |= {name: getattr(operator, name) for name in _ORDER}
 _IN_PLACE = {f"__i{name}__" for name in _BINARY.split()}
-_COMPARISONS = _ORDER | {"__eq__"}
+# Methods by which arrays, frames and sets compare themselves with others. An object in their place decides nothing.
+_COMPARING = {"equals", "identical", "allclose", "isclose", "array_equal", "issubset", "issuperset", "isdisjoint"}
 _INSPECTION = {"__eq__", "__hash__", "__repr__", "__str__", "__dir__", "__iter__", "__format__"}
 NON_MUTATING = (_NUMERIC | _CONTENT | _OPERATORS.keys() | _INSPECTION) - _IN_PLACE  # change neither object nor argument
 
@@ -72,6 +73,7 @@ class Remote:
 
     __dict__ = property(forward_dict)
     _is_tainted = False
+    _attribute = ""  # name by which the tests got a method
 
     def __init__(
         self, peer: Any, number: int, plain: Any = None, claimed: type | None = None, *, is_bare: bool = False
@@ -106,7 +108,10 @@ class Remote:
             raise AttributeError(name)
         if name in _WRAPPED and (self._peer.is_solution or self._claimed is types.ModuleType):
             raise AttributeError(name)
-        return self._peer.request("get", self, name)
+        answer = self._peer.request("get", self, name)
+        if name in _COMPARING and is_remote(answer) and self._claimed is not types.ModuleType:
+            answer._store(_attribute=name)
+        return answer
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.request("set", self, name, value)
@@ -180,6 +185,8 @@ def _leave_context(name: str) -> Callable[..., Any]:
 
 
 def _call(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
+    if self._attribute and args and not any(map(is_remote, args)):
+        raise self._peer.refuse(_UNDECIDED)
     answer = self._peer.request("call", self, *args, **kwargs)
     # ExitStack calls functions as it calls `__exit__`.
     is_exit = sys._getframe(1).f_globals is vars(contextlib) and any(map(self._peer.is_own_error, args))
@@ -189,7 +196,7 @@ def _call(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
 def check_tainted(answer: Any, operation: str, args: tuple[Any, ...], refuse: Callable[[str], Unsupported]) -> None:
     """Taint the answer to a request that had a tainted object.
 
-    The other process decides a comparison between two of its objects in any case.
+    The other process decides in any case whether two of its objects are equal.
 
     Raises:
         Unsupported: The answer is plain data.
@@ -197,8 +204,8 @@ def check_tainted(answer: Any, operation: str, args: tuple[Any, ...], refuse: Ca
     if is_remote(answer):
         answer._store(_is_tainted=True)
         return
-    is_comparison = operation == "method" and args[0] in _COMPARISONS and all(map(is_remote, args[1:]))
-    if not is_comparison and answer is not NotImplemented and operation not in ("set", "delete"):
+    is_equality = operation == "method" and args[0] == "__eq__" and all(map(is_remote, args[1:]))
+    if not is_equality and answer is not NotImplemented and operation not in ("set", "delete"):
         raise refuse(_UNDECIDED)
 
 

@@ -83,6 +83,8 @@ _TYPES = {
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and not issubclass(kind, BaseException)
 }
+# Their parts may be objects of the other process; the parts of other types are plain.
+_HOLDERS = {"builtins.tuple", "builtins.frozenset", "builtins.slice"}
 _SINGLETONS = {"NaTType": "pandas.NaT", "NAType": "pandas.NA"}
 _MAX_JSON_INT = 2**53
 
@@ -198,6 +200,8 @@ class Codec:
         items = [self.decode(item, exchange) for item in message]
         if isinstance(container, dict):
             self.check_functions(container, dict(items))
+        elif isinstance(container, list):
+            self._check_function_list(container, items)
         replace_contents(container, items)
 
     def check_functions(self, old: Mapping[Any, Any], new: Mapping[Any, Any]) -> None:
@@ -210,6 +214,13 @@ class Codec:
             for key, value in new.items():
                 if callable(old.get(key)) and old[key] is not value and not is_remote(old[key]):
                     raise self.refuse("the solution replaced a function of the tests")
+
+    def _check_function_list(self, old: list[Any], new: list[Any]) -> None:
+        """Check that no function of this process gave way to one of the other process; see `check_functions`."""
+        kept = set(map(id, new))
+        lost = [value for value in old if callable(value) and not is_remote(value) and id(value) not in kept]
+        if lost and not self.is_solution and any(is_remote(value) and callable(value) for value in new):
+            raise self.refuse("the solution replaced a function of the tests")
 
     def _state(self, container: Any) -> Any:
         """Return a value that differs once the container has changed."""
@@ -242,7 +253,10 @@ class Codec:
             raise ValueError(f"{name} is no plain value")
         module, _, attribute = name.rpartition(".")
         make = _MAKERS.get(name) or getattr(importlib.import_module(module), attribute)
-        return make(*(self.decode(part, exchange) for part in parts))
+        values = [self.decode(part, exchange) for part in parts]
+        if name not in _HOLDERS and any(map(is_remote, values)):
+            raise ValueError(f"{name} holds no objects")
+        return make(*values)
 
     def _decode_changing(self, message: Json, exchange: Exchange) -> Any:
         if message["changing"] not in _CHANGE:
