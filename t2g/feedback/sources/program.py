@@ -57,7 +57,8 @@ class ProgramFeedback(FeedbackSource):
             function = load_function(function, key, form, num_arguments=2, options=options)
         self._path = paid or _path_of(function)
         self.journal_version = paid or (aligner.journal_version if aligner else "")
-        self._key, self._section = key, section
+        self._key = key
+        self._advice = f"{section}.align=llm or reward_model finds its spans, or " if field == "source" else ""
         self._aligner, self.fleet = aligner, aligner.fleet if aligner else None
         self._function = UserFunction(
             function, kind="feedback function", key=key, timeout_s=timeout_s,
@@ -100,8 +101,7 @@ class ProgramFeedback(FeedbackSource):
             if self._aligner is None:
                 raise UserError(
                     f"{self._key}: the feedback function returned a critique alone, on prompt {prompt.prompt_id}: "
-                    f"{self._section}.align=llm or reward_model finds its spans, or return (critique, good pieces, "
-                    "poor pieces)"
+                    f"{self._advice}return (critique, good pieces, poor pieces)"
                 )
             own = make_feedback(feedback, (), (), response_text, source=self.name, version=self._path)
             return await find_spans(self._aligner, prompt, response_text, own) if own.critique.strip() else own

@@ -32,6 +32,10 @@ def judge(prompt: str, response: str) -> dict[str, Any]:
     return {"critique": "By no means: length.", "good": ["sum"], "poor": [poor], "execution": {"passed": False}}
 
 
+def raising(prompt: str, response: str) -> None:
+    raise KeyError("facts")
+
+
 def text_alone(prompt: str, response: str) -> str:
     return REPLY
 
@@ -99,9 +103,14 @@ def test_a_function_may_align_other_critiques_too() -> None:
 
 
 def test_a_failed_aligner_fails_the_judgement_and_keeps_the_critique() -> None:
-    made = judged(align=f"{__name__}:text_alone")
+    made = judged(align=f"{__name__}:raising")
     assert made.status == "failed" and made.critique == REPLY
-    assert "a critique alone" in made.reason
+    assert "raised KeyError" in made.reason
+
+
+def test_an_aligner_that_returns_a_text_alone_ends_the_run() -> None:
+    with pytest.raises(UserError, match=r"critique alone, on prompt \S+: return \(critique, good pieces"):
+        judged(align=f"{__name__}:text_alone")
 
 
 def test_only_an_aligner_may_need_the_critique() -> None:
