@@ -4,7 +4,7 @@ import pytest
 
 from t2g.sandbox import SandboxConfig, run_solution
 
-LIMITS = SandboxConfig(timeout_s=8)
+LIMITS = SandboxConfig(timeout_s=30, cpu_s=30)
 CASES: dict[str, tuple[str, str]] = {}
 
 CASES["containers change in place"] = (
@@ -849,6 +849,59 @@ def test():
 )
 
 
+CASES["attributes that came with their object"] = (
+    """
+import threading, time
+class C:
+    def __init__(self): self.n, self.calls, self.big, self._h = 0, 0, 10**30, 1
+    @property
+    def value(self):
+        self.calls += 1
+        return self.calls
+    def inc(self): self.n += 1
+    def __len__(self):
+        self.n += 1
+        return 3
+class D(C):
+    def __getattr__(self, name): return 7
+def twice(c, f):
+    c.inc(); f(); c.inc(); f()
+class T:
+    def __init__(self):
+        self.done = False
+        threading.Thread(target=self.run).start()
+    def run(self):
+        time.sleep(.2); self.done = True
+""",
+    """
+from solution import *
+import time
+def test_reads():
+    c = C()
+    assert (c.n, c.calls, c.big) == (0, 0, 10**30)
+    c.inc()
+    assert c.n == 1 and c.n == 1
+    assert c.value == 1 and c.calls == 1 and c.value == 2 and c.calls == 2
+    assert len(c) == 3 and c.n == 2
+    c.n = 9
+    assert c.n == 9
+    del c.n
+    assert not hasattr(c, 'n')
+    assert D().n == 0 and D().zzz == 7
+def test_callback():
+    c, seen = C(), []
+    twice(c, lambda: seen.append(c.n))
+    assert seen == [1, 2] and c.n == 2
+def test_thread():
+    t = T()
+    for _ in range(100):
+        if t.done: break
+        time.sleep(.05)
+    assert t.done
+""",
+)
+
+
 TOGETHER = {"classes of the tests under those of the solution", "asynchronous"}  # which proxies do not carry
 
 
@@ -859,6 +912,14 @@ def test_tests_pass_that_would_pass_in_one_process(name: str) -> None:
     assert [(test.name, test.error, test.message, test.statement) for test in outcome.tests
             if not test.passed and not test.skipped] == []  # fmt: skip
     assert outcome.reason == "passed"
+
+
+def test_attributes_that_came_with_their_object_need_no_request() -> None:
+    code = "class C:\n    def __init__(self): self.n = 0\n    def get(self): return self.n\n"
+    head = "from solution import C\ndef test():\n    c = C()\n    for _ in range(10_000): assert "
+    reads, calls = (run_solution(code, f"{head}c.{name} == 0\n", LIMITS) for name in ("n", "get()"))
+    assert reads.passed
+    assert reads.seconds < calls.seconds / 2
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ for _kind in (bytes, tuple, frozenset, list, set, bytearray):
     _PLAIN[_kind] = lambda value, kind=_kind: kind(kind.__iter__(value))
 # What this module calls, however the tests patch the modules that it comes from.
 _to_json, _from_json = json.JSONEncoder().encode, json.JSONDecoder().decode
-_getpid, _exit, _find_signature = os.getpid, os._exit, inspect.signature
+_getpid, _exit, _find_signature, _count_threads = os.getpid, os._exit, inspect.signature, threading.active_count
+_SIMPLE = (bool, int, float, str, type(None))
+_MAX_FIELDS = 64  # attributes of an object, and characters of a text among them
 
 
 class Peer(ErrorCodec):
@@ -55,6 +57,7 @@ class Peer(ErrorCodec):
         self._serial = 0
         self._own_error: BaseException | None = None  # that a callback of the tests raised, and the solution received
         self._is_tainted = False  # whether a request with a tainted object is in progress
+        self.epoch = 0  # grows whenever code of the other end may run; attributes that it sent are valid until then
         self.num_changes = 0  # requests that may have changed an object of the other end
         self.gone = False
 
@@ -113,6 +116,7 @@ class Peer(ErrorCodec):
         if self.gone:
             raise Gone("the process has ended")
         self._serial += 1
+        self.epoch += 1
         serial, exchange = self._serial, Exchange()
         is_non_mutating = operation == "method" and args[0] in NON_MUTATING
         self.num_changes += not is_non_mutating and operation not in ("get", "plain", "signature")
@@ -168,6 +172,7 @@ class Peer(ErrorCodec):
         return value
 
     def _handle_request(self, message: Json) -> None:
+        self.epoch += 1
         exchange, owner, reply = Exchange(), _getpid(), {"reply": message["ask"], "changed": []}
         try:
             target, args, kwargs = (self.decode(part, exchange) for part in message["parts"])
@@ -240,6 +245,7 @@ class Peer(ErrorCodec):
             + ["__dataclass_fields__"] * hasattr(value, "__dataclass_fields__"),
             "plain": self.encode(_plain_part(value), Exchange()),
             "bare": isinstance(value, types.FunctionType) and not vars(value),
+            "fields": _simple_fields(value) if self.is_solution else {},
         }
 
     def number(self, value: Any) -> int:
@@ -269,7 +275,26 @@ class Peer(ErrorCodec):
             plain = self.decode(message["plain"], Exchange())
             claimed = None if plain is not None else _find_class(str(message["class"]))
             self._proxies[number] = kind(self, number, plain, claimed, is_bare=bool(message["bare"]))
-        return self._proxies[number]
+        proxy = self._proxies[number]
+        if message["fields"]:
+            fields = {str(name): value for name, value in message["fields"].items() if type(value) in _SIMPLE}
+            proxy.keep_fields(fields)
+        return proxy
+
+
+def _simple_fields(value: Any) -> dict[str, Any]:
+    """Return the numbers and short texts among the attributes of an object, so that each needs no request.
+
+    An object whose attributes are computed, or may be changed by another thread, has none.
+    """
+    kind = type(value)
+    is_computed = kind.__getattribute__ is not object.__getattribute__ or hasattr(kind, "__getattr__")
+    if is_computed or not hasattr(value, "__dict__") or isinstance(value, type | types.ModuleType | types.FunctionType):
+        return {}
+    if _count_threads() > 1 or len(vars(value)) > _MAX_FIELDS:
+        return {}
+    found = {name: field for name, field in vars(value).items() if type(field) in _SIMPLE and not hasattr(kind, name)}
+    return {name: field for name, field in found.items() if type(field) is not str or len(field) < _MAX_FIELDS}
 
 
 def _stdlib_class(kind: type) -> str:

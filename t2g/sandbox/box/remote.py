@@ -79,11 +79,15 @@ class Remote:
         self, peer: Any, number: int, plain: Any = None, claimed: type | None = None, *, is_bare: bool = False
     ) -> None:
         self._store(_peer=peer, _number=number, _plain=plain, _plain_version=peer.num_changes, _claimed=claimed)
-        self._store(_is_bare=is_bare)
+        self._store(_is_bare=is_bare, _fields={}, _fields_epoch=-1)
 
     def _store(self, **fields: Any) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+    def keep_fields(self, fields: dict[str, Any]) -> None:
+        """Keep attributes that came with the object, until code of the other process may run again."""
+        self._store(_fields=fields, _fields_epoch=self._peer.epoch)
 
     def _current_plain(self) -> Any:
         """Return the current plain value of the object; None if it has no plain type."""
@@ -102,6 +106,8 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):  # numpy would read memory at an address from the object
             raise AttributeError(name)
+        if name in self._fields and self._fields_epoch == self._peer.epoch and not self._is_tainted:
+            return self._fields[name]
         if name == "send" and self._claimed is types.CoroutineType and not self._peer.is_solution:
             raise self._peer.refuse("the tests run a coroutine of the solution")
         if self._is_bare and name in _PROBED:
