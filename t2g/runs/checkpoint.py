@@ -242,7 +242,7 @@ class CheckpointStore:
             yield
         except BaseException as error:
             reason = describe_write_failure(error) or _find_hidden_reason(temporary)
-            shutil.rmtree(temporary)
+            _remove(temporary)  # an export that was refused is gone already
             if isinstance(error, Exception) and reason:
                 last = self._find_intact()
                 consequence = f"the last good one, {last.name}, is kept" if last else "there is none before it"
@@ -304,7 +304,7 @@ def _require_regular(path: Path) -> Path:
 
 def _find_hidden_reason(folder: Path) -> str:
     """Return the reason that a writer's error hides, in the form of `describe_write_failure`; "" if it is unknown."""
-    if shutil.disk_usage(folder).free < _FULL_BELOW_BYTES:
+    if shutil.disk_usage(folder.parent).free < _FULL_BELOW_BYTES:
         return describe_write_failure(OSError(errno.ENOSPC, ""))
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     is_cut = limit != resource.RLIM_INFINITY and any(path.stat().st_size >= limit for path in folder.rglob("*"))

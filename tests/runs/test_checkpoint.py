@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from t2g.errors import UserError
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.records import AnnotatedRecord
 from t2g.files import describe_file, write_atomic
 from t2g.runs.checkpoint import MANIFEST, SCORE, SKIP_KEY, STATE, CheckpointStore
@@ -257,6 +257,16 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: 
         CheckpointStore(tmp_path, keep=1).latest()
 
 
+def test_an_export_that_removed_its_folder_ends_with_its_own_error(tmp_path: Path) -> None:
+    def refuse(folder: Path) -> None:
+        shutil.rmtree(folder)
+        raise RunStopped("the model written is not the trained one")
+
+    with pytest.raises(RunStopped, match="is not the trained one"):
+        CheckpointStore(tmp_path, keep=1).keep_best(1, refuse, 0.5)
+    assert not names(tmp_path)
+
+
 def test_the_best_policy_that_the_disk_does_not_return_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CheckpointStore(tmp_path, keep=1).keep_best(1, lambda folder: (folder / "w").write_text("one"), 0.75)
     best = (tmp_path / "best").resolve()
@@ -287,7 +297,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
-from t2g.errors import UserError
+from t2g.errors import RunStopped, UserError
 from t2g.files import write_atomic
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.journal import Journal
