@@ -28,6 +28,8 @@ _NAMES = {
 _SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # how severe a piece of poor code is
 _OBJECTS = ("annotations", "analysis", "spans")
 _MARKS = ("good", "poor", "spans")
+_SPAN_FIELDS = (*_OBJECTS, "label", "labels", "entities")  # where annotation tools write spans
+_SPAN_DEPTH = 5  # levels of such a field that are searched
 
 
 def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -65,7 +67,40 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
         fields["response"] = _last_content(fields["response"])
     if "word_score_list" in extra and isinstance(fields.get("response"), str):
         fields["spans"] = make_word_spans(extra.pop("word_score_list"), fields["response"])
+    if not any(name in fields for name in _MARKS):
+        _check_no_spans_are_lost(row)
     return fields, extra
+
+
+def _check_no_spans_are_lost(row: Mapping[str, Any]) -> None:
+    """Check that a row without marks has no spans in a form that is not read: it would count as judged and unmarked.
+
+    Raises:
+        ValueError: A field has such spans.
+    """
+    for name in _SPAN_FIELDS:
+        if _holds_spans(row.get(name), _SPAN_DEPTH):
+            raise ValueError(
+                f"field {name} is {row[name]!r:.80}; spans are read from the field spans, a list of objects with "
+                "start, end and label"
+            )
+
+
+def _holds_spans(value: Any, depth: int) -> bool:
+    """Return whether a value holds offsets: an object with start and end, or [start, end, "label"]."""
+    if isinstance(value, dict):
+        has_start = any(str(key).startswith("start") for key in value)
+        has_end = any(str(key).startswith("end") for key in value)
+        if has_start and has_end:
+            return True
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        if [type(item) for item in value] == [int, int, str]:
+            return True
+        inner = list(value)
+    else:
+        return False
+    return depth > 0 and any(_holds_spans(item, depth - 1) for item in inner)
 
 
 def _items(row: Mapping[str, Any], our_names: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -84,7 +119,7 @@ def _items(row: Mapping[str, Any], our_names: Collection[str]) -> Iterator[tuple
         raise ValueError(f"field spans is {spans!r:.80}; it needs to be a list of objects with start, end and label")
     answer = _parse_answer(row.get("critique"))
     for key, value in row.items():
-        if _has_columns(value) and key in _OBJECTS:
+        if key in _OBJECTS and (_has_columns(value) or _is_span_list(value)):
             yield "spans", value
         elif not (key in _OBJECTS and isinstance(value, dict)) and not (key == "critique" and answer):
             yield key, value
@@ -93,8 +128,13 @@ def _items(row: Mapping[str, Any], our_names: Collection[str]) -> Iterator[tuple
 
 
 def _has_columns(value: Any) -> bool:
-    """Return whether an object holds spans as columns, {"start": [...], "end": [...]}."""
+    """Return whether a value is an object with start and end: a span, or spans as columns {"start": [...], ...}."""
     return isinstance(value, dict) and {"start", "end"} <= value.keys()
+
+
+def _is_span_list(value: Any) -> bool:
+    """Return whether a value is a list of objects with start and end."""
+    return isinstance(value, list) and bool(value) and all(map(_has_columns, value))
 
 
 def _is_known(key: str, our_names: Collection[str]) -> bool:

@@ -114,6 +114,29 @@ def test_spans_stored_as_columns_are_transposed(tmp_path: Path, name: str) -> No
     assert quotes.poor == (Quote(quote="phone", occurrence=2), Quote(quote="a"))
 
 
+def test_spans_in_the_field_annotations_are_read() -> None:
+    spans = [{"start": 2, "end": 7, "label": 1}, {"start": 11, "end": 16, "label": "poor"}]
+    assert read_record(ROW | {"annotations": spans}).spans == read_record(ROW | {"spans": spans}).spans
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"annotations": {"start_offset": [2], "end_offset": [7], "label": ["poor"]}},
+        {"annotations": [{"result": [{"value": {"start": 2, "end": 7, "labels": ["poor"]}}]}]},
+        {"labels": [{"start": 2, "end": 7, "label": "poor"}]},
+        {"label": [[2, 7, "poor"]]},
+    ],
+)
+def test_spans_in_a_form_that_is_not_read_are_no_empty_judgement(field: dict[str, Any]) -> None:
+    """A model would learn to mark nothing. Beside marks such a field is a copy, and other fields of the name stay."""
+    (name,) = field
+    with pytest.raises(ValueError, match=f"field {name} is .*; spans are read from the field spans"):
+        read_record(ROW | field)
+    assert read_record(ROW | field | {"spans": []}).status == "empty"
+    assert read_record(ROW | {name: {"rating": {"end": 5}}}).status == "empty"
+
+
 def test_a_task_writes_the_prompt_of_a_published_row() -> None:
     row = {"question": "Add.", "test": "from solution import add\n", "solution": "x", "code_feedback": "Wrong."}
     assert read_record(row).prompt == "Add."
