@@ -68,7 +68,9 @@ def find_model(folder: Path, *names: str) -> Path:
     if found is not None:
         return found
     best = folder / "checkpoints" / "best"
-    more = f"; policies.policy.policy={best} is its best so far" if best.is_dir() else ""
+    more = (
+        f"; {best} is its best policy so far, which a config of your own (--config) can name" if best.is_dir() else ""
+    )
     raise UserError(f"{folder}: it has no {names[0]} yet; finish the run by its own command{more}")
 
 

@@ -17,7 +17,7 @@ from jobs.common.policy_evaluation import Evaluation
 from jobs.evaluate import evaluate, find_what
 from t2g.config import ModelConfig, PolicyEvaluationJob, PolicyJob, RewardJob, ServeJob, loading
 from t2g.config.of_runs import evaluation_values, serving_values
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.tasks.base import get_task
@@ -184,6 +184,17 @@ def test_a_folder_that_cannot_be_evaluated_is_one_sentence(
     assert evaluate([text.format(finished.parent) for text in arguments]) == 2
     printed = capsys.readouterr().err
     assert sentence in printed and len(printed.splitlines()) == 1
+
+
+def test_the_best_policy_of_an_unfinished_run_is_named_without_a_key(finished: Path) -> None:
+    """The values of the run are refused before an override is read, and `t2g serve` has another key."""
+    (finished / "policy" / "config.json").unlink()
+    best = finished / "checkpoints" / "best"
+    best.mkdir(parents=True)
+    for make_values in (evaluation_values, serving_values):
+        with pytest.raises(UserError) as refusal:
+            make_values(finished)
+        assert str(best) in str(refusal.value) and "=" not in str(refusal.value)
 
 
 def test_either_a_folder_or_a_config(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
