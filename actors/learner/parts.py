@@ -249,7 +249,8 @@ class PolicyTrainer(ModelTrainer):
         """
         config = self.engine.module.config.get_text_config()
         ids = np.linspace(0, config.vocab_size - 1, CHECKED_TOKENS).astype(np.int32)
-        expected = self.compute_probe_logprobs(ids)
+        self.engine.eval()
+        expected = self._probe_logprobs(ids)
         disable_randomness(self.engine.module)
         enter_update_mode(self.engine.module)
         gap = float(np.abs(self._probe_logprobs(ids) - expected).max())
