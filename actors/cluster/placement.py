@@ -133,8 +133,9 @@ def _init_local(config: ClusterConfig) -> None:
     except Exception as error:  # Ray has no type of its own for these errors
         message = str(error)
         if LONG_PATH in message:
-            folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
-            raise UserError(f"TMPDIR={folder}: its path is too long for Ray's sockets; set a shorter one") from error
+            name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+            folder = os.environ.get(name)
+            raise UserError(f"{name}={folder}: its path is too long for Ray's sockets; set a shorter one") from error
         if SLOW_START not in message:
             raise
         _end(set(this_process.children(recursive=True)) - before)

@@ -116,6 +116,9 @@ def test_a_folder_that_cannot_hold_rays_sockets_is_refused(monkeypatch: pytest.M
     long = "validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /tmp/long"
     with pytest.raises(UserError, match=r"^TMPDIR=/tmp/long: its path is too long"):
         start_slowly(monkeypatch, SlowRay(1, long))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/rays")
+    with pytest.raises(UserError, match=r"^RAY_TMPDIR=/tmp/rays: its path is too long"):
+        start_slowly(monkeypatch, SlowRay(1, long))
 
 
 def test_unused_gpus_are_reported_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
