@@ -78,7 +78,9 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     text = label if isinstance(label, str) else ""
     meaning = labels.get(text) or _SYNONYMS.get(text.strip().lower())
     if meaning is None:
-        raise ValueError(f"{name} has the label {label!r:.80}; it needs to be good or poor, or a label of human_labels")
+        raise ValueError(
+            f"{name} has the label {label!r:.80}; it needs to be good or poor, or with source=human one of human_labels"
+        )
     return LABELS[meaning]
 
 
@@ -92,7 +94,7 @@ def _locate_text(text: str, bounds: tuple[int, int], name: str, response: str, o
     nearby = [place for place in locate_all(response, text) if abs(place[0] - bounds[0]) <= distance]
     if len(nearby) == 1:
         return nearby[0]
-    found = f"occurs {len(nearby)} times near them; set offsets to utf16 or bytes if the tool counts these"
+    found = f"occurs {len(nearby)} times near them; with source=human, set offsets to what the tool counts"
     problem = found if nearby else "does not occur near them"
     raise ValueError(f"{name} is [{bounds[0]}, {bounds[1]}), and its text {text!r:.80} {problem}")
 
