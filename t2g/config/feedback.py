@@ -266,9 +266,9 @@ class SourceConfig(Section):
         "server that answers HTTP 429; each has timeout_s",
     )
     timeout_s: float = Field(
-        120, gt=0, description="deadline of the feedback on one response, retries included, and of the answer of a "
-        "reward function or an environment. A reward model with engine.max_new_tokens above 256 has proportionally "
-        "more",
+        120, gt=0, description="deadline of the feedback on one response, an LLM's retries included; of each call of a "
+        "function; and of the answer of an environment. A reward model with engine.max_new_tokens above 256 has "
+        "proportionally more",
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -346,7 +346,9 @@ class _AnnotateSource(SourceConfig):
 
     human_file: ResumeMutable[Files] = Field(None, description="as in feedback; by default data.path")
     timeout_s: ResumeMutable[float] = Field(
-        120, gt=0, description="deadline of the feedback on one response, retries included"
+        120,
+        gt=0,
+        description="deadline of the feedback on one response, an LLM's retries included; of each call of a function",
     )
 
 
