@@ -67,9 +67,11 @@ def rows_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
 def check_advantages(tokenizer: Any, rows: list[list[int]], advantages: list[list[float]]) -> None:
     """Compare with what the loop of t2g computes of the same ids; rows are in groups of GENERATIONS."""
     judgements = [judge_text(decode(tokenizer, row)) for row in rows]
-    own = iter(loop_advantages(tokenizer, rows, judgements, [i // GENERATIONS for i in range(len(rows))]))
-    for row, found, judged in zip(rows, advantages, judgements, strict=True):
-        np.testing.assert_allclose(found[: len(row)], np.zeros(len(row)) if judged is None else next(own), atol=1e-6)
+    groups = [index // GENERATIONS for index in range(len(rows))]
+    own = loop_advantages(tokenizer, rows, judgements, groups)
+    for index, (row, found) in enumerate(zip(rows, advantages, strict=True)):
+        expected = own.get(index, np.zeros(len(row)))
+        np.testing.assert_allclose(found[: len(row)], expected, atol=1e-6)
         assert not any(found[len(row) :])
 
 
