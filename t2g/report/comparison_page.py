@@ -1,6 +1,7 @@
 """Write report.html of a comparison, and its curves as curves.svg. Computes means of curves only."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from t2g.report.templates import render, render_page
 from t2g.study.comparison import Run
 from t2g.study.tables import interval, spread
 
-HTML_FILE, SVG_FILE = "report.html", "curves.svg"
+HTML_FILE = "report.html"
+SVG_FILE = "curves.svg"
 BASE = "sft"
 ENTRY = 110  # minimum width of a legend entry, in units of the viewBox
 ROW = 22  # height of a legend row
@@ -41,7 +43,9 @@ def write_comparison(folder: Path, summary: Mapping[str, Any], runs: Mapping[str
         dashes=DASHES,
         spread=spread,
         chosen=summary["search"]["chosen"],
-        **{name: summary[name] for name in ("methods", "noise", "versions")},
+        methods=summary["methods"],
+        noise=summary["noise"],
+        versions=summary["versions"],
     )
 
 
@@ -49,17 +53,30 @@ def mean_curve(name: str, by_seed: Mapping[int, Run]) -> Series:
     """Return the mean over seeds at each evaluation, with its 95 % interval as the band if there are several seeds."""
     runs = [*by_seed.values()]
     length = min(len(run.scores) for run in runs)
-    points = [interval([run.scores[i] for run in runs]) for i in range(length)]
-    band = {key: [point[key] for point in points] for key in ("low", "high")} if len(runs) > 1 else {}
-    return Series(name=name, x=runs[0].samples[:length], y=[point["mean"] for point in points], **band)
+    points = []
+    for i in range(length):
+        scores = [run.scores[i] for run in runs]
+        points.append(interval(scores))
+    line = Series(name=name, x=runs[0].samples[:length], y=[point["mean"] for point in points])
+    if len(runs) == 1:
+        return line
+    low = [point["low"] for point in points]
+    high = [point["high"] for point in points]
+    return replace(line, low=low, high=high)
 
 
 def picture(chart: Markup, lines: Sequence[Series], level: str | None) -> str:
     """Return a chart as a standalone SVG file: with its own colours, a white background, and a legend above it."""
-    entries = [(f"line {style}", name) for name, style in legend_entries(lines)] + ([("level", level)] if level else [])
-    entry = max(ENTRY, *(CHAR * len(name) + 44 for _, name in entries))
-    per_row = max(1, WIDTH // entry)
-    positions = [(entry * (i % per_row) + 10, ROW * (i // per_row) + 14) for i in range(len(entries))]
+    entries = [(f"line {style}", name) for name, style in legend_entries(lines)]
+    if level:
+        entries.append(("level", level))
+    longest = max(len(name) for _, name in entries)
+    entry_width = max(ENTRY, CHAR * longest + 44)
+    per_row = max(1, WIDTH // entry_width)
+    positions = []
+    for i in range(len(entries)):
+        row, column = divmod(i, per_row)
+        positions.append((entry_width * column + 10, ROW * row + 14))
     return render(
         "picture.svg",
         chart=chart,

@@ -3,14 +3,21 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from itertools import chain
+from typing import Any, TypeVar
 
 from markupsafe import Markup
 
 from t2g.report.templates import render
 
-WIDTH, HEIGHT = 560, 300  # of the viewBox; the page scales it
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46  # margins for tick labels and axis names; longer labels widen LEFT and RIGHT
+WIDTH = 560  # of the viewBox; the page scales it
+HEIGHT = 300
+# Margins for tick labels and axis names; longer labels widen LEFT and RIGHT.
+LEFT = 62
+RIGHT = 14
+TOP = 12
+BOTTOM = 46
 CHAR = 7  # width of a character of a label
 MAX_AXIS_CHARS = 34  # of an axis name
 MAX_POINTS = 400  # per line: more are indistinguishable, and a long run would make a large page
@@ -39,17 +46,86 @@ class Series:
 
     def outline(self) -> list[Point]:
         """Return the corners of the band, along the upper edge and back along the lower edge; [] without a band."""
-        return [*zip(self.x, self.high, strict=False), *reversed([*zip(self.x, self.low, strict=False)])]
+        upper = [*zip(self.x, self.high, strict=False)]
+        lower = [*zip(self.x, self.low, strict=False)]
+        return upper + lower[::-1]
 
     def points(self) -> list[Point]:
         """Return the finite points, at most MAX_POINTS of them."""
-        points = zip(self.x, self.y, strict=True)
-        return thinned([(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)])
+        points = []
+        for x, y in zip(self.x, self.y, strict=True):
+            if math.isfinite(x) and math.isfinite(y):
+                points.append((x, y))
+        return thinned(points)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Axis:
+    """An axis of a chart: the values at its ends, and its labels."""
+
+    low: float
+    high: float
+    step: float  # from tick to tick
+    labels: Sequence[tuple[float, str]]
+
+    @cached_property
+    def num_chars(self) -> int:
+        """Return the length of the longest label."""
+        return max(len(text) for _, text in self.labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """Where values are drawn, in units of the viewBox."""
+
+    x: _Axis
+    y: _Axis
+
+    @cached_property
+    def left(self) -> int:
+        """Return the margin with the labels of the y axis."""
+        return max(LEFT, CHAR * self.y.num_chars + 26)
+
+    @cached_property
+    def right(self) -> int:
+        """Return the margin into which the last label of the x axis extends."""
+        return max(RIGHT, CHAR * self.x.num_chars // 2)
+
+    @property
+    def width(self) -> int:
+        """Return the length of the x axis."""
+        return WIDTH - self.left - self.right
+
+    def x_position(self, x: float) -> float:
+        across = (x - self.x.low) / (self.x.high - self.x.low)
+        return round(self.left + across * self.width, 1)
+
+    def y_position(self, y: float) -> float:
+        up = (y - self.y.low) / (self.y.high - self.y.low)
+        height = HEIGHT - TOP - BOTTOM
+        return round(TOP + (1 - up) * height, 1)
+
+    def positions(self, points: Sequence[Point]) -> list[Point]:
+        return [(self.x_position(x), self.y_position(y)) for x, y in points]
+
+    def x_ticks(self) -> list[tuple[float, str]]:
+        """Return positions and texts on the x axis, of as many labels as have room."""
+        tick_width = self.width * self.x.step / (self.x.high - self.x.low)
+        label_width = CHAR * (self.x.num_chars + 1)
+        every = math.ceil(label_width / tick_width)
+        return [(self.x_position(x), text) for x, text in self.x.labels[::every]]
+
+    def y_ticks(self) -> list[tuple[float, str]]:
+        return [(self.y_position(y), text) for y, text in self.y.labels]
 
 
 def legend_entries(series: Sequence[Series]) -> list[tuple[str, str]]:
     """Return the name and the class of each line."""
-    return [(line.name, line.style or f"s{index % len(DASHES)}") for index, line in enumerate(series)]
+    entries = []
+    for index, line in enumerate(series):
+        style = line.style or f"s{index % len(DASHES)}"
+        entries.append((line.name, style))
+    return entries
 
 
 def line_chart(
@@ -65,50 +141,70 @@ def line_chart(
     The chart has axes, ticks, a line for each series and a dashed horizontal line at `level`. The y axis includes
     `y_range`.
     """
-    lines = [s.points() for s in series]
-    xs = [x for points in lines for x, _ in points]
-    ys = [y for points in lines for _, y in points] + [y for s in series for y in (*s.low, *s.high)]
-    if not xs:
+    lines = [line.points() for line in series]
+    points = [*chain.from_iterable(lines)]
+    if not points:
         return Markup("")
-    ys += [*y_range] if level is None else [*y_range, level]
-    x_ticks = nice_ticks(min(xs), max(xs), whole=all(x % 1 == 0 for x in xs))
-    y_ticks = nice_ticks(min(ys), max(ys))
-    x_low, x_high = min(xs), max(max(xs), min(xs) + x_ticks[1] - x_ticks[0])
-    slack = 1e-9 * (x_high - x_low)  # of rounding, without which a single point near 0 has no label
-    x_labels = [(x, text) for x, text in tick_labels(x_ticks) if x_low - slack <= x <= x_high + slack]
-    x_chars, y_chars = (max(len(text) for _, text in labels) for labels in (x_labels, tick_labels(y_ticks)))
-    left, right = max(LEFT, CHAR * y_chars + 26), max(RIGHT, CHAR * x_chars // 2)
 
-    def at(x: float, y: float) -> Point:
-        across = (x - x_low) / (x_high - x_low)
-        up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-        return round(left + across * (WIDTH - left - right), 1), round(TOP + (1 - up) * (HEIGHT - TOP - BOTTOM), 1)
-
-    tick_width = (WIDTH - left - right) * (x_ticks[1] - x_ticks[0]) / (x_high - x_low)
-    every = math.ceil(CHAR * (x_chars + 1) / tick_width)
+    ys = [y for _, y in points]
+    for line in series:
+        ys += [*line.low, *line.high]
+    ys += y_range
+    if level is not None:
+        ys.append(level)
+    frame = _Frame(x=_x_axis([x for x, _ in points]), y=_y_axis(ys))
+    level_position = None if level is None else frame.y_position(level)
+    line_values = _line_values(series, lines, frame)
+    margins = {"left": frame.left, "right": frame.right, "top": TOP, "bottom": BOTTOM}
+    names = ", ".join(line.name for line in series)
     return render(
         "chart.svg",
         width=WIDTH,
         height=HEIGHT,
-        margins={"left": left, "right": right, "top": TOP, "bottom": BOTTOM},
-        label=f"{y_label} against {x_label}: " + ", ".join(s.name for s in series),
+        margins=margins,
+        label=f"{y_label} against {x_label}: {names}",
         x_label=x_label,
-        y_label=y_label if len(y_label) <= MAX_AXIS_CHARS else y_label[: MAX_AXIS_CHARS - 1] + "…",
-        x_ticks=[(at(x, y_ticks[0])[0], text) for x, text in x_labels[::every]],
-        y_ticks=[(at(x_low, y)[1], text) for y, text in tick_labels(y_ticks)],
-        level=None if level is None else at(x_low, level)[1],
-        lines=[
-            {
-                "style": style,
-                "name": name,
-                "points": points,
-                "positions": [at(*point) for point in points],
-                "band": [at(*point) for point in line.outline()],
-            }
-            for line, points, (name, style) in zip(series, lines, legend_entries(series), strict=True)
-        ],
+        y_label=_shorten(y_label),
+        x_ticks=frame.x_ticks(),
+        y_ticks=frame.y_ticks(),
+        level=level_position,
+        lines=line_values,
         marked=MARKED_POINTS,
     )
+
+
+def _x_axis(xs: Sequence[float]) -> _Axis:
+    """Return an axis from the least to the greatest value, at least a tick long."""
+    are_whole = all(x % 1 == 0 for x in xs)
+    ticks = nice_ticks(min(xs), max(xs), whole=are_whole)
+    low = min(xs)
+    high = max(max(xs), low + ticks[1] - ticks[0])
+    slack = 1e-9 * (high - low)  # of rounding, without which a single point near 0 has no label
+    labels = [(x, text) for x, text in tick_labels(ticks) if low - slack <= x <= high + slack]
+    return _Axis(low=low, high=high, step=ticks[1] - ticks[0], labels=labels)
+
+
+def _y_axis(ys: Sequence[float]) -> _Axis:
+    """Return an axis from tick to tick."""
+    ticks = nice_ticks(min(ys), max(ys))
+    return _Axis(low=ticks[0], high=ticks[-1], step=ticks[1] - ticks[0], labels=tick_labels(ticks))
+
+
+def _line_values(series: Sequence[Series], lines: Sequence[list[Point]], frame: _Frame) -> list[dict[str, Any]]:
+    """Return what the template draws of each line."""
+    values = []
+    for line, points, (name, style) in zip(series, lines, legend_entries(series), strict=True):
+        positions = frame.positions(points)
+        band = frame.positions(line.outline())
+        values.append({"style": style, "name": name, "points": points, "positions": positions, "band": band})
+    return values
+
+
+def _shorten(label: str) -> str:
+    """Return the name of an axis with at most MAX_AXIS_CHARS characters."""
+    if len(label) <= MAX_AXIS_CHARS:
+        return label
+    return label[: MAX_AXIS_CHARS - 1] + "…"
 
 
 def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
@@ -122,33 +218,45 @@ def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     """
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
         pad = abs(low) / 2 or 0.5
-        low, high = low - pad, high + pad
+        low -= pad
+        high += pad
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    step = max(step, 1.0) if whole else step
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    least = rough * (1 - 1e-9)
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+    if whole:
+        step = max(step, 1.0)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
     """Return the ticks with their texts, with as many digits as neighbours need to differ.
 
-    >>> [text for _, text in tick_labels([0.25, 0.5])], [text for _, text in tick_labels([1e8, 1.01e8])]
-    (['0.25', '0.50'], ['1.00e8', '1.01e8'])
+    >>> [text for _, text in tick_labels([0.25, 0.26])], [text for _, text in tick_labels([1e8, 1.01e8])]
+    (['0.25', '0.26'], ['1.00e8', '1.01e8'])
     """
     smallest = math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9)
     largest = math.floor(math.log10(max(map(abs, ticks))) + 1e-9)
     if smallest >= -4 and largest < 7:
-        return [(tick, f"{tick:,.{max(0, -smallest)}f}") for tick in ticks]
-    parts = [f"{tick:.{max(0, largest - smallest)}e}".partition("e") for tick in ticks]
-    return [
-        (tick, f"{digits}e{int(power)}" if tick else "0") for tick, (digits, _, power) in zip(ticks, parts, strict=True)
-    ]
+        decimals = max(0, -smallest)
+        return [(tick, f"{tick:,.{decimals}f}") for tick in ticks]
+    decimals = max(0, largest - smallest)
+    return [(tick, _scientific(tick, decimals)) for tick in ticks]
+
+
+def _scientific(tick: float, decimals: int) -> str:
+    """Format a tick as a number with a power of ten, without zeros before the power."""
+    if not tick:
+        return "0"
+    digits, _, power = f"{tick:.{decimals}e}".partition("e")
+    return f"{digits}e{int(power)}"
 
 
 def thinned(points: Sequence[Item], limit: int = MAX_POINTS) -> list[Item]:
     """Return at most `limit` of the points, evenly spaced, including the first and the last."""
     if len(points) <= limit:
         return [*points]
-    return [points[round(i * (len(points) - 1) / (limit - 1))] for i in range(limit)]
+    last = len(points) - 1
+    return [points[round(i * last / (limit - 1))] for i in range(limit)]

@@ -1,6 +1,7 @@
 """Held-out metrics of a report: the values before training and at the end of each arm, with intervals where known."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from t2g.runs import metrics as m
@@ -25,20 +26,32 @@ class MetricRow(NamedTuple):
     base: Estimate
     arms: dict[str, Estimate]
 
+    @property
+    def has_error(self) -> bool:
+        estimates = [self.base, *self.arms.values()]
+        return any(estimate.error is not None for estimate in estimates)
+
 
 def last_held_out(steps: Sequence[Step]) -> dict[str, float]:
     """Return the held-out metrics of the last step with an evaluation, without their prefix."""
-    return next((metrics for step in reversed(steps) if (metrics := m.select_held_out(step))), {})
+    for step in reversed(steps):
+        metrics = m.select_held_out(step)
+        if metrics:
+            return metrics
+    return {}
 
 
 def headline(base: Mapping[str, float], finals: Mapping[str, Mapping[str, float]]) -> str | None:
     """Return the name of the metric that `score` repeats, else `score`, else the first metric."""
     evaluations = [base, *finals.values()]
-    names = [name for values in evaluations for name in values if name not in (SCORE, SCORE_ERROR)]
+    scored = [values for values in evaluations if SCORE in values]
+    names = [name for name in chain(*evaluations) if name not in (SCORE, SCORE_ERROR)]
     for name in names:
-        if all(values.get(name) == values[SCORE] for values in evaluations if SCORE in values):
+        if all(values.get(name) == values[SCORE] for values in scored):
             return name
-    return SCORE if any(SCORE in values for values in evaluations) else next(iter(names), None)
+    if scored:
+        return SCORE
+    return next(iter(names), None)
 
 
 def metric_rows(
@@ -46,18 +59,25 @@ def metric_rows(
 ) -> list[MetricRow]:
     """Return the rows of the metrics, `first` on top with its errors; without `score` if it only repeats `first`."""
     names = dict.fromkeys([first] if first else [])
-    names |= dict.fromkeys(name for values in (base, *finals.values()) for name in values)
+    names |= dict.fromkeys(chain(base, *finals.values()))
     names.pop(SCORE_ERROR, None)
     if first != SCORE:
         names.pop(SCORE, None)
     rows = []
     for name in names:
-        of_arms = {arm: estimate(values, name, has_error=name == first) for arm, values in finals.items()}
-        rows.append(MetricRow(name, estimate(base, name, has_error=name == first), of_arms))
+        has_error = name == first
+        before = estimate(base, name, has_error=has_error)
+        after = {arm: estimate(values, name, has_error=has_error) for arm, values in finals.items()}
+        rows.append(MetricRow(name, before, after))
     return rows
 
 
 def estimate(values: Mapping[str, float], name: str, *, has_error: bool) -> Estimate:
     """Return a metric of an evaluation; only the score's standard error is logged."""
-    error = values.get(SCORE_ERROR) if has_error and SCORE in values else None
-    return Estimate(values.get(name), None if error is None else NORMAL_95 * error)
+    value = values.get(name)
+    if not has_error or SCORE not in values:
+        return Estimate(value)
+    error = values.get(SCORE_ERROR)
+    if error is None:
+        return Estimate(value)
+    return Estimate(value, NORMAL_95 * error)

@@ -14,7 +14,8 @@ from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, genera
 from t2g.study.tables import figure, markdown
 from t2g.types import Prompt, SpanFeedback
 
-MD_FILE, EXPORTS = "evaluation.md", "exports"
+MD_FILE = "evaluation.md"
+EXPORTS = "exports"
 NUM_EXAMPLES = 6
 ONLY_TIES = "Every pair ties on every prompt: take harder prompts, or another rollout.temperature."
 PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # measure -> value from which a response counts as a problem
@@ -83,36 +84,46 @@ def _examples(measured: Mapping[str, Columns], measure: str) -> list[int]:
 
 def _problems(answers: Mapping[str, Sequence[Answers]]) -> dict[str, Any]:
     """Return the number of responses with each problem, and examples: [policy, index of the prompt, sample]."""
-    values = {
-        (policy, row_index, sample): general_measures(response)
-        for policy, rows in answers.items()
-        for row_index, row in enumerate(rows)
-        for sample, response in enumerate(row.responses)
-    }
-    problems = {kind: [at for at, v in values.items() if v[kind] >= least] for kind, least in PROBLEMS.items()}
-    return {kind: {"count": len(at), "examples": at[:NUM_EXAMPLES]} for kind, at in problems.items()}
+    found: dict[str, list[tuple[str, int, int]]] = {kind: [] for kind in PROBLEMS}
+    for policy, rows in answers.items():
+        for row_index, row in enumerate(rows):
+            for sample, response in enumerate(row.responses):
+                measures = general_measures(response)
+                for kind, least in PROBLEMS.items():
+                    if measures[kind] >= least:
+                        found[kind].append((policy, row_index, sample))
+    return {kind: {"count": len(places), "examples": places[:NUM_EXAMPLES]} for kind, places in found.items()}
 
 
 def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
     def format_interval(value: Mapping[str, float]) -> str:
         return f"{number(value['value'])} ({number(value['low'])} to {number(value['high'])})"
 
-    policies = [[name, *map(format_interval, figures.values())] for name, figures in result["policies"].items()]
-    pairs = [
-        [pair["policy"], pair["against"], pair["measure"], format_interval(pair)]
-        + [figure(pair[key], ".4f") for key in ("p", "p_holm")]
-        + [number(pair[key]) for key in ("wins", "ties", "losses", "resolvable")]
-        for pair in result["pairs"]
-    ]
+    policy_rows = []
+    for name, figures in result["policies"].items():
+        policy_rows.append([name, *map(format_interval, figures.values())])
+    pair_rows = []
+    for pair in result["pairs"]:
+        row = [pair["policy"], pair["against"], pair["measure"], format_interval(pair)]
+        row += [figure(pair[key], ".4f") for key in ("p", "p_holm")]
+        row += [number(pair[key]) for key in ("wins", "ties", "losses", "resolvable")]
+        pair_rows.append(row)
+
     head = ["policy", "against", "measure", "difference", "p", "Holm", "wins", "ties", "losses", "resolvable"]
-    tables = f"{markdown(['policy', *measures], policies)}\n\n{markdown(head, pairs)}\n"
-    return f"{result['warning']}\n\n{tables}" if result["warning"] else tables
+    policy_table = markdown(["policy", *measures], policy_rows)
+    pair_table = markdown(head, pair_rows)
+    tables = f"{policy_table}\n\n{pair_table}\n"
+    if result["warning"]:
+        return f"{result['warning']}\n\n{tables}"
+    return tables
 
 
 def _export(folder: Path, prompts: Sequence[Prompt], answers: Mapping[str, Sequence[Answers]]) -> None:
     """Write the first responses of each policy in the format of AlpacaEval."""
     folder.mkdir(exist_ok=True)
     for name, rows in answers.items():
-        texts = zip(prompts, rows, strict=True)
-        outputs = [{"instruction": p.prompt_text, "output": r.responses[0].text, "generator": name} for p, r in texts]
+        outputs = []
+        for prompt, row in zip(prompts, rows, strict=True):
+            output = row.responses[0].text
+            outputs.append({"instruction": prompt.prompt_text, "output": output, "generator": name})
         write_json(folder / f"alpaca_eval_{name}.json", outputs)

@@ -11,7 +11,8 @@ from t2g.report.templates import render_page
 from t2g.runs.versions import collect_versions
 from t2g.study import reward_eval
 
-JSON_FILE, HTML_FILE = "evaluation.json", "evaluation.html"
+JSON_FILE = "evaluation.json"
+HTML_FILE = "evaluation.html"
 
 
 def write_evaluation(
@@ -34,6 +35,7 @@ def write_evaluation(
     """
     errors = reward_eval.find_errors(judged)
     metrics = reward_eval.reward_metrics(judged)
+    errors_json = {kind: _errors_json(of_kind, records, judged) for kind, of_kind in errors.items()}
     result = {
         **about,
         "warning": reward_eval.parse_warning(metrics),
@@ -41,7 +43,7 @@ def write_evaluation(
         "intervals": reward_eval.bootstrap_intervals(judged, seed=seed),
         "num_resamples": reward_eval.NUM_RESAMPLES,
         "token_confusion": reward_eval.token_confusion(judged),
-        "errors": {kind: _errors_json(of_kind, records, judged) for kind, of_kind in errors.items()},
+        "errors": errors_json,
         "versions": collect_versions(),
     }
     write_json(folder / JSON_FILE, result)
@@ -64,15 +66,17 @@ def write_evaluation(
 def _errors_json(
     errors: reward_eval.Errors, records: Sequence[AnnotatedRecord], judged: Sequence[reward_eval.JudgedRecord]
 ) -> dict[str, Any]:
-    examples = [
-        {
-            "prompt_id": records[index].prompt_id,
-            "sample_index": records[index].sample_index,
+    examples = []
+    for index, texts in errors.examples:
+        record = records[index]
+        judged_record = judged[index]
+        example = {
+            "prompt_id": record.prompt_id,
+            "sample_index": record.sample_index,
             "what": texts,
-            "response": judged[index].response,
-            "gold": asdict(judged[index].gold),
-            "model": asdict(judged[index].feedback),
+            "response": judged_record.response,
+            "gold": asdict(judged_record.gold),
+            "model": asdict(judged_record.feedback),
         }
-        for index, texts in errors.examples
-    ]
+        examples.append(example)
     return {"count": errors.count, "num_records": errors.num_records, "examples": examples}

@@ -3,14 +3,13 @@
 All figures come from the files of the run folder: nothing is computed here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
@@ -18,7 +17,8 @@ from t2g.config.loading import FILE_NAME, flatten
 from t2g.config.texts import mask_secrets
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
-from t2g.report.curves import DASHES, Series, legend_entries, line_chart, thinned
+from t2g.report.charts import charts
+from t2g.report.curves import DASHES, thinned
 from t2g.report.held_out import Step, headline, last_held_out, metric_rows
 from t2g.report.templates import render_page
 from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
@@ -33,21 +33,8 @@ MAX_SINGLES = 6  # prompts with one logged response
 MAX_ALARMS = 50
 MAX_TIMELINE = 12  # steps at which one prompt is shown
 MAX_CONFIG_CHARS = 40_000
-HIGH_SHARE, LEAST_AXIS = 0.5, 0.01  # the axis of a share from HIGH_SHARE on ends at 1; none is shorter than LEAST_AXIS
+IN_RESULTS = ("base.", "policy.")  # prefixes of the figures that the table of held-out results shows
 TOTALS = ("stages_and_arms_s", "wall_s")  # entries of `timing` that are sums of the other entries
-OVER_STEPS = (  # title, label of the y axis (0 to 1 for a share), metrics
-    ("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
-    ("Mean reward of a response", "spans and outcome rewards", (m.TOTAL_REWARD,)),
-    ("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
-    ("KL to the reference", "nats per sequence", (m.KL,)),
-    ("Entropy of the policy", "nats per token", (m.ENTROPY,)),
-    ("PPO-clipped tokens", "share of tokens", ("policy/clip_share",)),
-    ("Response length", "tokens", (m.LENGTH,)),
-    ("Turns", "turns per conversation", (m.TURNS,)),
-    ("Truncated responses", "share of responses", (m.TRUNCATED_SHARE,)),
-    ("Idle", "share of the step", ("idle/learner", "idle/rollout", "idle/reward")),
-    ("Time", "seconds", ("time/step_s", "time/generate_s", "time/feedback_s", "time/learn_s", "time/sync_s")),
-)
 Example = Sequence[SampleRecord]  # the responses to a prompt, by step
 _SAMPLE = TypeAdapter(LoggedSample)
 _STEP = TypeAdapter(dict[str, FiniteFloat | None])
@@ -86,7 +73,10 @@ class _Run:
 def find_run(folder: Path) -> Path:
     """Return the folder, or the folder of its smoke run if the run itself has not started."""
     smoke = folder / "smoke"
-    return smoke if (smoke / METRICS_FILE).exists() and not (folder / METRICS_FILE).exists() else folder
+    has_started = (folder / METRICS_FILE).exists()
+    if not has_started and (smoke / METRICS_FILE).exists():
+        return smoke
+    return folder
 
 
 def run_name(folder: Path) -> str:
@@ -105,10 +95,16 @@ def report_run(folder: Path) -> Path:
     Raises:
         UserError: The folder has no finished step, or a file with invalid content.
     """
-    run, path = _read_run(folder), folder / REPORT_FILE
-    title, arms = f"Text2Grad: {run_name(folder)}", {"policy": run.steps}
+    run = _read_run(folder)
+    path = folder / REPORT_FILE
     write_report(
-        path, title=title, summary=run.summary, arms=arms, examples=run.examples, made=run.made, alarms=run.alarms
+        path,
+        title=f"Text2Grad: {run_name(folder)}",
+        summary=run.summary,
+        arms={"policy": run.steps},
+        examples=run.examples,
+        made=run.made,
+        alarms=run.alarms,
     )
     return path
 
@@ -119,32 +115,68 @@ def report_beside(folders: Sequence[Path]) -> Path:
     It has charts with a line for each run, a table of the figures and config values that differ, and the last responses
     of each run to the same prompts.
     """
-    short = [run_name(folder) for folder in folders]
-    names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    names = _distinct_names(folders)
     runs = [_read_run(folder) for folder in folders]
-    latest = [{(s.split, s.prompt, s.sample_index): s for *_, s in run.examples} for run in runs]
-    shared = [key for key in latest[0] if all(key in samples for samples in latest)]
-    figures = [flatten(run.summary | {"config": _read_config(path)}) for run, path in zip(runs, folders, strict=True)]
-    rows = {key: [values.get(key) for values in figures] for key in dict.fromkeys(chain(*figures))}
-    in_results = ("base.", "policy.")  # prefixes of the figures that the table of held-out results shows
+    arms = {}
+    alarms = []
+    figures = []
+    for folder, name, run in zip(folders, names, runs, strict=True):
+        arms[name] = run.steps
+        alarms += [(f"{name}, {when}", text) for when, text in run.alarms]
+        figures.append(flatten(run.summary | {"config": _read_config(folder)}))
     path = folders[0] / BESIDE_FILE
     write_report(
         path,
         title=" and ".join(names),
         summary={},
-        arms=dict(zip(names, (run.steps for run in runs), strict=True)),
-        examples=[[samples[key] for samples in latest] for key in sorted(shared, key=lambda key: key[0] != "eval")],
-        alarms=[(f"{name}, {when}", text) for name, run in zip(names, runs, strict=True) for when, text in run.alarms],
-        beside={key: row for key, row in rows.items() if row[1:] != row[:-1] and not key.startswith(in_results)},
+        arms=arms,
+        examples=_shared_examples(runs),
+        alarms=alarms,
+        beside=_differences(figures),
     )
     return path
 
 
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of the runs, or their folders if two runs share a name."""
+    names = [run_name(folder) for folder in folders]
+    if len(set(names)) < len(names):
+        return [str(folder) for folder in folders]
+    return names
+
+
+def _shared_examples(runs: Sequence[_Run]) -> list[Example]:
+    """Return the last responses of each run to the prompts that all runs logged, held-out prompts first."""
+    latest = []  # of each run
+    for run in runs:
+        last_samples = [example[-1] for example in run.examples]
+        latest.append({(sample.split, sample.prompt, sample.sample_index): sample for sample in last_samples})
+    shared_keys = set(latest[0]).intersection(*latest)
+    shared = []
+    for key in filter(shared_keys.__contains__, latest[0]):
+        responses = [samples[key] for samples in latest]
+        shared.append(responses)
+    return sorted(shared, key=lambda example: example[0].split != "eval")
+
+
+def _differences(figures: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return name -> value in each run, of the figures that differ and that no table of held-out results shows."""
+    differing = {}
+    for key in dict.fromkeys(chain(*figures)):
+        row = [values.get(key) for values in figures]
+        if row[1:] != row[:-1] and not key.startswith(IN_RESULTS):
+            differing[key] = row
+    return differing
+
+
 def _read_config(folder: Path) -> Any:
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return None
     try:
-        return yaml.safe_load((folder / FILE_NAME).read_bytes()) if (folder / FILE_NAME).is_file() else None
+        return yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
-        raise UserError(f"{folder / FILE_NAME} is not the config of a run ({error})") from error
+        raise UserError(f"{path} is not the config of a run ({error})") from error
 
 
 def _read_run(folder: Path) -> _Run:
@@ -153,21 +185,29 @@ def _read_run(folder: Path) -> _Run:
         raise UserError(
             f"{folder / METRICS_FILE} holds no finished step: the folder of a run of jobs.train_policy is needed"
         )
-    base = next((m.select_held_out(step) for step in steps if step[m.STEP] == 0), {})
-    path = folder / SUMMARY_FILE
-    summary = {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES) or 0)}
-    if path.exists():
-        try:
-            summary = _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
-        except ValidationError as error:
-            raise UserError(f"{path} is not the summary of a run ({format_first_error(error)})") from error
+    before_training = [step for step in steps if step[m.STEP] == 0]
+    base = m.select_held_out(before_training[0]) if before_training else {}
+    summary = _read_summary(folder / SUMMARY_FILE, steps[-1])
+    samples = examples(folder / SAMPLES_FILE)
+    alarms = read_records(folder / ALARMS_FILE, _ALARM)
     return _Run(
         steps=steps,
         summary={"base": base} | summary,
-        examples=examples(folder / SAMPLES_FILE),
-        alarms=[(f"step {line[m.STEP]}", line["alarm"]) for line in read_records(folder / ALARMS_FILE, _ALARM)],
+        examples=samples,
+        alarms=[(f"step {line[m.STEP]}", line["alarm"]) for line in alarms],
         made=how_made(folder),
     )
+
+
+def _read_summary(path: Path, last_step: Step) -> dict[str, Any]:
+    """Return the summary of a run, or the progress of a run that has not finished."""
+    if not path.exists():
+        samples = last_step.get(m.SAMPLES) or 0
+        return {"steps": last_step[m.STEP], "samples": int(samples)}
+    try:
+        return _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise UserError(f"{path} is not the summary of a run ({format_first_error(error)})") from error
 
 
 def examples(path: Path) -> list[Example]:
@@ -178,19 +218,27 @@ def examples(path: Path) -> list[Example]:
     by_key: dict[tuple[str, str, str, int], list[SampleRecord]] = {}
     for sample in read_records(path, _SAMPLE):
         # A prompt_id is unique within one data set; the held-out data set may have the same id.
-        responses = by_key.setdefault((sample.split, sample.prompt_id, sample.prompt, sample.sample_index), [])
+        key = (sample.split, sample.prompt_id, sample.prompt, sample.sample_index)
+        responses = by_key.setdefault(key, [])
         if not responses or sample.step > responses[-1].step:
             responses.append(sample)
-    return sorted(by_key.values(), key=lambda rs: (len(rs) == 1, rs[-1].split != "eval", -rs[-1].step))
+
+    def rank(responses: Example) -> tuple[bool, bool, int]:
+        last = responses[-1]
+        return len(responses) == 1, last.split != "eval", -last.step
+
+    return sorted(by_key.values(), key=rank)
 
 
 def how_made(folder: Path) -> dict[str, str]:
     """Return the last command, its date and the resolved config, each if there is such a file."""
     made = {}
-    if (commands := folder / COMMANDS_FILE).is_file():
+    commands = folder / COMMANDS_FILE
+    if commands.is_file():
         last = commands.read_text(errors="replace").strip().rpartition("\n")[2]
         made["date"], _, made["command"] = last.partition(" ")
-    if (config := folder / FILE_NAME).is_file():
+    config = folder / FILE_NAME
+    if config.is_file():
         made["config"] = config.read_text(errors="replace")
     return {name: mask_secrets(text[:MAX_CONFIG_CHARS]) for name, text in made.items()}
 
@@ -222,49 +270,98 @@ def write_report(
         beside: Not None if the arms are runs with configs of their own: name -> the value of each run, of what differs.
             An example then has one response of each run.
     """
-    bases = [m.select_held_out(steps[0]).items() for steps in arms.values() if steps and not steps[0].get(m.STEP)]
-    first = dict(item for item in next(iter(bases), ()) if beside is None or all(item in base for base in bases))
-    base, timing = first | summary.get("base", {}), summary.get("timing", {})
-    parts = {name: value for name, value in timing.items() if name not in TOTALS}
+    base = _base_metrics(arms, must_share=beside is not None) | summary.get("base", {})
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
-    metric, opening = headline(base, finals), typical_example(examples)
+    metric = headline(base, finals)
     rows = metric_rows(base, finals, first=metric)
-    further = [example for example in examples if example is not opening]
-    if beside is None:
-        pairs = [ends(example) for example in further if len(example) > 1]
-        singles = [example for example in further if len(example) == 1]
-    else:
-        pairs, singles = further, []
+    has_errors = any(row.has_error for row in rows)
+    results = {"metric": metric, "base": base, "finals": finals, "rows": rows, "has_errors": has_errors}
+    labels = {"title": title, "names": NAMES, "levels": LEVELS, "dashes": DASHES}
+    origin = {"made": made, "versions": summary.get("versions", {})}
+    figures = {name: value for name, value in summary.items() if _is_plain(value)}
+    timing = _timing_values(summary.get("timing", {}))
+    responses = _example_values(examples) if beside is None else _beside_values(examples, [*arms])
     render_page(
         path,
         "template.html",
-        title=title,
-        dashes=DASHES,
-        figures={name: v for name, v in summary.items() if not isinstance(v, Mapping | list | tuple | bool)},
-        made=made,
-        metric=metric,
-        base=base,
-        finals=finals,
-        has_errors=any(figure.error is not None for row in rows for figure in (row.base, *row.arms.values())),
-        rows=rows,
+        **labels,
+        figures=figures,
         charts=list(charts(arms, base, metric)),
-        examples=pairs[:MAX_EXAMPLES],
-        singles=singles[:MAX_SINGLES],
-        opening=opening if beside is not None else ends(opening),
-        sides=["Before", "After"] if beside is None else [*arms],
-        timeline=thinned(opening, MAX_TIMELINE) if beside is None else (),
-        strips=strips([*chain(*examples)]) if beside is None else [],
         alarms=alarms[-MAX_ALARMS:],
         beside=beside,
-        names=NAMES,
-        levels=LEVELS,
-        num_left_out=max(0, len(pairs) - MAX_EXAMPLES) + max(0, len(singles) - MAX_SINGLES),
+        **origin,
+        **results,
+        **timing,
+        **responses,
         reward_model=summary.get("reward_model", {}),
-        versions=summary.get("versions", {}),
-        timing=parts,
-        total_s=next((timing[name] for name in TOTALS if name in timing), None),
-        longest_s=max(parts.values(), default=0) or 1,
     )
+
+
+def _base_metrics(arms: Mapping[str, Sequence[Step]], *, must_share: bool) -> dict[str, float]:
+    """Return the held-out metrics at step 0 of the first arm that has this step.
+
+    Args:
+        must_share: Only values that all arms share.
+    """
+    first_steps = [steps[0] for steps in arms.values() if steps]
+    bases = [m.select_held_out(step).items() for step in first_steps if not step.get(m.STEP)]
+    if not bases:
+        return {}
+    first = bases[0]
+    if must_share:
+        for other in bases[1:]:
+            first = [item for item in first if item in other]
+    return dict(first)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value of a summary is a figure at the top: a number or a text."""
+    return not isinstance(value, Mapping | list | tuple | bool)
+
+
+def _timing_values(timing: Mapping[str, float]) -> dict[str, Any]:
+    """Return what the page shows of the times of a run's parts."""
+    parts = {name: seconds for name, seconds in timing.items() if name not in TOTALS}
+    totals = [timing[name] for name in TOTALS if name in timing]
+    return {
+        "timing": parts,
+        "total_s": totals[0] if totals else None,
+        "longest_s": max(parts.values(), default=0) or 1,
+    }
+
+
+def _example_values(examples: Sequence[Example]) -> dict[str, Any]:
+    """Return what the page shows of the responses of one run, or of the arms of one run."""
+    opening = typical_example(examples)
+    further = [example for example in examples if example is not opening]
+    pairs = [ends(example) for example in further if len(example) > 1]
+    singles = [example for example in further if len(example) == 1]
+    pairs_left_out = max(0, len(pairs) - MAX_EXAMPLES)
+    singles_left_out = max(0, len(singles) - MAX_SINGLES)
+    return {
+        "examples": pairs[:MAX_EXAMPLES],
+        "singles": singles[:MAX_SINGLES],
+        "num_left_out": pairs_left_out + singles_left_out,
+        "opening": ends(opening),
+        "sides": ["Before", "After"],
+        "timeline": thinned(opening, MAX_TIMELINE),
+        "strips": strips([*chain(*examples)]),
+    }
+
+
+def _beside_values(examples: Sequence[Example], names: Sequence[str]) -> dict[str, Any]:
+    """Return what the page shows of the responses of several runs; an example has one response of each run."""
+    opening = typical_example(examples)
+    further = [example for example in examples if example is not opening]
+    return {
+        "examples": further[:MAX_EXAMPLES],
+        "singles": [],
+        "num_left_out": max(0, len(further) - MAX_EXAMPLES),
+        "opening": opening,
+        "sides": names,
+        "timeline": (),
+        "strips": [],
+    }
 
 
 def typical_example(examples: Sequence[Example]) -> Example:
@@ -273,82 +370,35 @@ def typical_example(examples: Sequence[Example]) -> Example:
     It is chosen among the held-out prompts with two judged responses, else among all prompts with two judged responses.
     Without such prompts it is the first example.
     """
-    judged = [e for e in examples if len(e) > 1 and all(s.feedback and s.feedback.usable for s in ends(e))]
-    pairs = [ends(e) for e in judged if e[-1].split == "eval" or judged[0][-1].split != "eval"]
-    changes = [sum(s.label for s in b.feedback.spans) - sum(s.label for s in a.feedback.spans) for a, b in pairs]
-    middle = sorted(range(len(changes)), key=changes.__getitem__)[len(changes) // 2 :][:1]
-    return judged[middle[0]] if middle else next(iter(examples), ())
+    judged = [example for example in examples if _is_judged_twice(example)]
+    if not judged:
+        return next(iter(examples), ())
+    if judged[0][-1].split == "eval":
+        judged = [example for example in judged if example[-1].split == "eval"]
+    by_change = sorted(judged, key=_change)
+    return by_change[len(by_change) // 2]
+
+
+def _is_judged_twice(example: Example) -> bool:
+    """Return whether an example has usable feedback on its first and on its last response."""
+    if len(example) < 2:
+        return False
+    return all(sample.feedback is not None and sample.feedback.usable for sample in ends(example))
+
+
+def _change(example: Example) -> int:
+    """Return how much good less poor spans rise from the first to the last response."""
+    before, after = ends(example)
+    return _score(after) - _score(before)
+
+
+def _score(sample: SampleRecord) -> int:
+    assert sample.feedback is not None
+    return sum(span.label for span in sample.feedback.spans)
 
 
 def ends(example: Example) -> Example:
     """Return the first and the last response of an example, or the only one."""
-    return (example[0], example[-1])[: len(example)] if example else ()
-
-
-def charts(
-    arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric: str | None
-) -> Iterator[tuple[str, Markup, str | None, list[tuple[str, str]]]]:
-    """Yield title, SVG, name of the dashed line, and names and classes of the lines, for each chart with points.
-
-    The first charts are the held-out metric against samples and against the training reward: a line that falls on its
-    right shows reward hacking. The charts of OVER_STEPS follow, with a line for each arm, or for each metric of a
-    single arm, then those of outcome rewards and of the feedback function's metrics.
-    """
-    if metric is not None:
-        level = base.get(metric)
-        lines = [series(name, steps, m.SAMPLES, m.EVAL + metric) for name, steps in arms.items()]
-        values = [y for line in lines for y in line.y] + ([] if level is None else [level])
-        is_share = all(0 <= value <= 1 for value in values)
-        y_range = share_range(values) if is_share else ()
-        if svg := line_chart(lines, x_label="samples of training", y_label=metric, level=level, y_range=y_range):
-            yield f"Held-out {metric}", svg, None if level is None else "base", legend_entries(lines)
-        pairs = {name: m.pair_evaluations(steps, m.EVAL + metric) for name, steps in arms.items()}
-        lines = [Series(name=n, x=[a for a, _ in found], y=[b for _, b in found]) for n, found in pairs.items()]
-        if svg := line_chart(lines, x_label="mean training reward of a response", y_label=metric):
-            yield f"Held-out {metric} by training reward", svg, None, legend_entries(lines)
-    all_keys = dict.fromkeys(key for steps in arms.values() for step in steps for key in step)
-    criteria = {key: key.partition("/")[2] for key in all_keys if key.startswith(m.CRITERION_REWARD)}
-    by_criterion = [("Reward by criterion", "mean reward of a response", tuple(criteria))] if criteria else []
-    if len(arms) > 1:
-        by_criterion = [(f"Reward of {name}", "mean reward of a response", (key,)) for key, name in criteria.items()]
-    numbers = [
-        (f"{title} {key.removeprefix(prefix)}", "mean over responses", (key,))
-        for prefix, title in ((m.OUTCOME_REWARD, "Outcome reward"), (m.FEEDBACK_METRICS, "Metric"))
-        for key in all_keys
-        if key.startswith(prefix)
-    ]
-    for title, y_label, keys in (*OVER_STEPS, *by_criterion, *numbers):
-        several = len(keys) > 1
-        lines = [
-            series(key.partition("/")[2] if several and len(arms) == 1 else name, steps, m.STEP, key, len(arms) == 1)
-            for name, steps in arms.items()
-            for key in (keys if len(arms) == 1 else keys[:1])
-        ]
-        lines = [line for line in lines if line.y]
-        title += f": {keys[0].partition('/')[2]}" if several and len(arms) > 1 else ""
-        y_range = share_range(y for line in lines for y in line.y) if y_label.startswith("share") else ()
-        if svg := line_chart(lines, x_label="step", y_label=y_label, y_range=y_range):
-            yield title, svg, None, legend_entries(lines)
-
-
-def share_range(values: Iterable[float]) -> tuple[float, float]:
-    """Return what the axis of a share includes: 0, and 1 for a high share. A small share has an axis of its own size.
-
-    >>> share_range([0.2, 0.75]), share_range([0.01, 0.03]), share_range([])
-    ((0.0, 1.0), (0.0, 0.03), (0.0, 0.01))
-    """
-    largest = max(values, default=0.0)
-    return (0.0, 1.0) if largest >= HIGH_SHARE else (0.0, max(largest, LEAST_AXIS))
-
-
-def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = False) -> Series:
-    """Return the line of an arm. Step 0 has no samples; a step whose x or y is null has no point.
-
-    Args:
-        by_label: A share of good tokens is green, a share of poor tokens red.
-    """
-    points = [(step.get(x, 0.0), step.get(y)) for step in steps]
-    points = [point for point in points if None not in point]
-    label = y.partition("/")[2].partition("_")[0]
-    style = label if by_label and label in ("good", "poor") else ""
-    return Series(name=name, x=[a for a, _ in points], y=[b for _, b in points], style=style)
+    if len(example) < 2:
+        return example
+    return example[0], example[-1]

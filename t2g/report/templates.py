@@ -19,10 +19,16 @@ _HEADING = re.compile(r"<h2>(.*?)</h2>", re.DOTALL)  # the templates' own: other
 _CONTENTS = "<nav></nav>"
 
 _loader = FileSystemLoader(Path(__file__).parent)
-environment = Environment(
-    loader=_loader, autoescape=True, undefined=StrictUndefined,
-    finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
-)  # fmt: skip
+
+
+def _finalize(value: Any) -> Any:
+    """Replace the control characters of every text that is not markup of our own."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return printable(value)
+
+
+environment = Environment(loader=_loader, autoescape=True, undefined=StrictUndefined, finalize=_finalize)
 plain = Environment(loader=_loader, autoescape=False, undefined=StrictUndefined)  # for Markdown
 
 
@@ -45,10 +51,11 @@ def add_contents(page: str) -> str:
     titles = _HEADING.findall(page)
     if len(titles) < MIN_HEADINGS:
         return page.replace(_CONTENTS, "", 1)
-    links = [f'<a href="#section-{number}">{title}</a>' for number, title in enumerate(titles, start=1)]
+    links = ""
     for number, title in enumerate(titles, start=1):
+        links += f'<a href="#section-{number}">{title}</a>'
         page = page.replace(f"<h2>{title}</h2>", f'<h2 id="section-{number}">{title}</h2>', 1)
-    return page.replace(_CONTENTS, f'<nav aria-label="Contents">{"".join(links)}</nav>', 1)
+    return page.replace(_CONTENTS, f'<nav aria-label="Contents">{links}</nav>', 1)
 
 
 def is_figure(value: Any) -> bool:
@@ -67,9 +74,12 @@ def number(value: Any) -> str:
         return "–"
     if not is_figure(value):
         return str(value)
-    whole = isinstance(value, int) or (abs(value) >= 100 and value % 1 == 0)
-    decimals = 0 if whole else 3 if abs(value) < 10 else 1
-    return f"{value:,.{decimals}f}"
+    is_large_whole = abs(value) >= 100 and value % 1 == 0
+    if isinstance(value, int) or is_large_whole:
+        return f"{value:,.0f}"
+    if abs(value) < 10:
+        return f"{value:,.3f}"
+    return f"{value:,.1f}"
 
 
 def split_text(text: str, spans: Sequence[Span] = ()) -> list[Segment]:
@@ -79,8 +89,11 @@ def split_text(text: str, spans: Sequence[Span] = ()) -> list[Segment]:
 
 def phrases(feedback: SpanFeedback) -> list[Span]:
     """Return the range of the critique about each span, empty if there is none, so that both get the same number."""
-    ranges = [(s.critique_range or (0, 0), s.label) for s in feedback.spans]
-    return [Span(start=start, end=end, label=label) for (start, end), label in ranges]
+    ranges = []
+    for span in feedback.spans:
+        start, end = span.critique_range or (0, 0)
+        ranges.append(Span(start=start, end=end, label=span.label))
+    return ranges
 
 
 environment.filters |= {"number": number, "seconds": format_duration}

@@ -21,8 +21,10 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> No
     where the laptop has a fix.
     """
     colours = console.color_system is not None and not console.no_color
-    lines = [printable(feedback.critique) or "(no critique)", "", marked(response, feedback, colours), ""]
-    lines += [span_line(span, response, feedback) for span in sorted(feedback.spans, key=lambda span: span.start)]
+    critique = printable(feedback.critique) or "(no critique)"
+    lines = [critique, "", marked(response, feedback, colours), ""]
+    in_order = sorted(feedback.spans, key=lambda span: span.start)
+    lines += [span_line(span, response, feedback) for span in in_order]
     if not feedback.spans:
         lines.append("no spans")
     if feedback.num_located < feedback.num_quotes:
@@ -38,9 +40,13 @@ def marked(response: str, feedback: SpanFeedback, colours: bool) -> Text:
     for segment in segments(printable(response), feedback.spans):
         label = (segment.good, segment.poor)
         if colours or label not in MARKS:
-            text.append(segment.text, f"{STYLES[label]} strike" if segment.is_struck else STYLES.get(label))
+            style = STYLES.get(label)
+            if segment.is_struck:
+                style = f"{style} strike"
+            text.append(segment.text, style)
         else:
-            text.append(f"[{MARKS[label]}{segment.text}{MARKS[label]}]")
+            mark = MARKS[label]
+            text.append(f"[{mark}{segment.text}{mark}]")
         for fix in filter(None, segment.fixes):
             text.append(f"{{{printable(fix)}}}", "green")
     return text
@@ -53,15 +59,22 @@ def span_line(span: Span, response: str, feedback: SpanFeedback) -> str:
     >>> span_line(Span(start=2, end=8, label=-1, severity=3, critique_range=(0, 15)), "a laptop", feedback)
     'poor, severity 3: "laptop" (It says laptop.)'
     """
-    label = (f"{span.criterion}: " if span.criterion else "") + ("good" if span.label == 1 else "poor")
-    line = f'{label}, severity {span.severity}: "{_one_line(response[span.start : span.end])}"'
+    label = "good" if span.label == 1 else "poor"
+    if span.criterion:
+        label = f"{span.criterion}: {label}"
+    text = response[span.start : span.end]
+    line = f'{label}, severity {span.severity}: "{_one_line(text)}"'
     if span.fix is not None:
         line += f', should be "{_one_line(span.fix)}"'
     if span.critique_range is None:
         return line
-    return f"{line} ({_one_line(feedback.critique[slice(*span.critique_range)])})"
+    start, end = span.critique_range
+    phrase = feedback.critique[start:end]
+    return f"{line} ({_one_line(phrase)})"
 
 
 def _one_line(text: str) -> str:
     line = " ".join(printable(text).split())
-    return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 1] + "…"
+    if len(line) <= MAX_LINE_CHARS:
+        return line
+    return line[: MAX_LINE_CHARS - 1] + "…"

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from pydantic import FiniteFloat
+from typing_extensions import TypeIs
 
 from t2g.runs.log import SampleRecord
 from t2g.text.segments import printable
 
 LEVELS = 4  # colour levels for positive values, and as many for negative values
-MAX_STRIPS, MAX_TOKENS = 6, 400
+MAX_STRIPS = 6
+MAX_TOKENS = 400
 LEAST_RATIO = 0.05  # nats; smaller log ratios are rounding errors and must not get a strong colour
 NAMES = ("reward", "advantage", "ratio")
 
@@ -43,7 +45,12 @@ class Cell:
     @property
     def classes(self) -> str:
         """Return CSS classes such as "q0p4 q1m1": index in NAMES, p(lus) or m(inus), level."""
-        return " ".join(f"q{i}{'p' if level > 0 else 'm'}{abs(level)}" for i, level in enumerate(self.levels) if level)
+        names = []
+        for index, level in enumerate(self.levels):
+            sign = "p" if level > 0 else "m"
+            if level:
+                names.append(f"q{index}{sign}{abs(level)}")
+        return " ".join(names)
 
 
 def strips(samples: Sequence[SampleRecord]) -> list[tuple[LoggedSample, list[Cell]]]:
@@ -51,24 +58,62 @@ def strips(samples: Sequence[SampleRecord]) -> list[tuple[LoggedSample, list[Cel
 
     All strips share the colour scales.
     """
-    logged = [s for s in samples if isinstance(s, LoggedSample) and s.token_ranges and s.token_rewards]
-    last = max((s.step for s in logged), default=0)
-    latest = sorted((s for s in logged if s.step == last), key=lambda s: not any(s.token_rewards))[:MAX_STRIPS]
-    scales = [max((abs(v) for s in latest for v in s.columns[i]), default=0.0) for i in range(len(NAMES))]
+    logged = [sample for sample in samples if _has_columns(sample)]
+    last_step = max((sample.step for sample in logged), default=0)
+    latest = [sample for sample in logged if sample.step == last_step]
+    latest.sort(key=lambda sample: not any(sample.token_rewards))
+    latest = latest[:MAX_STRIPS]
+    scales = [_largest(latest, column) for column in range(len(NAMES))]
     scales[-1] = max(scales[-1], LEAST_RATIO)
     return [(sample, _cells(sample, scales)) for sample in latest]
 
 
+def _has_columns(sample: SampleRecord) -> TypeIs[LoggedSample]:
+    return isinstance(sample, LoggedSample) and bool(sample.token_ranges) and bool(sample.token_rewards)
+
+
+def _largest(samples: Sequence[LoggedSample], column: int) -> float:
+    """Return the largest absolute value of a column."""
+    largest = 0.0
+    for sample in samples:
+        for value in sample.columns[column]:
+            largest = max(largest, abs(value))
+    return largest
+
+
 def _cells(sample: LoggedSample, scales: Sequence[float]) -> list[Cell]:
-    cells, end, text = [], 0, printable(sample.response)
-    columns = (column[: len(sample.token_ranges)] for column in sample.columns)
-    for (first, last), *values in list(zip_longest(sample.token_ranges, *columns, fillvalue=0.0))[:MAX_TOKENS]:
-        title = f"reward {values[0]:+.2f}"
-        title += f", advantage {values[1]:+.2f}" if sample.token_advantages else ""
-        title += f", ratio {math.exp(values[2]):.3f}" if sample.token_ratios else ""
-        title += ", truncated here" if sample.finish_reason == "length" and last == len(text) else ""
-        levels = tuple(round(LEVELS * v / scale) if scale else 0 for v, scale in zip(values, scales, strict=True))
-        token = text[max(first, end) : last] or ("·" if last > first else "∎")
+    text = printable(sample.response)
+    is_truncated = sample.finish_reason == "length"
+    num_tokens = len(sample.token_ranges)
+    columns = [column[:num_tokens] for column in sample.columns]
+    rows = zip_longest(sample.token_ranges, *columns, fillvalue=0.0)
+    cells = []
+    text_end = 0  # end of the text in the cells so far
+    for (first, last), *values in islice(rows, MAX_TOKENS):
+        title = _title(sample, values)
+        if is_truncated and last == len(text):
+            title += ", truncated here"
+        levels = tuple(map(_level, values, scales))
+        token = text[max(first, text_end) : last]
+        if not token:
+            token = "·" if last > first else "∎"
         cells.append(Cell(text=token, levels=levels, title=title))
-        end = max(end, last)
+        text_end = max(text_end, last)
     return cells
+
+
+def _title(sample: LoggedSample, values: Sequence[float]) -> str:
+    reward, advantage, log_ratio = values
+    title = f"reward {reward:+.2f}"
+    if sample.token_advantages:
+        title += f", advantage {advantage:+.2f}"
+    if sample.token_ratios:
+        title += f", ratio {math.exp(log_ratio):.3f}"
+    return title
+
+
+def _level(value: float, scale: float) -> int:
+    """Return the colour level of a value; `scale` has the strongest one."""
+    if not scale:
+        return 0
+    return round(LEVELS * value / scale)
