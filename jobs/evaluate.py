@@ -18,7 +18,9 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jobs.api.calls import EVALUATIONS
 from jobs.common.cli import find_run_folder, main
@@ -31,14 +33,24 @@ WHAT = {
     "help": "what is evaluated, with RUN what it trained; `--what policy --help` lists the keys of that one",
 }
 
+KINDS = {"policy": "policy", "reward": "reward model"}  # of a run -> what it trained
+
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     what = find_what(arguments)
     schema, run, read = EVALUATIONS.get(what, EVALUATIONS["reward"])
     option = {"--what": {**WHAT, "default": what}}
-    of_run = None if what == "teacher" else evaluation_values
+    of_run = None if what == "teacher" else partial(read_run, what)
     return main(schema, run, argv=arguments, options=option, read=read, of_run=of_run)
+
+
+def read_run(what: str, folder: Path) -> dict[str, Any]:
+    """Return the values of the evaluation of a run. Raises UserError for a run that trained something else."""
+    kind = kind_of_run(folder)
+    if kind != what:
+        raise UserError(f"{folder}: --what is {what}, and the run trained a {KINDS[kind]}: leave out --what")
+    return evaluation_values(folder)
 
 
 def find_what(arguments: Sequence[str]) -> str:

@@ -171,6 +171,7 @@ def test_the_folder_decides_what_is_evaluated(finished: Path, tmp_path: Path) ->
         (["{}/nothing"], "it has no config.yaml; name the folder of a run"),
         (["{}/unfinished"], "it has no policy yet; finish the run by its own command"),
         (["{}/turns"], "environment=code_repair replies to the policy"),
+        (["{}/mine", "--what", "reward"], "--what is reward, and the run trained a policy"),
     ],
 )
 def test_a_folder_that_cannot_be_evaluated_is_one_sentence(
