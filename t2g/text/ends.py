@@ -18,7 +18,7 @@ def find_end_ids(tokenizer: Any, model: str, revision: str | None = None) -> lis
     the token with which the chat template ends a turn. Gemma's template ends a turn with another token than its EOS;
     some models list ends in config.json alone.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     ends = {tokenizer.eos_token_id, find_turn_end(tokenizer)}
     with suppress(OSError):  # the file is optional; transformers refuses some published ones, so it is read as JSON
@@ -26,8 +26,10 @@ def find_end_ids(tokenizer: Any, model: str, revision: str | None = None) -> lis
             model, _configuration_file="generation_config.json", revision=revision
         )
         ends |= _as_set(generation.get("eos_token_id"))
-    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
-    ends |= _as_set(config.eos_token_id) | _as_set(config.get_text_config().eos_token_id)
+    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    text_config = config.get("text_config") or {}  # of a model that also reads images
+    ends |= _as_set(config.get("eos_token_id"))
+    ends |= _as_set(text_config.get("eos_token_id"))
     return sorted(end for end in ends if end is not None)
 
 
