@@ -201,7 +201,8 @@ Sender = NcclSender | IpcSender
 
 
 def format_dtype(tensor: torch.Tensor) -> str:
-    """
+    """Return the name of a tensor's type, as torch and a manifest have it.
+
     >>> format_dtype(torch.zeros(1, dtype=torch.bfloat16))
     'bfloat16'
     """
