@@ -38,31 +38,44 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
     """
 
     def area(members: list[int]) -> int:
-        return len(members) * lengths[members[0]] if members else 0  # sorted: the first is the longest
+        if not members:
+            return 0
+        longest = lengths[members[0]]  # the members are sorted
+        return len(members) * longest
+
+    def fits(last: list[int], index: int) -> bool:
+        if area([*last, index]) > token_budget:
+            return False
+        is_partly_full = area(last) >= token_budget / 4
+        return not is_partly_full or lengths[index] >= MUCH_SHORTER * lengths[last[0]]
 
     bins: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if (
-            bins
-            and area([*bins[-1], i]) <= token_budget
-            and not (area(bins[-1]) >= token_budget / 4 and lengths[i] < MUCH_SHORTER * lengths[bins[-1][0]])
-        ):
-            bins[-1].append(i)
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # stable: equal lengths in order
+    for index in longest_first:
+        if bins and fits(bins[-1], index):
+            bins[-1].append(index)
         else:
-            bins.append([i])
+            bins.append([index])
 
     while not bins or len(bins) % num_ranks:
-        largest = max((b for b in bins if len(b) > 1), key=area, default=None)
+        divisible = filter(lambda members: len(members) > 1, bins)
+        largest = max(divisible, key=area, default=None)
         if largest is None:
             bins.append([])
             continue
         half = len(largest) // 2
         bins.append(largest[half:])
         del largest[half:]
-    bins.sort(key=lambda b: (-area(b), b))
+
+    bins.sort(key=lambda members: (-area(members), members))
+    return _deal(bins, num_ranks)
+
+
+def _deal(bins: list[list[int]], num_ranks: int) -> Plan:
+    """Give each rank a microbatch in turn."""
     plan: Plan = [[] for _ in range(num_ranks)]
-    for i, members in enumerate(bins):
-        round_, rank = divmod(i, num_ranks)
+    for position, members in enumerate(bins):
+        round_, rank = divmod(position, num_ranks)
         if round_ % 2:  # alternate the direction, so that no rank always gets the largest microbatch
             rank = num_ranks - 1 - rank
         plan[rank].append(sorted(members))
@@ -75,10 +88,29 @@ def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_bu
     Args:
         group_size: Number of consecutive sequences that stay in one microbatch.
     """
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
-    groups = [max(lengths[i : i + group_size]) for i in range(0, len(lengths), group_size)]
-    plan = plan_microbatches(groups, num_ranks, token_budget // group_size)
-    return [[[group * group_size + i for group in m for i in range(group_size)] for m in share] for share in plan]
+    lengths = _count_tokens(sequences)
+    longest: list[int] = []  # of each group
+    for first in range(0, len(lengths), group_size):
+        group_lengths = lengths[first : first + group_size]
+        longest.append(max(group_lengths))
+    plan = plan_microbatches(longest, num_ranks, token_budget // group_size)
+
+    def sequences_of(groups: list[int]) -> list[int]:
+        indices: list[int] = []
+        for group in groups:
+            first = group * group_size
+            indices.extend(range(first, first + group_size))
+        return indices
+
+    result: Plan = []
+    for share in plan:
+        rank_microbatches = map(sequences_of, share)
+        result.append(list(rank_microbatches))
+    return result
+
+
+def _count_tokens(sequences: Sequence[TokenSequence]) -> list[int]:
+    return [len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in sequences]
 
 
 def make_rows(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, np.ndarray]:
@@ -94,12 +126,15 @@ def make_rows(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, np.ndarra
     >>> ids.tolist(), index.tolist()
     ([[5, 6, 7], [8, 9, 0]], [1, 2, 4])
     """
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+    lengths = _count_tokens(sequences)
     width = max(lengths, default=0) or EMPTY_TOKENS
-    ids = np.zeros((len(lengths) or 1, width), np.int64)
+    num_rows = len(lengths) or 1
+    ids = np.zeros((num_rows, width), np.int64)
     index = [np.zeros(0, np.int64)]
-    for start, sequence, length in zip(range(0, ids.size, width), sequences, lengths, strict=False):
-        first, end = start + len(sequence.prompt_ids), start + length
+    row_starts = range(0, ids.size, width)
+    for start, sequence, length in zip(row_starts, sequences, lengths, strict=False):
+        first = start + len(sequence.prompt_ids)
+        end = start + length
         ids.flat[start:first] = sequence.prompt_ids
         ids.flat[first:end] = sequence.response_ids
         index.append(np.arange(first, end))
@@ -114,8 +149,13 @@ def normalize_weights(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ..
     >>> [s.weights.tolist() for s in normalize_weights([a, b])]
     [[0.125, 0.125], [0.75]]
     """
-    total = sum(float(s.weights.sum(dtype=np.float64)) for s in sequences)
-    return tuple(replace(s, weights=(s.weights.astype(np.float64) / total).astype(np.float32)) for s in sequences)
+    total = sum(float(sequence.weights.sum(dtype=np.float64)) for sequence in sequences)
+
+    def normalize(sequence: AnySequence) -> AnySequence:
+        weights = sequence.weights.astype(np.float64) / total
+        return replace(sequence, weights=weights.astype(np.float32))
+
+    return tuple(map(normalize, sequences))
 
 
 def make_train_batch(
@@ -133,12 +173,15 @@ def make_train_batch(
         ValueError: No token of any sample has a weight.
     """
     rng = np.random.default_rng(seed)
+    is_single_step = num_epochs * minibatches_per_epoch <= 1
     minibatches = []
     for _ in range(num_epochs):
-        order = rng.permutation(len(samples)) if num_epochs * minibatches_per_epoch > 1 else np.arange(len(samples))
+        order = np.arange(len(samples))
+        if not is_single_step:
+            order = rng.permutation(len(samples))
         for indices in np.array_split(order, minibatches_per_epoch):
-            minibatch = [samples[i] for i in indices]
-            if any(s.weights.any() for s in minibatch):
+            minibatch = [samples[index] for index in indices]
+            if any(sample.weights.any() for sample in minibatch):
                 minibatches.append(normalize_weights(minibatch))
     if not minibatches:
         raise ValueError(f"none of the {len(samples)} samples has a token with a weight: there is nothing to learn")
@@ -155,11 +198,17 @@ def draw_steps(num_examples: int, *, num_epochs: float, batch_size: int, seed: i
     [[2, 0], [1, 2]]
     """
     num_draws = _count_draws(num_examples, num_epochs)
-    orders = (np.random.default_rng([seed, epoch]).permutation(num_examples) for epoch in range(num_draws))
+
+    def draw_epoch(epoch: int) -> list[int]:
+        rng = np.random.default_rng([seed, epoch])
+        return rng.permutation(num_examples).tolist()
+
+    epochs = map(draw_epoch, range(num_draws))  # more than needed; an epoch is drawn when it is read
     draws: list[int] = []
     while len(draws) < num_draws:
-        draws.extend(next(orders).tolist())
-    return [draws[first : min(first + batch_size, num_draws)] for first in range(0, num_draws, batch_size)]
+        draws.extend(next(epochs))
+    del draws[num_draws:]
+    return [draws[first : first + batch_size] for first in range(0, num_draws, batch_size)]
 
 
 def count_steps(num_examples: int, num_epochs: float, batch_size: int) -> int:

@@ -15,6 +15,7 @@ from t2g.types import PolicyTurn, Prompt, Rollout, SpanFeedback, read_feedback
 
 GROUPS = "groups.json"
 ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # arrays of a rollout, stored as base64
+PROMPT_FIELDS = ("prompt_id", "prompt_ids")  # fields of a rollout that its prompt has too
 _TURNS = TypeAdapter(tuple[PolicyTurn, ...])
 
 
@@ -33,21 +34,26 @@ Groups = Mapping[int, Sequence[Group]]  # by step
 def write_groups(folder: Path, groups: Groups) -> None:
     """Write groups with samples into a new folder. Numbers are stored exactly, floats bit by bit."""
     folder.mkdir()
-    records = [
-        {"step": step, "prompt_id": group.prompt.prompt_id, "samples": [_make_record(*s) for s in group.samples]}
-        for step, step_groups in groups.items()
-        for group in step_groups
-    ]
+    records = []
+    for step, step_groups in groups.items():
+        for group in step_groups:
+            samples = [_make_record(rollout, feedback) for rollout, feedback in group.samples]
+            records.append({"step": step, "prompt_id": group.prompt.prompt_id, "samples": samples})
     (folder / GROUPS).write_text(json.dumps(records), encoding="ascii")
 
 
 def _make_record(rollout: Rollout, feedback: SpanFeedback) -> dict[str, Any]:
     """Return the sample as JSON values, without the fields of its prompt."""
-    names = [field.name for field in fields(rollout) if field.name not in ("prompt_id", "prompt_ids")]
-    arrays = {name: b64encode(getattr(rollout, name).tobytes()).decode() for name in ARRAYS}
-    turns = [asdict(turn) for turn in rollout.conversation]
-    values = {name: getattr(rollout, name) for name in names} | arrays
-    return values | {"feedback": asdict(feedback), "conversation": turns}
+    record: dict[str, Any] = {}
+    for field in fields(rollout):
+        if field.name not in PROMPT_FIELDS:
+            record[field.name] = getattr(rollout, field.name)
+    for name in ARRAYS:
+        array: np.ndarray = record[name]
+        record[name] = b64encode(array.tobytes()).decode()
+    record["conversation"] = [asdict(turn) for turn in rollout.conversation]
+    record["feedback"] = asdict(feedback)
+    return record
 
 
 def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[Group]]:
@@ -61,12 +67,14 @@ def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[G
     """
     if not folder.exists():
         return {}
+    groups: dict[int, list[Group]] = {}
     try:
-        groups: dict[int, list[Group]] = {}
-        for record in json.loads((folder / GROUPS).read_text(encoding="ascii")):
+        text = (folder / GROUPS).read_text(encoding="ascii")
+        for record in json.loads(text):
             prompt = prompts[record["prompt_id"]]
             samples = tuple(_read_sample(sample, prompt) for sample in record["samples"])
-            groups.setdefault(int(record["step"]), []).append(Group(prompt=prompt, samples=samples))
+            step = int(record["step"])
+            groups.setdefault(step, []).append(Group(prompt=prompt, samples=samples))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder} holds no sample buffer of this run ({type(error).__name__}: {error}): remove the "
@@ -77,10 +85,13 @@ def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[G
 
 def _read_sample(record: dict[str, Any], prompt: Prompt) -> tuple[Rollout, SpanFeedback]:
     feedback = read_feedback(record.pop("feedback"))
-    arrays = {name: np.frombuffer(b64decode(record[name], validate=True), dtype) for name, dtype in ARRAYS.items()}
-    if len(arrays["response_ids"]) != len(arrays["rollout_logprobs"]):
+    for name, dtype in ARRAYS.items():
+        data = b64decode(record[name], validate=True)
+        record[name] = np.frombuffer(data, dtype)
+    if len(record["response_ids"]) != len(record["rollout_logprobs"]):
         raise ValueError(f"not one logprob for each token of prompt {prompt.prompt_id}")
-    versions = tuple((start, end, version) for start, end, version in record["policy_versions"])
-    turns = _TURNS.validate_python(record.get("conversation", ()))
-    values = record | arrays | {"policy_versions": versions, "conversation": turns}
-    return Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **values), feedback
+    record["policy_versions"] = tuple((start, end, version) for start, end, version in record["policy_versions"])
+    turns = record.get("conversation", ())
+    record["conversation"] = _TURNS.validate_python(turns)
+    rollout = Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **record)
+    return rollout, feedback

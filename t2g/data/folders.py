@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from t2g.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # files that only `save_to_disk` writes
+# Files that only `save_to_disk` writes.
+SAVED = "state.json"
+SAVED_SPLITS = "dataset_dict.json"
 MAX_NAMES = 5  # of files in a warning
 _CONFIGS = re.compile(r"^configs:", re.MULTILINE)  # in the front matter of README.md
 
@@ -63,8 +66,10 @@ def list_split(folder: Path, config: DataConfig) -> list[Path]:
     names = [file.name for file in files if file not in data_files]
     names += _find_unassigned(folder, found)
     if data_files and names:
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         skipped = ", ".join(names[:MAX_NAMES])
+        more = ""
+        if len(names) > MAX_NAMES:
+            more = f" and {len(names) - MAX_NAMES} more"
         logger.warning("%s: not read as split %s: %s%s", folder, config.split, skipped, more)
     return data_files
 
@@ -74,13 +79,14 @@ def _find_unassigned(folder: Path, splits: Mapping[str, Sequence[Path]]) -> list
     from datasets.data_files import FILES_TO_IGNORE
 
     root = Path(os.path.abspath(folder))  # as the library names the files: links are kept
-    assigned = {str(file) for files in splits.values() for file in files}
+    assigned = set(map(str, chain.from_iterable(splits.values())))
     names = []
     for file in sorted(root.rglob("*")):
         name = file.relative_to(root)
         is_hidden = any(part.startswith(".") for part in name.parts)
         is_data = is_data_file(file) and file.is_file() and file.name not in FILES_TO_IGNORE
-        if is_data and not is_hidden and str(file) not in assigned:
+        is_assigned = str(file) in assigned
+        if is_data and not is_hidden and not is_assigned:
             names.append(str(name))
     return names
 
@@ -93,7 +99,9 @@ def _find_splits(folder: Path, config: DataConfig) -> dict[str, list[Path]]:
     readme = folder / "README.md"
     has_configs = readme.is_file() and _CONFIGS.search(readme.read_text(errors="replace"))
     if config.subset is not None or has_configs:
-        found = datasets.load_dataset_builder(str(folder), config.subset).config.data_files or {}
+        builder = datasets.load_dataset_builder(str(folder), config.subset)
+        found = builder.config.data_files or {}
     else:
-        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    return {str(split): [Path(file) for file in files] for split, files in found.items()}
+        patterns = get_data_patterns(str(folder))
+        found = DataFilesDict.from_patterns(patterns, base_path=str(folder))
+    return {str(split): list(map(Path, files)) for split, files in found.items()}

@@ -64,6 +64,7 @@ def _decompress(path: Path, compression: str) -> BinaryIO:
     if compression == ".zst":
         import pyarrow
 
-        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+        stream = pyarrow.input_stream(str(path), compression="zstd")
+        return cast(BinaryIO, io.BufferedReader(stream))
     opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[compression]
     return cast(BinaryIO, opener(path, "rb"))

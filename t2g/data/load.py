@@ -54,28 +54,44 @@ def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
     records = list(islice(rows, config.limit))
     if not records:
         raise UserError(f"{key}.path={config.name} holds no records")
-    # An empty cell is missing from its row: a column exists if any record has it.
-    missing = [column for column in config.columns.values() if not any(column in row for row in records)]
+    missing = [column for column in config.columns.values() if not _has_column(records, column)]
     if missing:
-        raise UserError(
-            f"{key}.columns names {', '.join(missing)}, and record 1 of {config.name} has only {', '.join(records[0])}"
-        )
+        missing_columns = ", ".join(missing)
+        columns = ", ".join(records[0])
+        raise UserError(f"{key}.columns names {missing_columns}, and record 1 of {config.name} has only {columns}")
     return [_rename(row, number, config, key) for number, row in enumerate(records, start=1)]
+
+
+def _has_column(records: Iterable[dict[str, Any]], column: str) -> bool:
+    """Return whether any record has the column: an empty cell is missing from its row."""
+    return any(column in row for row in records)
 
 
 def _read_path(name: str, config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
     path = Path(name)
     check_path(key, name, config)
     if is_saved_dataset(path):
-        rows = enumerate(read_saved_dataset(path, config, key), start=1)
-        yield from (FileRecord(row, f"{path.name}, record {number}", path.name) for number, row in rows)
+        rows = read_saved_dataset(path, config, key)
+        for number, row in enumerate(rows, start=1):
+            yield FileRecord(row, f"{path.name}, record {number}", path.name)
         return
-    files = list_split(path, config) if path.is_dir() else [path] if path.exists() else []
+
+    files = _list_files(path, config)
     if not files:
         yield from _read_hub(name, config, key)
     for file in files:
         folder = f"{file.parent}/"  # not in messages, which stand in records that may be published
-        yield from (FileRecord(row, where.removeprefix(folder), file.name) for where, row in read_file(file))
+        for place, row in read_file(file):
+            yield FileRecord(row, place.removeprefix(folder), file.name)
+
+
+def _list_files(path: Path, config: DataConfig) -> list[Path]:
+    """Return the files of a path, [] if there are none that this module reads."""
+    if path.is_dir():
+        return list_split(path, config)
+    if path.exists():
+        return [path]
+    return []
 
 
 def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
@@ -84,18 +100,29 @@ def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
     >>> describe_unserializable({"image": b"GIF"})
     'holds bytes, which no journal can keep'
     """
-    if isinstance(value, dict | list | tuple):
-        inner = value.values() if isinstance(value, dict) else value
-        deeper = (describe_unserializable(item, depth - 1) for item in inner)
-        return next(filter(None, deeper), "") if depth else f"is nested more than {MAX_DEPTH} deep"
-    return "" if isinstance(value, _PLAIN) else f"holds {type(value).__name__}, which no journal can keep"
+    if isinstance(value, _PLAIN):
+        return ""
+    if not isinstance(value, dict | list | tuple):
+        return f"holds {type(value).__name__}, which no journal can keep"
+    if depth == 0:
+        return f"is nested more than {MAX_DEPTH} deep"
+    items = value.values() if isinstance(value, dict) else value
+    for item in items:
+        reason = describe_unserializable(item, depth - 1)
+        if reason:
+            return reason
+    return ""
 
 
 def _rename(row: dict[str, Any], number: int, config: DataConfig, key: str) -> dict[str, Any]:
     for name, value in row.items():
-        if reason := describe_unserializable(value):
+        reason = describe_unserializable(value)
+        if reason:
             raise UserError(f"{describe_record(row, number, key)}: field {name} {reason}")
-    renamed = {name: row[column] for name, column in config.columns.items() if column in row}
+    renamed: dict[str, Any] = {}
+    for name, column in config.columns.items():
+        if column in row:
+            renamed[name] = row[column]
     for column in config.columns.values():
         row.pop(column, None)
     row.update(renamed)
@@ -128,20 +155,27 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _add_positions(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((f"{path}, record {number}", row) for number, row in enumerate(rows, start=1))
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, record {number}", row
 
 
 def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
     if isinstance(data, dict):
-        entries: Iterable[tuple[str, Any]] = data.items()
+        for key, row in data.items():
+            _check_object(row, key, path)
+            yield {"id": key, **row}
     elif isinstance(data, list):
-        entries = ((str(number), row) for number, row in enumerate(data, start=1))
+        for number, row in enumerate(data, start=1):
+            _check_object(row, number, path)
+            yield row
     else:
         raise UserError(f"{path}: holds {type(data).__name__}; a list or an object of records is needed")
-    for key, row in entries:
-        if not isinstance(row, dict):
-            raise UserError(f"{path}: entry {key} is {json.dumps(row)[:60]}; it needs to be an object")
-        yield {"id": key, **row} if isinstance(data, dict) else row
+
+
+def _check_object(row: Any, entry: str | int, path: Path) -> None:
+    if not isinstance(row, dict):
+        start = json.dumps(row)[:60]
+        raise UserError(f"{path}: entry {entry} is {start}; it needs to be an object")
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -168,23 +202,32 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     without a name is an index, as pandas writes it, and is left out.
     """
     csv.field_size_limit(MAX_CELL_CHARS)
-    rows = csv.reader(StringIO(_decode(_read_bytes(path), path), newline=""), strict=True)
+    text = _decode(_read_bytes(path), path)
+    rows = csv.reader(StringIO(text, newline=""), strict=True)
     end = 0  # last line of the previous row
     names: list[str] | None = None
     try:
         for cells in rows:
-            where, end = f"{path}:{end + 1}", rows.line_num
+            where = f"{path}:{end + 1}"
+            end = rows.line_num
             if names is None:
+                _check_column_names(cells, where)
                 names = cells
-                is_named = all(names[1:] if len(names) > 1 else names)
-                if len(set(names)) < len(names) or not is_named:
-                    raise UserError(f"{where}: the columns are {', '.join(names)}; each needs a name of its own")
-            elif cells and len(cells) != len(names):
+                continue
+            if cells and len(cells) != len(names):
                 raise UserError(f"{where}: {len(cells)} cells, but the first line names {len(names)}")
-            elif row := {name: cell for name, cell in zip(names, cells, strict=False) if cell and name}:
+            row = {name: cell for name, cell in zip(names, cells, strict=False) if cell and name}
+            if row:
                 yield where, row
     except csv.Error as error:
         raise UserError(f"{path}:{end + 1}: not valid CSV: {error}") from error
+
+
+def _check_column_names(names: list[str], where: str) -> None:
+    needed = names[1:] if len(names) > 1 else names  # a first column without a name is an index
+    is_unique = len(set(names)) == len(names)
+    if not is_unique or not all(needed):
+        raise UserError(f"{where}: the columns are {', '.join(names)}; each needs a name of its own")
 
 
 def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
@@ -207,10 +250,11 @@ def _parse(text: str, path: Path, first_line: int = 1) -> Any:
             json.dumps(data, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         kind = _TwoObjects if error.msg == "Extra data" else UserError
-        raise kind(f"{path}:{first_line + error.lineno - 1}: not valid JSON: {error.msg}") from error
+        line = first_line + error.lineno - 1
+        raise kind(f"{path}:{line}: not valid JSON: {error.msg}") from error
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x} is half of a character"
-        raise UserError(f"{path}:{first_line}: {half}") from error
+        code = ord(error.object[error.start])
+        raise UserError(f"{path}:{first_line}: \\u{code:04x} is half of a character") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}:{first_line}: not valid JSON: {error}") from error
     return data
@@ -220,16 +264,19 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     from pyarrow import ArrowException, BufferReader, OSFile
     from pyarrow.parquet import ParquetFile
 
+    is_compressed = get_format(path).compression != ""
     name = ""
     try:
-        with BufferReader(_read_bytes(path)) if get_format(path).compression else OSFile(str(path)) as file:
+        with BufferReader(_read_bytes(path)) if is_compressed else OSFile(str(path)) as file:
             for batch in ParquetFile(file).iter_batches():
                 columns = {}
                 for name in batch.schema.names:
                     columns[name] = batch[name].to_pylist()
-                yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+                for cells in zip(*columns.values(), strict=True):
+                    yield dict(zip(columns, cells, strict=True))
     except (ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a Parquet file: {reason}") from error
     except (ValueError, OverflowError) as error:  # invalid UTF-8, or a date outside the calendar
         raise UserError(f"{path}: column {name} holds a value that cannot be read: {error}") from error
 
@@ -237,9 +284,12 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def check_path(key: str, name: str, config: DataConfig) -> None:
     """Raise UserError for a missing file or folder, and for a hub data set without a revision: it may change."""
     path = Path(name)
-    if not path.exists() and (len(config.paths) > 1 or is_data_file(path) or path.is_absolute()):
+    if path.exists():
+        return
+    is_local = len(config.paths) > 1 or is_data_file(path) or path.is_absolute()
+    if is_local:
         raise MissingLocally(f"{key}.path={name}: there is no such file")
-    if not path.exists() and config.revision is None:
+    if config.revision is None:
         raise UserError(
             f"{key}.path={name} is not a file here; for a data set on the hub set {key}.revision to a commit, "
             "so that the run can be repeated"
@@ -249,15 +299,15 @@ def check_path(key: str, name: str, config: DataConfig) -> None:
 def _read_hub(name: str, config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
     import datasets
 
-    is_folder = Path(name).is_dir()
+    revision = config.revision
+    fetch = f"; where there is a network: hf download --repo-type dataset {name} --revision {revision}"
+    if Path(name).is_dir():
+        revision = None
+        fetch = ""
     try:
-        rows = datasets.load_dataset(
-            name, config.subset, split=config.split, revision=None if is_folder else config.revision
-        )
+        rows = datasets.load_dataset(name, config.subset, split=config.split, revision=revision)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fetch = f"; where there is a network: hf download --repo-type dataset {name} --revision {config.revision}"
-        raise UserError(
-            f"{key}.path={name}, split {config.split}, cannot be loaded: {reason}{'' if is_folder else fetch}"
-        ) from error
+        message = str(error).strip() or type(error).__name__
+        reason = message.splitlines()[0]
+        raise UserError(f"{key}.path={name}, split {config.split}, cannot be loaded: {reason}{fetch}") from error
     return iter(rows)

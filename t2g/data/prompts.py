@@ -3,11 +3,12 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,11 +22,52 @@ logger = logging.getLogger(__name__)
 MAX_PROBLEMS = 3  # invalid records that an error message describes
 ENCODED_AT_ONCE = 1000  # prompts
 
-Draft = tuple[int, Record, Sequence[Message]]  # the record's number, the record, its messages
-
 
 class PromptTooLongError(ValueError):
     """A prompt that does not fit into the window, even cut."""
+
+
+class Draft(NamedTuple):
+    """A prompt before its ids."""
+
+    number: int  # of the record, from 1
+    record: Record
+    messages: Sequence[Message]
+
+
+@dataclass(kw_only=True)
+class _Drafts:
+    """The drafts of a data set by prompt_id, and the problems of the other records by number."""
+
+    task: Task
+    render: Callable[[Sequence[Message]], str]
+    by_id: dict[str, Draft] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)
+    _repeats: Counter[tuple[str, str]] = field(default_factory=Counter)  # of an id with a content
+
+    def add_all(self, records: Sequence[Record]) -> Iterator[str]:
+        """Yield the text of each draft."""
+        for number, record in enumerate(records, start=1):
+            try:
+                messages = self.task.policy_messages(record)
+                prompt_id = self._make_id(record, messages)
+                text = self.render(messages)
+            except ValueError as error:
+                self.problems[number] = str(error)
+                continue
+            self.by_id[prompt_id] = Draft(number, record, messages)
+            yield text
+
+    def _make_id(self, record: Record, messages: Sequence[Message]) -> str:
+        content = stable_id(json.dumps(messages, ensure_ascii=False))
+        prompt_id = self.task.prompt_id(record) or content
+        self._repeats[prompt_id, content] += 1
+        repeat = self._repeats[prompt_id, content]
+        if repeat > 1:
+            prompt_id = f"{prompt_id}-{repeat}"
+        if prompt_id in self.by_id:
+            raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
+        return prompt_id
 
 
 def make_prompts(
@@ -53,64 +95,60 @@ def make_prompts(
             belongs to other messages too; the message describes the first MAX_PROBLEMS of these records.
     """
     render = chat_renderer(tokenizer) if tokenizer is not None else lambda _: ""
-    drafts: dict[str, Draft] = {}
-    repeats: Counter[tuple[str, str]] = Counter()
-    skipped: list[int] = []
-    problems: dict[int, str] = {}
-
-    def render_drafts() -> Iterator[str]:
-        for number, record in enumerate(records, start=1):
-            try:
-                messages = task.policy_messages(record)
-                content = stable_id(json.dumps(messages, ensure_ascii=False))
-                prompt_id = task.prompt_id(record) or content
-                repeats[prompt_id, content] += 1
-                if (repeat := repeats[prompt_id, content]) > 1:
-                    prompt_id = f"{prompt_id}-{repeat}"
-                if prompt_id in drafts:
-                    raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
-                text = render(messages)
-            except ValueError as error:
-                problems[number] = str(error)
-            else:
-                drafts[prompt_id] = number, record, messages
-                yield text
-
+    drafts = _Drafts(task=task, render=render)
+    encoded = _encode(drafts.add_all(records), tokenizer)
+    problems = drafts.problems
     prompts: list[Prompt] = []
-    encoded = _encode(render_drafts(), tokenizer)
-    for (prompt_id, (number, record, messages)), ids in zip(drafts.items(), encoded, strict=True):
+    skipped: list[int] = []
+    for (prompt_id, draft), ids in zip(drafts.by_id.items(), encoded, strict=True):
         try:
             if len(ids) > max_prompt_tokens:
-                ids = encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=too_long == "truncate")
-            chat = record.get("messages") if record.get("prompt") is None else record["prompt"]
-            prompts.append(
-                Prompt(
-                    prompt_id=prompt_id,
-                    prompt_text=task.prompt_text(record),
-                    task=task.name,
-                    payload=task.payload(record),
-                    messages=tuple(messages),
-                    is_chat=isinstance(chat, list),
-                    data_file=getattr(record, "file", ""),
-                    prompt_ids=ids,
-                )
-            )
+                cut = too_long == "truncate"
+                ids = encode_policy_prompt(draft.record, task, tokenizer, max_prompt_tokens, cut=cut)
+            prompts.append(_make_prompt(prompt_id, draft, ids, task))
         except ValueError as error:
             if too_long == "skip" and isinstance(error, PromptTooLongError):
-                skipped.append(number)
+                skipped.append(draft.number)
             else:
-                problems[number] = str(error)
+                problems[draft.number] = str(error)
+
     if problems:
-        chosen = sorted(problems.items())[:MAX_PROBLEMS]
-        first = [f"{describe_record(records[number - 1], number, key)}: {problem}" for number, problem in chosen]
-        more = [f"{len(problems) - MAX_PROBLEMS} more records are wrong"] if len(problems) > MAX_PROBLEMS else []
-        raise UserError("\n".join([*first, *more]))
+        raise UserError(_describe_problems(problems, records, key))
     if skipped:
         summary = f"{len(skipped)} of {len(records)} prompts have more than {max_prompt_tokens} tokens"
         if not prompts:
             raise UserError(f"{summary}: nothing is left; raise rollout.max_model_len, or set data.too_long=truncate")
         logger.warning("%s and are left out, the first is record %d", summary, skipped[0])
     return prompts
+
+
+def _make_prompt(prompt_id: str, draft: Draft, ids: np.ndarray, task: Task) -> Prompt:
+    record = draft.record
+    source = record.get("prompt")
+    if source is None:
+        source = record.get("messages")
+    return Prompt(
+        prompt_id=prompt_id,
+        prompt_text=task.prompt_text(record),
+        task=task.name,
+        payload=task.payload(record),
+        messages=tuple(draft.messages),
+        is_chat=isinstance(source, list),
+        data_file=getattr(record, "file", ""),
+        prompt_ids=ids,
+    )
+
+
+def _describe_problems(problems: Mapping[int, str], records: Sequence[Record], key: str) -> str:
+    """Return a line for each of the first problems by number, and one with the number of the others."""
+    lines: list[str] = []
+    for number, problem in sorted(problems.items())[:MAX_PROBLEMS]:
+        where = describe_record(records[number - 1], number, key)
+        lines.append(f"{where}: {problem}")
+    num_more = len(problems) - MAX_PROBLEMS
+    if num_more > 0:
+        lines.append(f"{num_more} more records are wrong")
+    return "\n".join(lines)
 
 
 def _encode(texts: Iterator[str], tokenizer: Any) -> list[np.ndarray]:
@@ -120,9 +158,12 @@ def _encode(texts: Iterator[str], tokenizer: Any) -> list[np.ndarray]:
         ids = encode_texts(tokenizer, batch) if tokenizer is not None else [()] * len(batch)
         return [np.asarray(row, np.int32) for row in ids]
 
+    pending: list[Future[list[np.ndarray]]] = []
     with ThreadPoolExecutor(1) as pool:
-        batches = [pool.submit(encode, batch) for batch in iter(lambda: [*islice(texts, ENCODED_AT_ONCE)], [])]
-    return [ids for batch in batches for ids in batch.result()]
+        while batch := list(islice(texts, ENCODED_AT_ONCE)):
+            pending.append(pool.submit(encode, batch))
+    results = [future.result() for future in pending]
+    return list(chain.from_iterable(results))
 
 
 def encode_policy_prompt(
@@ -145,8 +186,9 @@ def encode_policy_prompt(
         shorter = partial(_shorten, messages, longest)
         ids = fit_chat(shorter, tokenizer, max_prompt_tokens, input_chars=len(longest["content"]))
     if ids is None:
+        shortest = encode_chat(tokenizer, build(0))
         raise PromptTooLongError(
-            f"the shortest form of the prompt has {len(encode_chat(tokenizer, build(0)))} tokens and the window "
+            f"the shortest form of the prompt has {len(shortest)} tokens and the window "
             f"holds {max_prompt_tokens} beside the response; shorten it, raise rollout.max_model_len, or set "
             "data.too_long to skip or truncate"
         )
@@ -154,7 +196,13 @@ def encode_policy_prompt(
 
 
 def _shorten(messages: Sequence[Message], longest: Message, limit: int | None) -> list[Message]:
-    return [{**m, "content": m["content"][:limit]} if m is longest else m for m in messages]
+    """Return the messages with the longest one cut to its first `limit` characters."""
+    shorter: list[Message] = []
+    for message in messages:
+        if message is longest:
+            message = {**message, "content": message["content"][:limit]}
+        shorter.append(message)
+    return shorter
 
 
 def encode_revision(
@@ -175,5 +223,6 @@ def encode_teacher_prompt(
 
     Nothing is cut: a teacher that does not see what the policy sees would teach the policy to ignore it.
     """
-    ids = np.asarray(encode_chat(tokenizer, task.teacher_messages(prompt, critique)), np.int32)
+    messages = task.teacher_messages(prompt, critique)
+    ids = np.asarray(encode_chat(tokenizer, messages), np.int32)
     return ids if len(ids) <= max_prompt_tokens else None

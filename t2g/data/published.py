@@ -49,24 +49,32 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
     extra: dict[str, Any] = {}
     severe: list[dict[str, Any]] = []  # quotes with a severity
     items = [(key, value) for key, value in _items(row, our_names) if value is not None]
-    for key, value in sorted(items, key=lambda item: item[0] not in our_names):
+    items.sort(key=lambda item: item[0] not in our_names)
+    for key, value in items:
         normalised = _normalise(key)
         name = key if key in our_names else _NAMES.get(normalised)
-        if normalised in _SEVERITIES:
-            severe += [{"quote": quote, "severity": _SEVERITIES[normalised]} for quote in _check_list(key, value)]
+        severity = _SEVERITIES.get(normalised)
+        if severity is not None:
+            quotes = _check_list(key, value)
+            severe += [{"quote": quote, "severity": severity} for quote in quotes]
         elif name is None or name in fields:
             extra[key] = value
         else:
             fields[name] = value
+
     for name in _MARKS:
         if isinstance(fields.get(name), dict):
             fields[name] = transpose_columns(name, fields[name])
     if severe:
-        fields["poor"] = [*_check_list("poor", fields.get("poor", ())), *severe]
-    if isinstance(fields.get("response"), list):
-        fields["response"] = _last_content(fields["response"])
-    if "word_score_list" in extra and isinstance(fields.get("response"), str):
-        fields["spans"] = make_word_spans(extra.pop("word_score_list"), fields["response"])
+        poor = _check_list("poor", fields.get("poor", ()))
+        fields["poor"] = poor + severe
+    response = fields.get("response")
+    if isinstance(response, list):
+        response = _last_content(response)
+        fields["response"] = response
+    if "word_score_list" in extra and isinstance(response, str):
+        words = extra.pop("word_score_list")
+        fields["spans"] = make_word_spans(words, response)
     if not any(name in fields for name in _MARKS):
         _check_no_spans_are_lost(row)
     return fields, extra
@@ -89,8 +97,9 @@ def _check_no_spans_are_lost(row: Mapping[str, Any]) -> None:
 def _holds_spans(value: Any, depth: int) -> bool:
     """Return whether a value holds offsets: an object with start and end, or [start, end, "label"]."""
     if isinstance(value, dict):
-        has_start = any(str(key).startswith("start") for key in value)
-        has_end = any(str(key).startswith("end") for key in value)
+        keys = list(map(str, value))
+        has_start = any(key.startswith("start") for key in keys)
+        has_end = any(key.startswith("end") for key in keys)
         if has_start and has_end:
             return True
         inner = list(value.values())
@@ -109,22 +118,29 @@ def _items(row: Mapping[str, Any], our_names: Collection[str]) -> Iterator[tuple
     Raises:
         ValueError: An object `spans` holds nothing that is known.
     """
-    objects = [row[key] for key in _OBJECTS if isinstance(row.get(key), dict) and not _has_columns(row[key])]
-    spans = row.get("spans")
-    if (
-        isinstance(spans, dict)
-        and spans
-        and not (_has_columns(spans) or any(_is_known(key, our_names) for key in spans))
-    ):
-        raise ValueError(f"field spans is {spans!r:.80}; it needs to be a list of objects with start, end and label")
+    _check_spans(row.get("spans"), our_names)
     answer = _parse_answer(row.get("critique"))
     for key, value in row.items():
-        if key in _OBJECTS and (_has_columns(value) or _is_span_list(value)):
+        may_hold_spans = key in _OBJECTS
+        is_object = may_hold_spans and isinstance(value, dict)
+        is_answer = key == "critique" and answer
+        if may_hold_spans and (_has_columns(value) or _is_span_list(value)):
             yield "spans", value
-        elif not (key in _OBJECTS and isinstance(value, dict)) and not (key == "critique" and answer):
+        elif not is_object and not is_answer:
             yield key, value
-    for fields in (*objects, answer):
-        yield from fields.items()
+
+    for key in _OBJECTS:
+        value = row.get(key)
+        if isinstance(value, dict) and not _has_columns(value):
+            yield from value.items()
+    yield from answer.items()
+
+
+def _check_spans(spans: Any, our_names: Collection[str]) -> None:
+    if not isinstance(spans, dict) or not spans or _has_columns(spans):
+        return
+    if not any(_is_known(key, our_names) for key in spans):
+        raise ValueError(f"field spans is {spans!r:.80}; it needs to be a list of objects with start, end and label")
 
 
 def _has_columns(value: Any) -> bool:
@@ -156,7 +172,7 @@ def transpose_columns(name: str, columns: Mapping[str, Any]) -> list[dict[str, A
         ValueError: The values are no lists of one length.
     """
     lists = [value for value in columns.values() if isinstance(value, list | tuple)]
-    lengths = {len(values) for values in lists}
+    lengths = set(map(len, lists))
     if len(lists) < len(columns) or len(lengths) != 1:
         needs = "a list of objects, or an object of lists of one length"
         raise ValueError(f"field {name} is {dict(columns)!r:.80}; it needs to be {needs}")
@@ -168,8 +184,10 @@ def _parse_answer(critique: Any) -> dict[str, Any]:
     """Return the JSON object of a critique that is an annotator's complete answer, {} for plain text."""
     if not isinstance(critique, str) or '"textual_feedback"' not in critique:
         return {}
+    start = critique.find("{")
+    end = critique.rfind("}") + 1
     try:
-        answer = json.loads(critique[critique.find("{") : critique.rfind("}") + 1])
+        answer = json.loads(critique[start:end])
     except (ValueError, RecursionError) as error:
         raise ValueError("field critique holds an answer in JSON that is broken") from error
     return answer if isinstance(answer, dict) else {}
@@ -199,17 +217,22 @@ def make_word_spans(words: Any, response: str) -> list[dict[str, int]]:
     [{'start': 2, 'end': 11, 'label': -1}, {'start': 12, 'end': 16, 'label': 1}]
     """
     spans: list[dict[str, int]] = []
-    at, running = 0, 0
+    position = 0  # in the response, after the last word found
+    running_label = 0
     for item in _check_list("word_score_list", words):
         word, score = _parse_word_score(item)
-        start = response.find(word, at)
-        label = 0 if start < 0 else (score > 0) - (score < 0)
-        at = at if start < 0 else start + len(word)
-        if label and label == running:
-            spans[-1]["end"] = at
+        start = response.find(word, position)
+        if start < 0:
+            running_label = 0
+            continue
+
+        position = start + len(word)
+        label = (score > 0) - (score < 0)
+        if label and label == running_label:
+            spans[-1]["end"] = position
         elif label:
-            spans.append({"start": start, "end": at, "label": label})
-        running = label
+            spans.append({"start": start, "end": position, "label": label})
+        running_label = label
     return spans
 
 
