@@ -1,14 +1,23 @@
 """The tokens that end a response or a target of supervised training."""
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from t2g.errors import UserError
 
 ANSWER = "t2g-dummy-answer"
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
-_turn_ends: WeakKeyDictionary[Any, tuple[str, int | None]] = WeakKeyDictionary()  # tokenizer -> template, its turn end
+
+
+class _TurnEnd(NamedTuple):
+    """The token with which a chat template ends a turn."""
+
+    template: str
+    token_id: int | None
+
+
+_turn_ends: WeakKeyDictionary[Any, _TurnEnd] = WeakKeyDictionary()  # by tokenizer
 
 
 def find_end_ids(tokenizer: Any, model: str, revision: str | None = None) -> list[int]:
@@ -45,10 +54,11 @@ def find_turn_end(tokenizer: Any) -> int | None:
     """
     template = str(tokenizer.chat_template or "")
     known = _turn_ends.get(tokenizer)
-    if known is None or known[0] != template:
-        known = template, _read_turn_end(tokenizer) if template else None
-        _turn_ends[tokenizer] = known
-    return known[1]
+    if known is not None and known.template == template:
+        return known.token_id
+    token_id = _read_turn_end(tokenizer) if template else None
+    _turn_ends[tokenizer] = _TurnEnd(template, token_id)
+    return token_id
 
 
 def _read_turn_end(tokenizer: Any) -> int | None:
@@ -56,11 +66,19 @@ def _read_turn_end(tokenizer: Any) -> int | None:
         text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
     except Exception:  # noqa: BLE001 a template may raise anything; prompts of the run say so
         return None
-    after = text.rpartition(ANSWER)[2].lstrip()
-    special = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special: dict[str, int] = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[token.content] = token_id
     special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    found = [token for token in special if token and after.startswith(token)]
-    return special[max(found, key=len)] if found else None
+
+    _, _, after_answer = text.rpartition(ANSWER)
+    after_answer = after_answer.lstrip()
+    candidates = [token for token in special if token and after_answer.startswith(token)]
+    if not candidates:
+        return None
+    longest = max(candidates, key=len)
+    return special[longest]
 
 
 def find_target_end(tokenizer: Any) -> int:

@@ -28,7 +28,9 @@ def get_role(message: Mapping[str, Any]) -> str | None:
 def get_content(message: Mapping[str, Any]) -> Any:
     """Return the content of a message of OpenAI's or ShareGPT's form."""
     content = message.get("content")
-    return message.get("value") if content is None else content
+    if content is None:
+        return message.get("value")
+    return content
 
 
 def read_content(content: Any) -> ContentText:
@@ -38,6 +40,10 @@ def read_content(content: Any) -> ContentText:
     ContentText(text='a', is_complete=False)
     """
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    return ContentText("".join(known), len(known) == len(texts))
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            texts.append(text)
+    is_complete = len(texts) == len(parts)
+    return ContentText("".join(texts), is_complete)

@@ -35,7 +35,8 @@ def decode(tokenizer: Any, ids: Iterable[int]) -> str:
     Raises:
         UserError: The tokenizer is of another family.
     """
-    return b"".join(_pieces(tokenizer, ids)).decode("utf-8", errors="replace")
+    data = b"".join(_pieces(tokenizer, ids))
+    return data.decode("utf-8", errors="replace")
 
 
 def token_offsets(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -51,18 +52,25 @@ def token_offsets(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray
     data = b"".join(pieces)
     # character[i] is the character that byte i belongs to; the entry past the end is the length of the text
     starts = _character_starts(data)
-    character = np.append(np.cumsum(starts) - 1, starts.sum()).astype(np.int32)
-    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    num_characters = starts.sum()
+    character = np.append(np.cumsum(starts) - 1, num_characters).astype(np.int32)
+
+    num_bytes = list(map(len, pieces))
+    ends = np.cumsum(num_bytes, dtype=np.int64)
     begins = np.append(0, ends)[:-1]
+    first = character[begins]
+    after_last = character[ends - 1] + 1
     offsets = np.empty((len(pieces), 2), np.int32)
-    offsets[:, 0] = character[begins]
-    offsets[:, 1] = np.where(ends > begins, character[ends - 1] + 1, character[begins])
+    offsets[:, 0] = first
+    offsets[:, 1] = np.where(ends > begins, after_last, first)
     return offsets
 
 
 def _character_starts(data: bytes) -> np.ndarray:
     """Return for each byte whether a character of `data.decode(errors="replace")` starts there, [bytes] bool."""
-    starts = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80  # all but continuation bytes
+    codes = np.frombuffer(data, np.uint8)
+    is_continuation = (codes & 0xC0) == 0x80
+    starts = ~is_continuation
     _invalid.ranges = []
     data.decode("utf-8", errors=RECORD_INVALID)
     for begin, end in _invalid.ranges:
@@ -107,7 +115,9 @@ def _byte_table() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     unprintable = (byte for byte in range(256) if byte not in printable)
-    return table | {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
+    for code, byte in enumerate(unprintable, start=0x100):
+        table[chr(code)] = byte
+    return table
 
 
 _BYTE_OF_CHARACTER = _byte_table()
@@ -133,12 +143,13 @@ class _Vocabulary(dict[int, bytes]):
 
     def pieces(self, ids: list[int]) -> list[bytes]:
         pieces = [self[token_id] for token_id in ids]
-        first = next((i for i, piece in enumerate(pieces) if piece), len(pieces))
-        if self._rules.bare_first_token and first < len(pieces) and ids[first] not in self._added:
-            pieces[first] = pieces[first].replace(b" ", b"")
+        if self._rules.bare_first_token:
+            first = _find_first(pieces)
+            if first is not None and ids[first] not in self._added:
+                pieces[first] = pieces[first].replace(b" ", b"")
         for _ in range(self._rules.strip_left):
-            first = next((i for i, piece in enumerate(pieces) if piece), len(pieces))
-            if first == len(pieces) or not pieces[first].startswith(b" "):
+            first = _find_first(pieces)
+            if first is None or not pieces[first].startswith(b" "):
                 break
             pieces[first] = pieces[first][1:]
         return pieces
@@ -157,8 +168,19 @@ class _Vocabulary(dict[int, bytes]):
             if all(character in _BYTE_OF_CHARACTER for character in token):
                 return bytes(_BYTE_OF_CHARACTER[character] for character in token)
             return token.encode()
-        byte = _BYTE_TOKEN.fullmatch(token) if self._rules.byte_fallback else None
-        return bytes.fromhex(byte[1]) if byte else token.replace(METASPACE, " ").encode()
+        if self._rules.byte_fallback:
+            byte = _BYTE_TOKEN.fullmatch(token)
+            if byte:
+                return bytes.fromhex(byte[1])
+        return token.replace(METASPACE, " ").encode()
+
+
+def _find_first(pieces: list[bytes]) -> int | None:
+    """Return the index of the first piece that is not empty."""
+    for i, piece in enumerate(pieces):
+        if piece:
+            return i
+    return None
 
 
 def _read_rules(backend: Any, name: str) -> _Rules:
@@ -167,23 +189,51 @@ def _read_rules(backend: Any, name: str) -> _Rules:
     Raises:
         UserError: The decoder is of another family (WordPiece, CLIP, none).
     """
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    decoder: dict[str, Any] = {"type": "none"}
+    if backend.decoder is not None:
+        decoder = json.loads(backend.decoder.__getstate__())
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
         return _Rules(byte_level=True)
-    supported = [_is_supported_step(step, fused="Fuse" in kinds[:i]) for i, step in enumerate(steps)]
-    if all(supported) and {"Replace", "Metaspace"} & set(kinds):
-        return _Rules(
-            byte_level=False,
-            byte_fallback="ByteFallback" in kinds,
-            bare_first_token=any(s["type"] == "Metaspace" and s["prepend_scheme"] != "never" for s in steps),
-            strip_left=sum(step["start"] for step in steps if step["type"] == "Strip"),
-        )
+
+    writes_spaces = "Replace" in kinds or "Metaspace" in kinds
+    if writes_spaces and _are_supported(steps):
+        return _read_metaspace_rules(steps)
     raise UserError(
         f"tokenizer {name} decodes with {' + '.join(kinds)}; "
         "t2g reads token bytes of byte-level BPE and of SentencePiece-style tokenizers only"
     )
+
+
+def _read_metaspace_rules(steps: list[dict[str, Any]]) -> _Rules:
+    byte_fallback = False
+    bare_first_token = False
+    strip_left = 0
+    for step in steps:
+        match step["type"]:
+            case "ByteFallback":
+                byte_fallback = True
+            case "Metaspace" if step["prepend_scheme"] != "never":
+                bare_first_token = True
+            case "Strip":
+                strip_left += step["start"]
+    return _Rules(
+        byte_level=False,
+        byte_fallback=byte_fallback,
+        bare_first_token=bare_first_token,
+        strip_left=strip_left,
+    )
+
+
+def _are_supported(steps: list[dict[str, Any]]) -> bool:
+    fused = False
+    for step in steps:
+        if not _is_supported_step(step, fused=fused):
+            return False
+        if step["type"] == "Fuse":
+            fused = True
+    return True
 
 
 def _is_supported_step(step: dict[str, Any], *, fused: bool) -> bool:
@@ -201,8 +251,9 @@ def _pieces(tokenizer: Any, ids: Iterable[int]) -> list[bytes]:
     """Return the bytes that each token adds to the text."""
     vocabulary = _VOCABULARIES.get(tokenizer)
     if vocabulary is None:
-        vocabulary = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
-    return vocabulary.pieces([int(token_id) for token_id in ids])
+        vocabulary = _Vocabulary(tokenizer)
+        _VOCABULARIES[tokenizer] = vocabulary
+    return vocabulary.pieces(list(map(int, ids)))
 
 
 _VOCABULARIES: WeakKeyDictionary[Any, _Vocabulary] = WeakKeyDictionary()

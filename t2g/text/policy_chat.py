@@ -34,28 +34,30 @@ def set_template_defaults(tokenizer: Any, model: ModelConfig) -> None:
     Raises:
         UserError: The tokenizer has no chat template, or its template refuses or ignores an option.
     """
-    variables, name = model.chat_template_kwargs or {}, model.policy
-    given = [f"model.{key}" for key in ("system_prompt", "chat_template_kwargs") if getattr(model, key)]
-    if not given:
+    name = model.policy
+    variables = model.chat_template_kwargs or {}
+    options = [f"model.{key}" for key in ("system_prompt", "chat_template_kwargs") if getattr(model, key)]
+    if not options:
         return
-    keys = " and ".join(given)
+    keys = " and ".join(options)
     if not tokenizer.chat_template:
         raise UserError(
             f"{keys}: the tokenizer of {name} has no chat template that could use them; take an instruct model, or "
             "put a chat_template.jinja in its folder"
         )
     template = tokenizer.get_chat_template()
-    if unknown := [key for key in variables if not re.search(rf"\b{key}\b", template)]:
-        raise UserError(f"model.chat_template_kwargs.{unknown[0]}: the chat template of {name} has no such variable")
-    defaults = [
-        f"{{% if {key} is not defined %}}{{% set {key} = {value!r} %}}{{% endif %}}" for key, value in variables.items()
-    ]
+    defaults: list[str] = []
+    for key, value in variables.items():
+        if not re.search(rf"\b{key}\b", template):
+            raise UserError(f"model.chat_template_kwargs.{key}: the chat template of {name} has no such variable")
+        defaults.append(f"{{% if {key} is not defined %}}{{% set {key} = {value!r} %}}{{% endif %}}")
     if model.system_prompt:
         system = repr([{"role": "system", "content": model.system_prompt}])
         defaults.append(
             f"{{% if messages[0].role != 'system' %}}{{% set messages = {system} + messages %}}{{% endif %}}"
         )
     tokenizer.chat_template = "\n".join([*defaults, template])  # Jinja drops the line end after a block
+
     chat = [{"role": "user", "content": "Hello"}]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

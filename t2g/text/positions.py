@@ -22,10 +22,14 @@ def check_positions(model: str, revision: str | None, key: str, max_model_len: i
         UserError: The model has fewer positions than `key` requests.
     """
     config = _load_text_config(model, revision)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     num_positions = getattr(config, "max_position_embeddings", None)
-    is_scaled = rope.get("rope_type", rope.get("type", "default")) not in ("default", "llama3")
-    if num_positions is None or is_scaled or getattr(config, "model_max_length", None) or os.environ.get(ALLOWED):
+    if num_positions is None or os.environ.get(ALLOWED):
+        return
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    is_scaled = rope_type not in ("default", "llama3")
+    has_other_maximum = getattr(config, "model_max_length", None)
+    if is_scaled or has_other_maximum:
         return
     if max_model_len > num_positions:
         raise UserError(f"{key}={max_model_len}, and {model} knows {num_positions} positions; lower it")
@@ -40,7 +44,9 @@ def check_window(model: str, revision: str | None, key: str, max_model_len: int)
         UserError: A text of `key` tokens can be longer than the window.
     """
     config = _load_text_config(model, revision)
-    if getattr(config, "model_type", "") not in ONE_TOKEN_MORE or max_model_len <= config.sliding_window:
+    if getattr(config, "model_type", "") not in ONE_TOKEN_MORE:
+        return
+    if max_model_len <= config.sliding_window:
         return
     raise UserError(
         f"{key}={max_model_len}: in {model} ({config.model_type}) vLLM's sliding layers attend to one token more than "
@@ -62,16 +68,20 @@ def check_vocabulary(tokenizer: Any, model: str, revision: str | None) -> None:
     num_rows = getattr(config, "vocab_size", None)
     if num_rows is None:
         return
-    without = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     written = {tokenizer.bos_token, tokenizer.eos_token}
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    used = [token for token in without if token not in special or token in written or token in template]
+    used: dict[str, int] = {}  # tokens without a row, and their ids
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id < num_rows:
+            continue
+        if token not in special or token in written or token in template:
+            used[token] = token_id
     if used:
-        token = max(used, key=lambda name: without[name])
+        token = max(used, key=lambda name: used[name])
         raise UserError(
             f"the tokenizer of {model} has {len(used)} tokens without a row in the model, such as {token!r} with id "
-            f"{without[token]}; the model has {num_rows} rows: resize its embeddings (resize_token_embeddings) and "
+            f"{used[token]}; the model has {num_rows} rows: resize its embeddings (resize_token_embeddings) and "
             "save both, or use the tokenizer that the model was trained with"
         )
 
@@ -88,7 +98,8 @@ def check_vision(model: str, revision: str | None, key: str, *, is_trained: bool
     config = _load_config(model, revision)
     if getattr(config, "vision_config", None) is None:
         return
-    stored = (config.architectures or ["a model of images and text"])[0]
+    architectures = config.architectures or ["a model of images and text"]
+    stored = architectures[0]
     trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, stored)
     if is_trained and trained != stored:
         raise UserError(
@@ -110,11 +121,16 @@ def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:
     Raises:
         UserError: The heads cannot be divided by the value of `key`.
     """
-    config = _load_text_config(model, revision) if gpus > 1 else None
-    if config is not None:
-        heads = config.num_attention_heads
-        if why := find_uneven_heads(heads, getattr(config, "num_key_value_heads", None) or heads, gpus):
-            raise UserError(f"{key}={gpus}: {model} has {why}; take a number that divides them")
+    if gpus <= 1:
+        return
+    config = _load_text_config(model, revision)
+    if config is None:
+        return
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    uneven = find_uneven_heads(heads, kv_heads, gpus)
+    if uneven:
+        raise UserError(f"{key}={gpus}: {model} has {uneven}; take a number that divides them")
 
 
 def check_head_size(model: str, revision: str | None, key: str) -> None:
@@ -141,20 +157,25 @@ def find_uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
     """
     if heads % gpus:
         return f"{heads} attention heads"
-    return f"{kv_heads} key-value heads" if kv_heads % gpus and gpus % kv_heads else ""
+    if kv_heads % gpus and gpus % kv_heads:
+        return f"{kv_heads} key-value heads"
+    return ""
 
 
 def _load_text_config(model: str, revision: str | None) -> Any:
     """Return the text config of a model on this machine, None without its files."""
     config = _load_config(model, revision)
-    return None if config is None else config.get_text_config()
+    if config is None:
+        return None
+    return config.get_text_config()
 
 
 def _load_config(model: str, revision: str | None) -> Any:
     from transformers import AutoConfig
 
-    source = {"revision": None if Path(model).is_dir() else revision, "local_files_only": True}
+    if Path(model).is_dir():
+        revision = None
     try:
-        return AutoConfig.from_pretrained(model, **source, trust_remote_code=False)
+        return AutoConfig.from_pretrained(model, revision=revision, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         return None

@@ -39,7 +39,9 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
         locate("so  “good”", 'so "good"') == (0, 10)
     """
     ranges = locate_all(text, quote)
-    return ranges[occurrence - 1] if 1 <= occurrence <= len(ranges) else None
+    if not 1 <= occurrence <= len(ranges):
+        return None
+    return ranges[occurrence - 1]
 
 
 def locate_all(text: str, quote: str) -> list[tuple[int, int]]:
@@ -48,32 +50,47 @@ def locate_all(text: str, quote: str) -> list[tuple[int, int]]:
         return []
     if quote in text:
         return [(start, start + len(quote)) for start in _find_starts(text, quote)]
-    folded, key = _fold(text), _fold(quote).text.strip(" ")
+    folded = _fold(text)
+    key = _fold(quote).text.strip(" ")
     if not key:
         return []
-    # A match must begin and end at a character border of the text: "cafe" is not a part of "café".
-    bounds = [(start, start + len(key)) for start in _find_starts(folded.text, key)]
-    return [(folded.begins[a], folded.ends[b]) for a, b in bounds if a in folded.begins and b in folded.ends]
+    matches: list[tuple[int, int]] = []
+    for folded_start in _find_starts(folded.text, key):
+        start = folded.begins.get(folded_start)
+        end = folded.ends.get(folded_start + len(key))
+        # A match must begin and end at a character border of the text: "cafe" is not a part of "café".
+        if start is not None and end is not None:
+            matches.append((start, end))
+    return matches
 
 
 def find_occurrence(text: str, quote: str, start: int) -> int:
     """Return the `occurrence` of `locate` whose match begins at `start`; MAX_MATCHES + 1 if there is none."""
     starts = _find_starts(text, quote)
-    return starts.index(start) + 1 if start in starts else MAX_MATCHES + 1
+    if start not in starts:
+        return MAX_MATCHES + 1
+    return starts.index(start) + 1
 
 
 def _find_starts(text: str, quote: str) -> list[int]:
     """Return where the first MAX_MATCHES matches of `quote` begin: in order, those that cut a word after the others."""
-    starts, at = [], text.find(quote)
-    while at >= 0 and len(starts) < MAX_MATCHES:
-        starts.append(at)
-        at = text.find(quote, at + 1)
-    return sorted(starts, key=lambda at: _inside_word(text, at) or _inside_word(text, at + len(quote)))
+
+    def cuts_word(start: int) -> bool:
+        return _inside_word(text, start) or _inside_word(text, start + len(quote))
+
+    starts: list[int] = []
+    start = text.find(quote)
+    while start >= 0 and len(starts) < MAX_MATCHES:
+        starts.append(start)
+        start = text.find(quote, start + 1)
+    return sorted(starts, key=cuts_word)
 
 
 def _inside_word(text: str, at: int) -> bool:
     """Return whether the characters on both sides of a position belong to one word."""
-    return 0 < at < len(text) and _is_word_character(text[at - 1]) and _is_word_character(text[at])
+    if not 0 < at < len(text):
+        return False
+    return _is_word_character(text[at - 1]) and _is_word_character(text[at])
 
 
 def _is_word_character(char: str) -> bool:
@@ -93,9 +110,12 @@ def _fold(text: str) -> _Folded:
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     length = 0
-    bold = {position for match in _BOLD.finditer(text) for position in range(*match.span())}
+    bold: set[int] = set()  # positions of marks of bold text
+    for match in _BOLD.finditer(text):
+        bold.update(range(*match.span()))
     for start, end in _characters(text):
-        part = unicodedata.normalize("NFKD", "".join(_MARKS.get(c, c) for c in text[start:end]))
+        character = "".join([_MARKS.get(char, char) for char in text[start:end]])
+        part = unicodedata.normalize("NFKD", character)
         if not part or start in bold:
             continue
         if part.isspace():
@@ -116,10 +136,12 @@ def _characters(text: str) -> Iterator[tuple[int, int]]:
     A mark beyond MAX_COMBINING counts as a character.
     """
     start = 0
-    for at in range(1, len(text) + 1):
-        if at == len(text) or at - start > MAX_COMBINING or not _combines(text[at]):
+    for at in range(1, len(text)):
+        if at - start > MAX_COMBINING or not _combines(text[at]):
             yield start, at
             start = at
+    if text:
+        yield start, len(text)
 
 
 def _combines(char: str) -> bool:

@@ -4,6 +4,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from t2g.config.texts import CONTROL
 from t2g.types import Span
@@ -21,6 +22,16 @@ class Segment:
     fixes: tuple[str, ...] = ()  # of the spans that end with this segment
 
 
+class _Clipped(NamedTuple):
+    """The part of a span that lies in the text, not empty."""
+
+    span_index: int
+    start: int
+    end: int
+    label: int
+    fix: str | None
+
+
 def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
     """Split the text where a span begins or ends. The segments in order are the whole text.
 
@@ -30,24 +41,42 @@ def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
     >>> [(s.text, s.good, s.poor) for s in segments("abcd", spans)]
     [('ab', True, False), ('c', True, True), ('d', False, True)]
     """
-    inside = [(i, max(0, s.start), min(len(text), s.end), s) for i, s in enumerate(spans)]
-    inside = [item for item in inside if item[1] < item[2]]
-    cuts = sorted({0, len(text), *(start for _, start, _, _ in inside), *(end for _, _, end, _ in inside)})
-    result = []
-    for start, end in pairwise(cuts):
-        covering = [span for _, first, last, span in inside if first <= start and end <= last]
-        labels = {span.label for span in covering}
-        result.append(
-            Segment(
-                text=text[start:end],
-                good=1 in labels,
-                poor=-1 in labels,
-                opens=tuple((i, span.label) for i, first, _, span in inside if first == start),
-                is_struck=any(span.fix is not None for span in covering),
-                fixes=tuple(span.fix for _, _, last, span in inside if last == end and span.fix is not None),
-            )
-        )
-    return result
+    clipped: list[_Clipped] = []
+    cuts = {0, len(text)}
+    for index, span in enumerate(spans):
+        start = max(0, span.start)
+        end = min(len(text), span.end)
+        if start < end:
+            clipped.append(_Clipped(index, start, end, span.label, span.fix))
+            cuts |= {start, end}
+    return [_make_segment(text, start, end, clipped) for start, end in pairwise(sorted(cuts))]
+
+
+def _make_segment(text: str, start: int, end: int, spans: Sequence[_Clipped]) -> Segment:
+    """Return the segment of a range in which no span begins or ends."""
+    labels: set[int] = set()
+    opens: list[tuple[int, int]] = []
+    fixes: list[str] = []
+    is_struck = False
+    for span in spans:
+        is_covering = span.start <= start and end <= span.end
+        if not is_covering:
+            continue
+        labels.add(span.label)
+        if span.start == start:
+            opens.append((span.span_index, span.label))
+        if span.fix is not None:
+            is_struck = True
+            if span.end == end:
+                fixes.append(span.fix)
+    return Segment(
+        text=text[start:end],
+        good=1 in labels,
+        poor=-1 in labels,
+        opens=tuple(opens),
+        is_struck=is_struck,
+        fixes=tuple(fixes),
+    )
 
 
 def to_html(text: str, spans: Sequence[Span]) -> str:
@@ -55,10 +84,13 @@ def to_html(text: str, spans: Sequence[Span]) -> str:
     colours = {(True, False): "#c6efce", (False, True): "#ffc7ce", (True, True): "#ffeb9c"}
     parts = []
     for segment in segments(printable(text), spans):
+        part = html.escape(segment.text)
         colour = colours.get((segment.good, segment.poor))
-        escaped = html.escape(segment.text)
-        parts.append(f'<mark style="background:{colour}">{escaped}</mark>' if colour else escaped)
-    return f'<div style="white-space:pre-wrap">{"".join(parts)}</div>'
+        if colour:
+            part = f'<mark style="background:{colour}">{part}</mark>'
+        parts.append(part)
+    content = "".join(parts)
+    return f'<div style="white-space:pre-wrap">{content}</div>'
 
 
 def printable(text: str) -> str:
@@ -68,4 +100,10 @@ def printable(text: str) -> str:
 
 def _symbol(character: str) -> str:
     code = ord(character)
-    return character if character in "\n\t" else chr(0x2400 + code) if code < 32 else "␡" if code == 0x7F else "\ufffd"
+    if character in "\n\t":
+        return character
+    if code < 32:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "␡"
+    return "\ufffd"

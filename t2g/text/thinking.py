@@ -36,14 +36,21 @@ def find_thinking_tags(tokenizer: Any, configured: Sequence[str] | None = None) 
     if configured is not None:
         return (configured[0], configured[1]) if configured else None
     added = tokenizer.get_added_vocab()
-    return next((tags for tags in KNOWN_TAGS if all(tag in added for tag in tags)), None)
+    for opening, closing in KNOWN_TAGS:
+        if opening in added and closing in added:
+            return opening, closing
+    return None
 
 
 def find_last_tag(tokenizer: Any, prompt_ids: Sequence[int] | np.ndarray, tags: Tags) -> str | None:
     """Return the tag with which a prompt ends, blanks left out; None if it ends with other text."""
     tail = [int(token_id) for token_id in prompt_ids[-TAIL_TOKENS:]]
-    text = tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False).rstrip()
-    return next((tag for tag in tags if text.endswith(tag)), None)
+    text = tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = text.rstrip()
+    for tag in tags:
+        if text.endswith(tag):
+            return tag
+    return None
 
 
 def find_answer_start(
@@ -62,12 +69,17 @@ def find_answer_start(
         return 0
     opening, closing = tags
     if find_last_tag(tokenizer, prompt_ids, tags) != opening:
-        start = _find_tag(tokenizer, response_ids, text, opening)
-        if start is None or text[: start[0]].strip():
+        opening_range = _find_tag(tokenizer, response_ids, text, opening)
+        if opening_range is None:
             return 0
-    if (end := _find_tag(tokenizer, response_ids, text, closing)) is None:
+        before = text[: opening_range[0]]
+        if before.strip():
+            return 0
+    closing_range = _find_tag(tokenizer, response_ids, text, closing)
+    if closing_range is None:
         return None
-    return len(text) - len(text[end[1] :].lstrip("\r\n"))
+    after = text[closing_range[1] :]
+    return len(text) - len(after.lstrip("\r\n"))
 
 
 def _find_tag(tokenizer: Any, ids: np.ndarray, text: str, tag: str) -> tuple[int, int] | None:
@@ -75,9 +87,12 @@ def _find_tag(tokenizer: Any, ids: np.ndarray, text: str, tag: str) -> tuple[int
     token_id = tokenizer.get_added_vocab().get(tag)
     if token_id is None:
         start = text.find(tag)
-        return None if start < 0 else (start, start + len(tag))
+        if start < 0:
+            return None
+        return start, start + len(tag)
     (positions,) = np.nonzero(np.asarray(ids) == token_id)
     if not positions.size:
         return None
-    start, end = token_offsets(tokenizer, ids)[positions[0]].tolist()
+    offsets = token_offsets(tokenizer, ids)
+    start, end = offsets[positions[0]].tolist()
     return start, end

@@ -26,13 +26,16 @@ def check_model(key: str, model: str, revision: str | None = None) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    if Path(model).is_dir():
-        if not (Path(model) / CONFIG_FILE).is_file():
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / CONFIG_FILE).is_file():
             raise UserError(f"{key}={model}: this folder holds no model, there is no {CONFIG_FILE} in it")
         return
-    check_hub(
-        key, model, revision, "model", lambda: bool(try_to_load_from_cache(model, CONFIG_FILE, revision=revision))
-    )
+
+    def is_cached() -> bool:
+        return bool(try_to_load_from_cache(model, CONFIG_FILE, revision=revision))
+
+    check_hub(key, model, revision, "model", is_cached)
 
 
 def check_hub(key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], cached: Check) -> None:
@@ -45,7 +48,8 @@ def check_hub(key: str, name: str, revision: str | None, kind: Literal["model", 
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     not_found = f"{key}={name}: there is no folder of that name"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name on the hub is `name` or `owner/name`
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # a name on the hub is `name` or `owner/name`
+    if is_path:
         raise MissingLocally(not_found)
     if cached():
         return
@@ -84,7 +88,9 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Return the token ids of `messages` and of the generation prompt, see `chat_renderer`."""
-    return list(encode_texts(tokenizer, [chat_renderer(tokenizer)(messages)])[0])
+    render = chat_renderer(tokenizer)
+    (ids,) = encode_texts(tokenizer, [render(messages)])
+    return list(ids)
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -93,7 +99,8 @@ def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     if backend is None:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template has added BOS
     tokenizer("", add_special_tokens=False)  # resets truncation, padding and split_special_tokens of earlier calls
-    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def chat_renderer(tokenizer: Any) -> Callable[[Sequence[Message]], str]:
@@ -110,8 +117,10 @@ def chat_renderer(tokenizer: Any) -> Callable[[Sequence[Message]], str]:
 
     check_chat_template(tokenizer)
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    longer = sorted(token for token in special | set(tokenizer.all_special_tokens) if len(token) > 1)
-    find_any = re.compile("|".join(map(re.escape, longer)) or "(?!)").search
+    special |= set(tokenizer.all_special_tokens)
+    longer = sorted(token for token in special if len(token) > 1)
+    pattern = "|".join(map(re.escape, longer)) or "(?!)"
+    find_any = re.compile(pattern).search
 
     def escape(text: str) -> str:
         if find_any(text) is None:
@@ -152,13 +161,19 @@ def fit_chat(
     ids = encode_chat(tokenizer, build(None))
     if len(ids) <= max_tokens:
         return np.asarray(ids, np.int32)
+
     best: list[int] | None = None
-    low, high = 0, input_chars - 1  # the longest limit that fits lies in [low, high], if there is one
+    # The longest limit that fits lies in [low, high], if there is one.
+    low = 0
+    high = input_chars - 1
     while low <= high:
         limit = (low + high) // 2
         ids = encode_chat(tokenizer, build(limit))
         if len(ids) <= max_tokens:
-            best, low = ids, limit + 1
+            best = ids
+            low = limit + 1
         else:
             high = limit - 1
-    return None if best is None else np.asarray(best, np.int32)
+    if best is None:
+        return None
+    return np.asarray(best, np.int32)

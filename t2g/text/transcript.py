@@ -20,7 +20,8 @@ import numpy as np
 from t2g.text.offsets import token_offsets
 from t2g.types import Rollout
 
-BEFORE_REPLY, AFTER_REPLY = "\n\n[user]\n", "\n\n[assistant]\n"
+BEFORE_REPLY = "\n\n[user]\n"
+AFTER_REPLY = "\n\n[assistant]\n"
 
 
 def rollout_offsets(tokenizer: Any, rollout: Rollout) -> np.ndarray:
@@ -31,8 +32,10 @@ def rollout_offsets(tokenizer: Any, rollout: Rollout) -> np.ndarray:
     offsets = np.zeros((len(rollout.response_ids), 2), np.int32)
     for turn in rollout.turns:
         start, end = turn.tokens
-        offsets[start:end] = token_offsets(tokenizer, rollout.response_ids[start:end]) + turn.characters[0]
-        offsets[end:] = turn.characters[1]
+        first_character, end_character = turn.characters
+        turn_offsets = token_offsets(tokenizer, rollout.response_ids[start:end])
+        offsets[start:end] = turn_offsets + first_character
+        offsets[end:] = end_character
     return offsets
 
 
@@ -44,9 +47,11 @@ def find_answer_tokens(offsets: np.ndarray, rollout: Rollout) -> np.ndarray:
     """
     mask = np.zeros(len(offsets), bool)
     for turn in rollout.turns:
-        if turn.answer_start is not None:
-            starts, ends = offsets[slice(*turn.tokens)].T
-            mask[slice(*turn.tokens)] = (starts >= turn.answer_start) | (ends > turn.answer_start)
+        if turn.answer_start is None:
+            continue
+        tokens = slice(*turn.tokens)
+        starts, ends = offsets[tokens].T
+        mask[tokens] = (starts >= turn.answer_start) | (ends > turn.answer_start)
     return mask
 
 
@@ -54,5 +59,6 @@ def judged_characters(rollout: Rollout) -> np.ndarray:
     """Return the positions in `response_text` of the characters that are judged: all but the thinking, [C] int64."""
     is_judged = np.ones(len(rollout.response_text), bool)
     for turn in rollout.turns:
-        is_judged[turn.characters[0] : turn.answer_start] = False
+        start, _ = turn.characters
+        is_judged[start : turn.answer_start] = False
     return np.flatnonzero(is_judged)
