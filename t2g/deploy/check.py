@@ -48,25 +48,47 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
     Raises:
         UserError: The GPU is unknown, or a worker fits into no pod.
     """
-    found, gpu_gib = found or Findings(), gib_of(gpu)
+    found = found or Findings()
+    gpu_gib = gib_of(gpu)
     groups = pod_groups(config)
     shapes, remarks = _shapes(config)
-    estimated = [group for group in groups if group.role.gpus and group.name in shapes]
-    fits = [(group, _fit(config, group, shapes[group.name], gpu_gib * GIB)) for group in estimated]
+    fits = []
+    for group in groups:
+        if group.role.gpus and group.name in shapes:
+            fit = _fit(config, group, shapes[group.name], gpu_gib * GIB)
+            fits.append((group, fit))
     problems = [*found.wrong, *_problems(config, shapes, fits, gpu_gib)]
-    warnings = [*_room_warnings(fits)]
-    if sum(group.pods.max for group in _own_gpus(config, groups)) > 1:  # else a single machine can run it
-        warnings += [] if shares_gpus(config) else [*_group_warnings(groups)]
-        warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
-    slow = [group.section for group, _ in fits if getattr(group.role, "dtype", "") == "float32"]
-    warnings += [f"{name}.dtype is float32, for which GPUs have no fast attention: take bfloat16" for name in slow]
-    sandboxes = [feedback.sandbox for feedback in config.feedback_sections.values()]
-    if config.task == "code" and sandboxes and (problem := available(sandboxes[0].require)):
-        warnings.append(f"on this machine {problem}")
-    lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu, gpu_gib), *remarks, ""]
-    findings = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
+    warnings = _warnings(config, groups, shapes, fits)
+
+    lines = [_pod_line(group) for group in groups]
+    lines += [_total_line(config, groups), ""]
+    lines += _memory_lines(fits, gpu, gpu_gib)
+    lines += [*remarks, ""]
+    findings = [f"problem: {text}" for text in problems]
+    findings += [f"warning: {text}" for text in warnings]
     findings += [f"not here: {text}" for text in found.missing]
-    return problems, "\n".join([*lines, *(findings or ["no problems found"])])
+    lines += findings or ["no problems found"]
+    return problems, "\n".join(lines)
+
+
+def _warnings(
+    config: JobConfig, groups: Sequence[PodGroup], shapes: Mapping[str, ModelShape], fits: Fits
+) -> Iterator[str]:
+    yield from _room_warnings(fits)
+    num_pods = sum(group.pods.max for group in _own_gpus(config, groups))
+    if num_pods > 1:  # else a single machine can run it
+        if not shares_gpus(config):
+            yield from _group_warnings(groups)
+        yield from _cluster_warnings(config, shapes.get("learner"))
+        yield from path_warnings(config)
+    for group, _ in fits:
+        if getattr(group.role, "dtype", "") == "float32":
+            yield f"{group.section}.dtype is float32, for which GPUs have no fast attention: take bfloat16"
+    sandboxes = [feedback.sandbox for feedback in config.feedback_sections.values()]
+    if config.task == "code" and sandboxes:
+        problem = available(sandboxes[0].require)
+        if problem:
+            yield f"on this machine {problem}"
 
 
 def gib_of(gpu: str) -> float:
@@ -82,22 +104,38 @@ def gib_of(gpu: str) -> float:
 
 def _pod_line(group: PodGroup) -> str:
     """Return "rollout: 12 engines of TP 2 -> 3 pods, at most 8; a pod has 8 GPUs, 16 CPUs and 96 GiB for them"."""
-    role, workers, pods = group.role, group.workers, group.pods
-    size = "on CPUs"
-    if role.gpus:
-        size = f"of TP {role.tensor_parallel}" if group.elastic else f"of {_count(role.gpus, 'GPU')}"
-    bounds = f", at least {pods.min}" if pods.min < pods.initial else ""
-    bounds += f", at most {pods.max}" if pods.max > pods.initial else ""
-    each = [_count(group.gpus, "GPU")] if group.gpus else []
-    each = ", ".join([*each, f"{_count(group.cpus, 'CPU')} and {group.per_pod * role.memory_gib:g} GiB"])
-    kind = _count(workers.initial, "engine" if group.elastic else "rank")
-    return f"{group.name}: {kind} {size} -> {_count(pods.initial, 'pod')}{bounds}; a pod has {each} for them"
+    role = group.role
+    pods = group.pods
+    bounds = ""
+    if pods.min < pods.initial:
+        bounds += f", at least {pods.min}"
+    if pods.max > pods.initial:
+        bounds += f", at most {pods.max}"
+    contents = f"{_count(group.cpus, 'CPU')} and {group.per_pod * role.memory_gib:g} GiB"
+    if group.gpus:
+        contents = f"{_count(group.gpus, 'GPU')}, {contents}"
+    kind = "engine" if group.elastic else "rank"
+    workers = f"{_count(group.workers.initial, kind)} {_worker_size(group)}"
+    return f"{group.name}: {workers} -> {_count(pods.initial, 'pod')}{bounds}; a pod has {contents} for them"
+
+
+def _worker_size(group: PodGroup) -> str:
+    role = group.role
+    if not role.gpus:
+        return "on CPUs"
+    if group.elastic:
+        return f"of TP {role.tensor_parallel}"
+    return f"of {_count(role.gpus, 'GPU')}"
 
 
 def _total_line(config: JobConfig, groups: Sequence[PodGroup]) -> str:
-    groups = _own_gpus(config, groups)
-    start, most = (sum(getattr(g.pods, bound) * g.gpus for g in groups) for bound in ("initial", "max"))
-    return f"in all: {_count(start, 'GPU')}{f', at most {most}' if most > start else ''}, and a head without workers"
+    start = 0
+    most = 0
+    for group in _own_gpus(config, groups):
+        start += group.pods.initial * group.gpus
+        most += group.pods.max * group.gpus
+    bound = f", at most {most}" if most > start else ""
+    return f"in all: {_count(start, 'GPU')}{bound}, and a head without workers"
 
 
 def _own_gpus(config: JobConfig, groups: Sequence[PodGroup]) -> list[PodGroup]:
@@ -111,7 +149,8 @@ def _count(count: float, noun: str) -> str:
 
 def _shapes(config: JobConfig) -> tuple[dict[str, ModelShape], list[str]]:
     """Return shapes by pod group, and a warning for each model whose size is unknown on this machine."""
-    shapes, remarks = dict[str, ModelShape](), []
+    shapes = dict[str, ModelShape]()
+    remarks = []
     for model in models(config):
         shape = find_shape(model.name, model.revision)
         is_policy = model.key.endswith("policy")
@@ -121,7 +160,8 @@ def _shapes(config: JobConfig) -> tuple[dict[str, ModelShape], list[str]]:
             remarks.append(f"{model.key}={model.name}: its size is not known on this machine")
             return {}, remarks
         else:
-            shapes |= dict.fromkeys(["learner", "critic", "rollout", "reward"] if is_policy else ["reward"], shape)
+            groups = ["learner", "critic", "rollout", "reward"] if is_policy else ["reward"]
+            shapes |= dict.fromkeys(groups, shape)
     return shapes, remarks
 
 
@@ -130,14 +170,17 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
     if isinstance(group.role, EngineConfig):
         sequences = group.role.max_num_seqs
         if isinstance(config, PolicyJob):
-            sequences = -(-config.rollout.prompts_per_step * config.rollout.samples_per_prompt // workers)
+            responses_per_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+            sequences = -(-responses_per_step // workers)
         return engine_fit(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
     if isinstance(config, SFTJob):
         tokens = max(config.sft.tokens_per_microbatch, config.sft.max_length)
         logits = logits_bytes(shape, config.sft, tokens=tokens)
-        return rank_fit(shape, sft_models(shape, config.sft), config.sft, ranks=workers, tokens=tokens, logits=logits)
+        models_on_rank = sft_models(shape, config.sft)
+        return rank_fit(shape, models_on_rank, config.sft, ranks=workers, tokens=tokens, logits=logits)
     assert isinstance(config, PolicyJob)
-    learner, objective = config.learner, config.objective
+    learner = config.learner
+    objective = config.objective
     # A sequence longer than tokens_per_microbatch is a microbatch of its own.
     tokens = max(learner.tokens_per_microbatch, config.rollout.max_model_len)
     if group.name == "critic":
@@ -152,53 +195,92 @@ def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
     if not fits:
         yield "no estimate of GPU memory"
         return
-    columns = [part for part in PARTS if any(part in fit.parts for _, fit in fits)]
+    known_parts = set[str]().union(*(fit.parts for _, fit in fits))
+    columns = [part for part in PARTS if part in known_parts]
     yield f"estimated GiB on each GPU, of {gpu_gib:g} ({gpu}):"
-    yield f"  {'':<8}" + "".join(f"{name:>12}" for name in [*columns, "total"])
+    yield _memory_row("", [*columns, "total"])
     for group, fit in fits:
         cells = [f"{fit.parts[part] / GIB:.1f}" if part in fit.parts else "-" for part in columns]
-        yield f"  {group.name:<8}" + "".join(f"{cell:>12}" for cell in [*cells, f"{fit.total / GIB:.1f}"])
+        total = f"{fit.total / GIB:.1f}"
+        yield _memory_row(group.name, [*cells, total])
     for group, fit in fits:
         if group.elastic:
+            sequences = _count(fit.wanted, "sequence")
             yield (
-                f"{group.name}: an engine must hold {_count(fit.wanted, 'sequence')} at once; there is room for "
+                f"{group.name}: an engine must hold {sequences} at once; there is room for "
                 f"{fit.fitting} of {group.role.max_model_len} tokens"
             )
 
 
+def _memory_row(name: str, cells: Sequence[str]) -> str:
+    padded = [f"{cell:>12}" for cell in cells]
+    return f"  {name:<8}" + "".join(padded)
+
+
 def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, gpu_gib: float) -> Iterator[str]:
-    gpu_bytes, beside = gpu_gib * GIB, dict[str, float]()  # beside: memory of the other role on a shared GPU
-    rank = next((fit for group, fit in fits if group.name == "learner"), None)
-    if isinstance(config, PolicyJob) and shares_gpus(config) and rank:
-        beside = beside_bytes(rank, config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
+    gpu_bytes = gpu_gib * GIB
+    beside = _beside(config, fits, gpu_bytes)
     for group, fit in fits:
-        section, role, room = group.section, group.role, gpu_bytes - beside.get(group.name, 0.0)
-        if isinstance(role, EngineConfig):
-            if fit.fitting == 0:
-                more = "gpu_memory_utilization" if group.name in beside else "gpus"
-                yield f"{section}: no sequence fits beside the weights; raise {section}.{more} or lower max_model_len"
-            heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
-            if why := find_uneven_heads(*heads, role.tensor_parallel):
-                yield f"{section}.gpus is {role.gpus:g}, and the model has {why}; take a number that divides them"
-            if group.name in beside and role.gpu_memory_utilization * gpu_bytes > room:
-                yield (
-                    f"{section}.gpu_memory_utilization is {role.gpu_memory_utilization:g}, and the rank on the same "
-                    f"GPU leaves {max(0.0, room) / gpu_bytes:.2f} of it; lower it or the rank's memory"
-                )
-        elif fit.total > room:
-            engine = f" beside {beside[group.name] / GIB:.0f} of the engine there" if group.name in beside else ""
-            advice = ", or ".join(_memory_advice(config, section))
-            yield f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{engine}; {advice}"
+        if isinstance(group.role, EngineConfig):
+            yield from _engine_problems(group, fit, shapes[group.name], gpu_bytes, beside.get(group.name))
+        else:
+            yield from _rank_problems(config, group, fit, gpu_gib, beside.get(group.name))
     if isinstance(config, PolicyJob) and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
-        need, have = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB, config.rollout.memory_gib
+        need = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB
+        have = config.rollout.memory_gib
         if need > have:
             yield f"rollout.memory_gib is {have:g}: the weights of an engine that sleeps need {need:.0f}"
+
+
+def _beside(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
+    """Return pod group -> memory of the other role on a shared GPU; empty if no GPU is shared."""
+    ranks = [fit for group, fit in fits if group.name == "learner"]
+    if not ranks or not isinstance(config, PolicyJob) or not shares_gpus(config):
+        return {}
+    return beside_bytes(ranks[0], config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
+
+
+def _engine_problems(
+    group: PodGroup, fit: Estimate, shape: ModelShape, gpu_bytes: float, beside: float | None
+) -> Iterator[str]:
+    """Yield the problems of engines. beside: memory of the rank on the same GPU; None: there is no rank."""
+    section = group.section
+    role = group.role
+    if fit.fitting == 0:
+        more = "gpus" if beside is None else "gpu_memory_utilization"
+        yield f"{section}: no sequence fits beside the weights; raise {section}.{more} or lower max_model_len"
+    why = find_uneven_heads(shape.num_attention_heads, shape.num_key_value_heads, role.tensor_parallel)
+    if why:
+        yield f"{section}.gpus is {role.gpus:g}, and the model has {why}; take a number that divides them"
+    if beside is None:
+        return
+    room = gpu_bytes - beside
+    if role.gpu_memory_utilization * gpu_bytes > room:
+        room_share = max(0.0, room) / gpu_bytes
+        yield (
+            f"{section}.gpu_memory_utilization is {role.gpu_memory_utilization:g}, and the rank on the same "
+            f"GPU leaves {room_share:.2f} of it; lower it or the rank's memory"
+        )
+
+
+def _rank_problems(
+    config: JobConfig, group: PodGroup, fit: Estimate, gpu_gib: float, beside: float | None
+) -> Iterator[str]:
+    """Yield the problem of ranks. beside: memory of the engine on the same GPU; None: there is no engine."""
+    room = gpu_gib * GIB - (beside or 0.0)
+    if fit.total <= room:
+        return
+    engine = "" if beside is None else f" beside {beside / GIB:.0f} of the engine there"
+    advice = ", or ".join(_memory_advice(config, group.section))
+    yield f"{group.section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{engine}; {advice}"
 
 
 def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:
     """Yield the changes of the config that lower the memory of a rank, and that its other keys allow."""
     assert isinstance(config, PolicyJob | SFTJob)
-    name, options = ("sft", config.sft) if isinstance(config, SFTJob) else ("learner", config.learner)
+    is_sft = isinstance(config, SFTJob)
+    name = "sft" if is_sft else "learner"
+    options = config.sft if is_sft else config.learner
     yield f"lower {name}.tokens_per_microbatch"
     if not options.gradient_checkpointing:
         yield f"set {name}.gradient_checkpointing=true"
@@ -212,22 +294,26 @@ def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:
 def _room_warnings(fits: Fits) -> Iterator[str]:
     for group, fit in fits:
         if group.elastic and 0 < fit.fitting < fit.wanted:
+            sequences = _count(fit.wanted, "sequence")
             yield (
-                f"{group.section}: an engine has room for {fit.fitting} of its {_count(fit.wanted, 'sequence')} at "
+                f"{group.section}: an engine has room for {fit.fitting} of its {sequences} at "
                 f"once, and the others wait; raise {group.section}.gpu_memory_utilization or lower max_model_len"
             )
 
 
 def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
     for group in groups:
-        labels, section = group.role.labels, group.section
-        matching = [other.name for other in groups if other is not group and satisfies(other.labels, labels)]
+        labels = group.role.labels
+        section = group.section
+        others = [other for other in groups if other is not group]
+        matching = [other.name for other in others if satisfies(other.labels, labels)]
         if matching:
             yield (
                 f"{section}.labels is {labels or 'empty'}: its workers may land on pods of {', '.join(matching)}; "
                 f"add {section}.labels.{ROLE_LABEL}={group.name}"
             )
-        most, ranks = most_per_pod(group.role.gpus), group.workers.initial
+        most = most_per_pod(group.role.gpus)
+        ranks = group.workers.initial
         if not group.elastic and group.per_pod == 1 < min(most, ranks):
             yield (
                 f"{section}.workers is {ranks}, which no number from 2 to {most} divides: each rank gets a pod of its "
@@ -244,7 +330,8 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
         )
     if not (isinstance(config, PolicyJob) and config.learner.is_replayable and shape):
         return
-    need, have = store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB, store_gib(config)
+    need = store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB
+    have = store_gib(config)
     if need > have:
         yield (
             f"cluster.object_store_gib is {have:g}: the policy's weights, held for late "
@@ -254,9 +341,14 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
 
 def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
     """Yield a warning for each path of the config that is not visible in pods, with the volume at `mount`."""
-    for key, value in ((key, value) for key, values in paths(config) for value in values):
-        if key == "artifacts" or not isinstance(value, str) or value.startswith(("${", f"{mount}/")):
-            continue
-        is_path = value.startswith(("/", ".", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)
-        if is_path or Path(value).exists():  # rather than a name on the hub
-            yield f"{key} is {value}: pods see {mount} and their image; put it there and give that path"
+    visible = ("${", f"{mount}/")
+    for key, values in paths(config):
+        for value in values:
+            if key == "artifacts" or not isinstance(value, str) or value.startswith(visible):
+                continue
+            if _looks_like_path(value) or Path(value).exists():  # rather than a name on the hub
+                yield f"{key} is {value}: pods see {mount} and their image; put it there and give that path"
+
+
+def _looks_like_path(value: str) -> bool:
+    return value.startswith(("/", ".", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)

@@ -52,24 +52,28 @@ def findings(
     Args:
         shared: The root folder of all runs.
     """
-    return [
-        *(f"node {node.name} could not be inspected: {node.fault}" for node in nodes if node.fault),
-        *(f"node {node.name}: {node.sandbox}" for node in nodes if node.sandbox),
-        *_different_versions(nodes),
-        *(
-            f"no node has the labels {dict(role.labels)} of {section}.labels: start one with `ray start --labels`, "
-            "or check that the autoscaler adds such a node when a run requests it"
-            for section, role in roles.items()
-            if role.labels and not any(satisfies(node.labels, role.labels) for node in nodes)
-        ),
-        *(f"placement group {group.name} is pending: {why_pending(group, nodes)}" for group in pending),
-        *_not_shared(nodes, shared),
-        *(
-            f"node {u.source} does not reach node {u.target}: {u.reason}; ranks and engines connect on ports that the "
-            "system chooses: open the ports above 1023 between these nodes"
-            for u in unreachable
-        ),
-    ]
+    sentences = [f"node {node.name} could not be inspected: {node.fault}" for node in nodes if node.fault]
+    sentences += [f"node {node.name}: {node.sandbox}" for node in nodes if node.sandbox]
+    sentences += _different_versions(nodes)
+    sentences += _missing_labels(nodes, roles)
+    sentences += [f"placement group {group.name} is pending: {why_pending(group, nodes)}" for group in pending]
+    sentences += _not_shared(nodes, shared)
+    for pair in unreachable:
+        sentences.append(
+            f"node {pair.source} does not reach node {pair.target}: {pair.reason}; ranks and engines connect on ports "
+            "that the system chooses: open the ports above 1023 between these nodes"
+        )
+    return sentences
+
+
+def _missing_labels(nodes: Sequence[Node], roles: Mapping[str, ProcessConfig]) -> Iterator[str]:
+    for section, role in roles.items():
+        matching = [node for node in nodes if satisfies(node.labels, role.labels)]
+        if role.labels and not matching:
+            yield (
+                f"no node has the labels {dict(role.labels)} of {section}.labels: start one with `ray start --labels`, "
+                "or check that the autoscaler adds such a node when a run requests it"
+            )
 
 
 def why_pending(group: PendingGroup, nodes: Sequence[Node]) -> str:
@@ -82,22 +86,29 @@ def why_pending(group: PendingGroup, nodes: Sequence[Node]) -> str:
             most = max(node.resources.get(resource, 0) for node in labelled)
             if need > most:
                 where = f" with the labels {dict(selector)}" if selector else ""
-                amounts = f"{_amount(resource, need)}, and the largest node{where} has {_amount(resource, most)}"
-                return f"a bundle needs {amounts}"
-        if not any(all(n.resources.get(r, 0) >= need for r, need in bundle.items()) for n in labelled):
+                largest = f"the largest node{where} has {_amount(resource, most)}"
+                return f"a bundle needs {_amount(resource, need)}, and {largest}"
+        if not any(_has_all(node, bundle) for node in labelled):
             return f"no single node has all that a bundle needs ({_amounts(bundle)})"
     needs = "; ".join(_amounts(bundle) for bundle in group.bundles)
     return f"the nodes that could hold it are in use ({needs}); add one, or wait until another run ends"
 
 
+def _has_all(node: Node, bundle: Mapping[str, float]) -> bool:
+    return all(node.resources.get(resource, 0) >= need for resource, need in bundle.items())
+
+
 def _different_versions(nodes: Sequence[Node]) -> Iterator[str]:
     inspected = [node for node in nodes if not node.fault]
-    for package in sorted({package for node in inspected for package in node.versions}):
+    packages = set[str]().union(*(node.versions for node in inspected))
+    for package in sorted(packages):
         by_version: dict[str, list[str]] = {}
         for node in inspected:
-            by_version.setdefault(node.versions.get(package, "none"), []).append(node.name)
+            version = node.versions.get(package, "none")
+            by_version.setdefault(version, []).append(node.name)
         if len(by_version) > 1:
-            listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in sorted(by_version.items()))
+            places = [f"{version} on {', '.join(names)}" for version, names in sorted(by_version.items())]
+            listed = "; ".join(places)
             yield f"{package} differs between nodes: {listed}; use the same image on all nodes"
 
 
@@ -115,4 +126,6 @@ def _amounts(bundle: Mapping[str, float]) -> str:
 
 
 def _amount(resource: str, amount: float) -> str:
-    return f"{amount / GIB:.1f} GiB of memory" if resource == "memory" else f"{amount:g} {resource}"
+    if resource == "memory":
+        return f"{amount / GIB:.1f} GiB of memory"
+    return f"{amount:g} {resource}"

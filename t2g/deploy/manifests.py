@@ -5,7 +5,7 @@ Manifests only name secrets, and the cluster's capacity is not checked. `docker/
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from t2g.config import JobConfig, LogConfig
 from t2g.config.validation_errors import format_value
 from t2g.deploy.patches import patched, read_patches
-from t2g.deploy.pods import pod_groups, shares_gpus
+from t2g.deploy.pods import PodGroup, pod_groups, shares_gpus
 from t2g.deploy.submission import Submission, submission
 from t2g.errors import UserError
 from t2g.resources.memory import store_gib
@@ -64,33 +64,75 @@ def render_manifests(
         raise UserError(
             f"--image: got {format_value(image)}, needs the name of an image, such as registry.example/t2g:0.2.0"
         )
-    groups, mount = pod_groups(config), mount_of(config)
-    if cpu and (on_gpu := [group.section for group in groups if group.gpus]):
+    groups = pod_groups(config)
+    mount = mount_of(config)
+    on_gpu = [group.section for group in groups if group.gpus]
+    if cpu and on_gpu:
         raise UserError(f"a CPU-only cluster has no GPUs, and {on_gpu[0]}.gpus is not 0")
     if shares_gpus(config):
         raise UserError(f"cluster.gpu_sharing={config.cluster.gpu_sharing}: pods share no GPU; set it to none")
+
     job = driver(stage, config, config_path, overrides)
+    parts = _render_parts(config, groups, job, image=image or IMAGES[cpu], mount=mount, cpu=cpu)
+    documents = _documents(parts, target)
+    patches = read_patches(patch) if patch else ()
+    dumped = yaml.dump_all(patched(documents, patches), Dumper=_NoAliases, sort_keys=False, width=120)
+
+    options = ["--target", target]
+    if stage != "policy":
+        options += ["--stage", stage]
+    if cpu:
+        options.append("--cpu")
+    if image:
+        options += ["--image", image]
+    if patch:
+        options += ["--patch", str(patch)]
+    command = ["python", "-m", "jobs.deploy", "render", "--config", config_path, *options, *overrides]
+    remarks = [f"Made by: {shlex.join(command)}", *_remarks(config, target)]
+    header = ""
+    for remark in remarks:
+        for line in remark.splitlines():
+            header += f"# {line}\n"
+    return header + dumped
+
+
+def _render_parts(
+    config: JobConfig, groups: Sequence[PodGroup], job: Submission, *, image: str, mount: str, cpu: bool
+) -> dict[str, Any]:
+    """Return the parts of all documents by name, from the template."""
     # The output is YAML of validated values: HTML escaping would corrupt it.
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
+    fixed = {"head_store_gib": HEAD_STORE_GIB, "secrets": SECRETS, "home": HOME, "ray_version": RAY_VERSION}
+    command = {"entrypoint": job.entrypoint, "stop_wait_s": job.stop_wait_s, "metadata": job.metadata}
     text = templates.get_template("kuberay.yaml.j2").render(
-        groups=groups, image=image or IMAGES[cpu], entrypoint=job.entrypoint, stop_wait_s=job.stop_wait_s,
-        store_gib=store_gib(config), head_store_gib=HEAD_STORE_GIB, keys=keys_of(config),
-        storage="20Gi" if cpu else "500Gi", claim="t2g-data", secrets=SECRETS,
-        home=HOME, shared=mount, ray_version=RAY_VERSION, name=resource_name(config.run.name), metadata=job.metadata,
-    )  # fmt: skip
-    parts = yaml.safe_load(text)
-    kind, spec = ("RayJob", parts["job"]) if target == "rayjob" else ("RayCluster", parts["cluster"])
+        name=resource_name(config.run.name),
+        **command,
+        image=image,
+        shared=mount,
+        groups=groups,
+        store_gib=store_gib(config),
+        keys=keys_of(config),
+        storage="20Gi" if cpu else "500Gi",
+        claim="t2g-data",
+        **fixed,
+    )
+    return yaml.safe_load(text)
+
+
+def _documents(parts: Mapping[str, Any], target: Target) -> list[dict[str, Any]]:
+    """Return the documents of a target, in the order of the file."""
+    if target == "claim":
+        return [parts["claim"]]
+    if target == "rayjob":
+        kind = "RayJob"
+        spec = parts["job"]
+    else:
+        kind = "RayCluster"
+        spec = parts["cluster"]
     main = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": parts["network"]["metadata"], "spec": spec}
-    documents = [parts["claim"]] if target == "claim" else [parts["network"], parts["disruptions"], main]
-    options = ["--target", target, *([] if stage == "policy" else ["--stage", stage]), *(["--cpu"] if cpu else [])]
-    options += [*(["--image", image] if image else []), *(["--patch", str(patch)] if patch else [])]
-    command = ["python", "-m", "jobs.deploy", "render", "--config", config_path, *options, *overrides]
-    lines = [f"Made by: {shlex.join(command)}", *_remarks(config, target)]
-    documents = patched(documents, read_patches(patch) if patch else ())
-    dumped = yaml.dump_all(documents, Dumper=_NoAliases, sort_keys=False, width=120)
-    return "".join(f"# {line}\n" for text in lines for line in text.splitlines()) + dumped
+    return [parts["network"], parts["disruptions"], main]
 
 
 def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
@@ -99,7 +141,8 @@ def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
         yield "Runs and models are on this claim; deleting it deletes them."
         return
     yield f"The token comes from the Secret {SECRETS['token']} (key auth_token), which must be there first."
-    if keys := keys_of(config):
+    keys = keys_of(config)
+    if keys:
         yield f"So does the Secret {SECRETS['driver']}, with {', '.join(keys)}."
     yield (
         f"To end it: python -m jobs.deploy stop --run {config.run.name}, which waits for a checkpoint, then "
@@ -109,8 +152,11 @@ def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
 
 def keys_of(config: JobConfig) -> list[str]:
     """Return the environment variables with secrets that the driver needs."""
-    wandb = ["WANDB_API_KEY"] if getattr(config, "log", LogConfig()).wandb_project else []
-    return list(dict.fromkeys([*(server.key_env for server in servers(config)), *wandb]))
+    names = [server.key_env for server in servers(config)]
+    log = getattr(config, "log", LogConfig())
+    if log.wandb_project:
+        names.append("WANDB_API_KEY")
+    return list(dict.fromkeys(names))
 
 
 def mount_of(config: JobConfig) -> str:
@@ -134,7 +180,9 @@ def mount_of(config: JobConfig) -> str:
 def resource_name(run_name: str) -> str:
     """Return a valid Kubernetes name: "SLF5K.policy_2" -> "slf5k-policy-2", "7b" -> "t2g-7b"."""
     name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
-    return (name if name[0].isalpha() else f"t2g-{name}")[:MAX_NAME].rstrip("-")
+    if not name[0].isalpha():
+        name = f"t2g-{name}"
+    return name[:MAX_NAME].rstrip("-")
 
 
 def driver(stage: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:
@@ -145,7 +193,8 @@ def driver(stage: str, config: JobConfig, config_path: str, overrides: Sequence[
     Raises:
         UserError: The config file is on no pod.
     """
-    path, mount = PurePosixPath(config_path), mount_of(config)
+    path = PurePosixPath(config_path)
+    mount = mount_of(config)
     if path.is_absolute() and not path.is_relative_to(mount):
         raise UserError(
             f"--config {config_path}: no pod has this file; give a path in the repository, such as "

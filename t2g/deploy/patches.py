@@ -34,9 +34,11 @@ def read_patches(file: Path) -> list[Document]:
         UserError: The file cannot be read, or has an invalid document.
     """
     try:
-        patches = [patch for patch in yaml.safe_load_all(file.read_text(encoding="utf-8")) if patch is not None]
+        text = file.read_text(encoding="utf-8")
+        patches = [patch for patch in yaml.safe_load_all(text) if patch is not None]
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--patch {file}: {' '.join(str(error).split())}") from error
+        message = " ".join(str(error).split())
+        raise UserError(f"--patch {file}: {message}") from error
     for number, document in enumerate(patches, start=1):
         if not isinstance(document, dict) or document.get("kind", KINDS[0]) not in KINDS:
             got = document.get("kind") if isinstance(document, dict) else type(document).__name__
@@ -50,14 +52,21 @@ def patched(documents: Sequence[Document], patches: Sequence[Document]) -> list[
     """Apply the patches in order. A patch whose kind is absent has no effect, so that one file serves all targets."""
     result = list(documents)
     for patch in patches:
-        kind, change = patch.get("kind"), {key: value for key, value in patch.items() if key != "kind"}
+        kind = patch.get("kind")
+        change = {key: value for key, value in patch.items() if key != "kind"}
         if kind == "Pod":
             result = [_patch_pods(document, change) for document in result]
         elif DELETE.items() <= change.items():
             result = [document for document in result if document["kind"] != kind]
         else:
-            result = [merged(document, change) if kind in (None, document["kind"]) else document for document in result]
+            result = [_patch_kind(document, kind, change) for document in result]
     return result
+
+
+def _patch_kind(document: Document, kind: str | None, change: Document) -> Document:
+    if kind in (None, document["kind"]):
+        return merged(document, change)
+    return document
 
 
 def _patch_pods(section: Any, change: Document) -> Any:
@@ -66,9 +75,11 @@ def _patch_pods(section: Any, change: Document) -> Any:
         return [_patch_pods(item, change) for item in section]
     if not isinstance(section, dict):
         return section
-    return {
-        key: merged(value, change) if key in TEMPLATES else _patch_pods(value, change) for key, value in section.items()
-    }
+    result = {}
+    for key, value in section.items():
+        apply = merged if key in TEMPLATES else _patch_pods
+        result[key] = apply(value, change)
+    return result
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:
@@ -78,15 +89,23 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     {'env': [{'name': 'X', 'value': '2'}]}
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        both = ours | {name: merged(ours.get(name), value, name) for name, value in theirs.items()}
+        changed = {name: merged(ours.get(name), value, name) for name, value in theirs.items()}
+        both = ours | changed
         return {name: value for name, value in both.items() if value is not None}
     if isinstance(ours, list) and isinstance(theirs, list):
         if key == "tolerations":
             return [*ours, *theirs]
-        items = [*ours, *theirs]
-        names = (name for name in NAMED_BY if all(isinstance(item, dict) and name in item for item in items))
-        if name := next(names, None):
+        name = _merge_key([*ours, *theirs])
+        if name:
             changes = {item[name]: item for item in theirs}
             existing = [merged(item, changes.pop(item[name], {})) for item in ours]
             return [*existing, *changes.values()]
     return theirs
+
+
+def _merge_key(items: Sequence[Any]) -> str | None:
+    """Return the first key of NAMED_BY that all items have, or None."""
+    for name in NAMED_BY:
+        if all(isinstance(item, dict) and name in item for item in items):
+            return name
+    return None

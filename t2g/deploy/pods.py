@@ -62,9 +62,11 @@ def pod_groups(config: JobConfig) -> tuple[PodGroup, ...]:
     if isinstance(config, RewardJob):
         roles["engine"] = config.engine
     if shares_gpus(config):  # the config has fractions of a GPU; an engine and a rank together have one GPU
-        roles |= {section: roles[section].model_copy(update={"gpus": 1}) for section in ("rollout", "learner")}
+        for section in ("rollout", "learner"):
+            roles[section] = roles[section].model_copy(update={"gpus": 1})
     names = NAMES | {section: "reward" for section in roles if section.endswith(".engine")}
-    return tuple(_group(name, section, roles[section]) for section, name in names.items() if section in roles)
+    groups = [_group(name, section, roles[section]) for section, name in names.items() if section in roles]
+    return tuple(groups)
 
 
 def shares_gpus(config: JobConfig) -> bool:
@@ -76,10 +78,14 @@ def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:
     if role.gpus > GPUS_PER_POD:
         raise UserError(f"{section}.gpus is {role.gpus:g}, and a pod has at most {GPUS_PER_POD}; lower it")
     for key, value in role.labels.items():
-        if not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        letters = value.replace("-", "").replace("_", "").replace(".", "")
+        if not letters.isalnum():
             raise UserError(f"{section}.labels: {key} is {value!r}; pods need a plain value, without ! or in(...)")
-    count = role.num_processes
-    workers = role.workers if isinstance(role, EngineConfig) else WorkersConfig(initial=count, min=count, max=count)
+    if isinstance(role, EngineConfig):
+        workers = role.workers
+    else:
+        count = role.num_processes
+        workers = WorkersConfig(initial=count, min=count, max=count)
     per_pod = workers_per_pod(workers, role.gpus)
     return PodGroup(name=name, section=section, role=role, workers=workers, per_pod=per_pod, later=section == "engine")
 
@@ -92,7 +98,8 @@ def workers_per_pod(workers: WorkersConfig, gpus: float) -> int:
     """
     most = most_per_pod(gpus)
     common = gcd(workers.min, workers.initial, workers.max)
-    return max(count for count in range(1, most + 1) if common % count == 0)
+    divisors = [count for count in range(1, most + 1) if common % count == 0]
+    return max(divisors)
 
 
 def most_per_pod(gpus: float) -> int:

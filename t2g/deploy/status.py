@@ -1,12 +1,24 @@
 """Format status.json for a terminal."""
 
 from datetime import datetime
+from typing import NamedTuple
 
 from t2g.runs.control import FleetStatus, Status
 from t2g.runs.progress import format_duration
 
 ENDED = ("stopped", "failed", "done")
 SILENT_S = 60.0  # the driver writes every few seconds: after this time it has ended or hangs
+
+
+class _Row(NamedTuple):
+    """The cells of one worker."""
+
+    name: str
+    state: str
+    version: str
+    restarts: str
+    left: str
+    load: str
 
 
 def format_status(name: str, status: Status, *, done: bool, now: datetime) -> str:
@@ -29,35 +41,52 @@ def format_status(name: str, status: Status, *, done: bool, now: datetime) -> st
         lines.append("it is done: policy/, summary.json and report.html are written")
         return "\n".join(lines)  # the engines in the status have ended
     if status.phase != "running":
-        lines.append(f"{status.phase}{': ' if status.reason else ''}{_plain(status.reason)}")
+        separator = ": " if status.reason else ""
+        lines.append(f"{status.phase}{separator}{_plain(status.reason)}")
     if status.phase in ENDED:
         return "\n".join(lines)
     if age_s > SILENT_S:
         lines.append("the driver has not updated the status since: it has ended or hangs")
     if status.idle:
-        shares = ", ".join(f"{_plain(role)} {share:.0%}" for role, share in status.idle.items())
-        lines.append(f"idle in the last step: {shares}")
+        shares = [f"{_plain(role)} {share:.0%}" for role, share in status.idle.items()]
+        lines.append(f"idle in the last step: {', '.join(shares)}")
     for fleet in status.fleets:
         lines += ["", *_fleet_lines(fleet)]
     return "\n".join(lines)
 
 
 def _fleet_lines(fleet: FleetStatus) -> list[str]:
-    rows = [("worker", "state", "version", "restarts", "left", "load")]
-    for w in fleet.workers:
-        version, left = ("-" if number is None else str(number) for number in (w.version, w.restarts_left))
-        rows.append((_plain(w.name), _plain(w.state), version, str(w.restarts), left, str(w.load)))
-    names, states = (max(len(row[i]) for row in rows) for i in (0, 1))
-    window = fleet.restart_window_s and f", restarts left within {format_duration(fleet.restart_window_s)}"
-    lines = [f"{_plain(fleet.role)}: target size {fleet.target_size}{window or ''}"]
-    lines += [
-        f"  {n:<{names}}  {s:<{states}}  {v:>7}  {restarts:>8}  {left:>4}  {load:>4}"
-        for n, s, v, restarts, left, load in rows
-    ]
-    lines += [f"  {_plain(w.name)} {_plain(w.reason)}" for w in fleet.workers if w.reason]
+    rows = [_Row("worker", "state", "version", "restarts", "left", "load")]
+    for worker in fleet.workers:
+        row = _Row(
+            name=_plain(worker.name),
+            state=_plain(worker.state),
+            version=_number(worker.version),
+            restarts=str(worker.restarts),
+            left=_number(worker.restarts_left),
+            load=str(worker.load),
+        )
+        rows.append(row)
+    name_width = max(len(row.name) for row in rows)
+    state_width = max(len(row.state) for row in rows)
+
+    window = ""
+    if fleet.restart_window_s:
+        window = f", restarts left within {format_duration(fleet.restart_window_s)}"
+    lines = [f"{_plain(fleet.role)}: target size {fleet.target_size}{window}"]
+    for row in rows:
+        texts = f"  {row.name:<{name_width}}  {row.state:<{state_width}}"
+        numbers = f"{row.version:>7}  {row.restarts:>8}  {row.left:>4}  {row.load:>4}"
+        lines.append(f"{texts}  {numbers}")
+    lines += [f"  {_plain(worker.name)} {_plain(worker.reason)}" for worker in fleet.workers if worker.reason]
     return lines
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _plain(text: str) -> str:
     """Replace control characters: on a shared mount any user may have written the file."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    characters = [character if character.isprintable() else "?" for character in text]
+    return "".join(characters)

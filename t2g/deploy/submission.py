@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,13 +81,16 @@ class Submission:
 
     def job_id(self, taken: Container[str | None]) -> str:
         """Return the first free id of own, own-2, own-3, ...: a cluster accepts an id once."""
-        names = chain([self.name], (f"{self.name}-{attempt}" for attempt in count(2)))
-        return next(name for name in names if name not in taken)
+        if self.name not in taken:
+            return self.name
+        later_names = (f"{self.name}-{attempt}" for attempt in count(2))
+        return next(name for name in later_names if name not in taken)
 
 
 def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[str]) -> Submission:
     """Return the job that runs `config`, read from `file` (relative to the upload) and `overrides`."""
-    program, wait_s = STAGES[stage].program, int(seconds_to_stop(config)) + MARGIN_S
+    program = STAGES[stage].program
+    wait_s = int(seconds_to_stop(config)) + MARGIN_S
     return Submission(
         name=config.run.name,
         arguments=(*program.split(), "--config", str(file), *overrides),
@@ -100,7 +103,9 @@ def seconds_to_stop(config: JobConfig) -> float:
     """Return the seconds that a run may need after a stop request to save its state."""
     if isinstance(config, PolicyJob):
         return CALLS_TO_FINISH * config.learner.step_timeout_s
-    return config.sft.timeout_s if isinstance(config, SFTJob) else LONGEST_ANSWER_S
+    if isinstance(config, SFTJob):
+        return config.sft.timeout_s
+    return LONGEST_ANSWER_S
 
 
 def read_config(stage: str, file: Path, overrides: Sequence[str], root: Path, **how: Any) -> Any:
@@ -123,8 +128,10 @@ def uploaded_path(file: Path, root: Path) -> Path:
         UserError: The file is not among the files that are uploaded from `root`.
     """
     path = file.resolve()
-    if path.is_relative_to(root) and path.relative_to(root) in files_to_upload(root):
-        return path.relative_to(root)
+    if path.is_relative_to(root):
+        relative = path.relative_to(root)
+        if relative in files_to_upload(root):
+            return relative
     raise UserError(f"--config: {file} is not among the files that are uploaded from {root}; put it under configs/")
 
 
@@ -136,7 +143,9 @@ def is_attempt(run_name: str, job_id: str | None, metadata: Mapping[str, str] | 
 def stop_wait_s(metadata: Mapping[str, str] | None) -> float:
     """Return how long a job may need after a stop request: MARGIN_S without t2g's metadata."""
     text = (metadata or {}).get(STOP_WAIT_KEY, "")
-    return float(text) if text.isascii() and text.isdigit() else float(MARGIN_S)
+    if text.isascii() and text.isdigit():
+        return float(text)
+    return float(MARGIN_S)
 
 
 def files_to_upload(root: Path) -> list[Path]:
@@ -147,7 +156,8 @@ def files_to_upload(root: Path) -> list[Path]:
     Raises:
         UserError: .rayignore has an unsupported pattern.
     """
-    patterns, result = (*EXCLUDED, *_read_patterns(root / IGNORE_FILE)), list[Path]()
+    patterns = (*EXCLUDED, *_read_patterns(root / IGNORE_FILE))
+    result = list[Path]()
     for folder, folders, files in os.walk(root):
         parent = Path(folder).relative_to(root)
         folders[:] = [name for name in folders if not _is_excluded(parent / name, True, patterns)]
@@ -167,7 +177,8 @@ def refuse_large(root: Path, files: Sequence[Path]) -> None:
     if total <= MAX_BYTES:
         return
     largest = sorted(sizes, key=lambda file: -sizes[file])[:NUM_NAMED]
-    listed = ", ".join(f"{file} ({sizes[file] / MIB:.1f} MiB)" for file in largest)
+    with_sizes = [f"{file} ({sizes[file] / MIB:.1f} MiB)" for file in largest]
+    listed = ", ".join(with_sizes)
     raise UserError(
         f"the upload has {total / MIB:.1f} MiB, and at most {MAX_BYTES / MIB:.0f} MiB are sent; the largest files: "
         f"{listed}. List files that the run does not need in {IGNORE_FILE}, and put data and models on shared storage"
@@ -179,19 +190,29 @@ def write_package(root: Path, files: Sequence[Path], target: Path) -> None:
     with zipfile.ZipFile(target, "w") as package:
         for file in files:
             entry = zipfile.ZipInfo(file.as_posix())  # dated 1980, so that the bytes do not depend on file times
-            entry.external_attr = ((root / file).stat().st_mode & 0o777) << 16
-            package.writestr(entry, (root / file).read_bytes(), zipfile.ZIP_DEFLATED)
+            source = root / file
+            permissions = source.stat().st_mode & 0o777
+            entry.external_attr = permissions << 16
+            package.writestr(entry, source.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
 def _is_excluded(name: Path, is_folder: bool, patterns: Sequence[str]) -> bool:
     """Match as git does: a pattern with a slash before its end is a path from the root, else a name at any depth."""
-    paths = [pattern.rstrip("/") for pattern in patterns if is_folder or not pattern.endswith("/")]
-    return any(fnmatchcase(name.as_posix() if "/" in path else name.name, path.removeprefix("/")) for path in paths)
+    for pattern in patterns:
+        if pattern.endswith("/") and not is_folder:
+            continue
+        path = pattern.rstrip("/")
+        text = name.as_posix() if "/" in path else name.name
+        if fnmatchcase(text, path.removeprefix("/")):
+            return True
+    return False
 
 
 def _read_patterns(file: Path) -> Iterator[str]:
     """Yield the patterns of an ignore file; git's ! and ** are not supported and refused."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         pattern = line.strip()
         if pattern.startswith("!") or "**" in pattern:
