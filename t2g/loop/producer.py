@@ -118,6 +118,7 @@ class Producer:
         self._on_phase("sampling" if self._unsampled[step] else "feedback")
         groups = await wait_unless_stopped(self._steps[step], stop)
         del self._steps[step]
+        del self._unsampled[step]
         unsampled = {group.prompt.prompt_id: group.failure for group in groups if not group.samples}
         generate_s = max(0.0, self._sampled_at.pop(step) - started)
         responses: list[JudgedResponse] = []

@@ -7,12 +7,12 @@ compare the estimates with `torch.cuda.max_memory_allocated` of a first run.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t2g.config import AnyJob, Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, PolicyJob, SFTOptions
+from t2g.text.model_config import load_local_config
 
 GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.
@@ -152,13 +152,8 @@ def shape_of(numbers: dict[str, Any]) -> ModelShape | None:
 
 def find_shape(model: str, revision: str | None = None) -> ModelShape | None:
     """Return the shape of a model in a folder or in this machine's hub cache, or of a model of a shipped config."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(
-            model, revision=None if Path(model).is_dir() else revision, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError):
+    config = load_local_config(model, revision)
+    if config is None:
         return SHAPES.get(model)
     return shape_of(config.get_text_config().to_dict())
 

@@ -2,10 +2,10 @@
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from t2g.errors import UserError
+from t2g.text.model_config import load_local_config
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
 ONE_TOKEN_MORE = ("cohere2", "cohere2_moe")  # see `check_window`
@@ -95,7 +95,7 @@ def check_vision(model: str, revision: str | None, key: str, *, is_trained: bool
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = _load_config(model, revision)
+    config = load_local_config(model, revision)
     if getattr(config, "vision_config", None) is None:
         return
     architectures = config.architectures or ["a model of images and text"]
@@ -164,18 +164,7 @@ def find_uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
 
 def _load_text_config(model: str, revision: str | None) -> Any:
     """Return the text config of a model on this machine, None without its files."""
-    config = _load_config(model, revision)
+    config = load_local_config(model, revision)
     if config is None:
         return None
     return config.get_text_config()
-
-
-def _load_config(model: str, revision: str | None) -> Any:
-    from transformers import AutoConfig
-
-    if Path(model).is_dir():
-        revision = None
-    try:
-        return AutoConfig.from_pretrained(model, revision=revision, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError):
-        return None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from t2g.errors import MissingLocally, UserError
+from t2g.text.model_config import malformed_config_errors
 from t2g.text.positions import check_vocabulary
 
 Message = dict[str, str]  # role: system, user or assistant; content
@@ -78,7 +79,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             model, revision=revision, trust_remote_code=False, mistral_format=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, *malformed_config_errors()) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         fetch = "" if Path(model).is_dir() else f"; where there is a network: hf download {model}"
         raise UserError(f"no tokenizer can be loaded from {model}: {reason}{fetch}") from error
