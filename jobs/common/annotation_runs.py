@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder, check_folder, sole_process
-from t2g.config import AnnotateConfig, AnnotateJob, FeedbackConfig, SourceConfig
+from t2g.config import AnnotateConfig, AnnotateJob, FeedbackConfig, ModelConfig, SourceConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped, UserError
@@ -39,12 +40,22 @@ from t2g.types import Prompt
 if TYPE_CHECKING:
     from jobs.common.fleets import Fleets
 
-JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
-TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
+JOURNAL_FILE = "journal.jsonl"
+ANNOTATED_FILE = "annotated.jsonl"
+DONE_FILE = "annotated.json"
+TRAIN_FILE = "train.jsonl"
+HELDOUT_FILE = "heldout.jsonl"
 SMOKE_PROMPTS = 8
 DRAIN_S = 5.0  # a stopped run waits so long for running judgements without requests to a language model
 TICK_S = 0.2  # between checks for signals and journal syncs: a power failure may lose the records of one tick
 Records = dict[str, AnnotatedRecord]  # by Sample.key
+
+
+class Grouped(NamedTuple):
+    """A record, and the group that is on one side of the held-out split."""
+
+    group: str
+    record: AnnotatedRecord
 
 
 def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
@@ -58,49 +69,67 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
     Raises:
         UserError: The data cannot be used, or the task plants no faults.
     """
-    task, rows = get_task(config.task), load_records(config.data)
+    task = get_task(config.task)
+    rows = load_records(config.data)
     if config.model is None or config.annotate.responses == "data":
-        make = annotation.make_turn_samples if config.annotate.reads_conversations else annotation.make_samples
-        samples = make(rows, task)
-        if _judges_data(config):
-            samples = annotation.merge_judgements(samples)
-        samples = _with_modes(samples, task, config)
-        problems = [sample.problem for sample in samples if sample.problem]
-        if len(problems) == len(samples):
-            raise UserError(f"data.path={config.data.name}: no record can be judged; {samples[0].problem}")
-        for count, problem in annotation.group_reasons(problems):
-            print(f"not judged: {count} of {len(samples)} responses, as {problem}")
+        samples = _samples_from_data(rows, task, config)
     else:
-        tokenizer = load_policy_tokenizer(config.model)
-        room, too_long = config.rollout.max_prompt_tokens, config.data.too_long
-        prompts = make_prompts(rows, task, tokenizer, room, too_long=too_long)
-        prompts = _check(prompts, task, config, leave_out=True)
-        samples = [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
-    return samples + annotation.plant_samples(samples, task, config.annotate.planted, seed=config.run.seed)
+        samples = _samples_to_write(rows, task, config, config.model)
+    planted = annotation.plant_samples(samples, task, config.annotate.planted, seed=config.run.seed)
+    return samples + planted
+
+
+def _samples_from_data(rows: Sequence[Any], task: Task, config: AnnotateJob) -> list[Sample]:
+    """Return the responses of the data, and print why some cannot be judged."""
+    make = annotation.make_turn_samples if config.annotate.reads_conversations else annotation.make_samples
+    samples = make(rows, task)
+    if _judges_data(config):
+        samples = annotation.merge_judgements(samples)
+    samples = _with_modes(samples, task, config)
+    problems = [sample.problem for sample in samples if sample.problem]
+    if len(problems) == len(samples):
+        raise UserError(f"data.path={config.data.name}: no record can be judged; {samples[0].problem}")
+    for count, problem in annotation.group_reasons(problems):
+        print(f"not judged: {count} of {len(samples)} responses, as {problem}")
+    return samples
+
+
+def _samples_to_write(rows: Sequence[Any], task: Task, config: AnnotateJob, model: ModelConfig) -> list[Sample]:
+    """Return samples whose responses the policy still has to write."""
+    tokenizer = load_policy_tokenizer(model)
+    room = config.rollout.max_prompt_tokens
+    prompts = make_prompts(rows, task, tokenizer, room, too_long=config.data.too_long)
+    prompts = _check(prompts, task, config, leave_out=True)
+    indices = range(config.rollout.samples_per_prompt)
+    return [Sample(prompt, index) for prompt, index in product(prompts, indices)]
 
 
 def _judges_data(config: AnnotateJob) -> bool:
     """Return whether the data are judgements of people: a response then has a record for each of its judges."""
-    sources = config.annotate.named_sources.values()
-    return any(
-        source.source == "human" and human_paths(source) == [*map(Path, config.data.paths)] for source in sources
-    )
+    data_paths = [*map(Path, config.data.paths)]
+    for source in config.annotate.named_sources.values():
+        if source.source == "human" and human_paths(source) == data_paths:
+            return True
+    return False
 
 
 def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[Sample]:
     """Return the samples with the mode of their tests; the solution of a record without a response is judged."""
-    chosen = [sample for sample in samples if {"response", NEXT_MESSAGE} & sample.prompt.payload.keys()]
-    checked = _check([sample.prompt for sample in chosen], task, config, leave_out=False)
-    prompts = {id(sample): prompt for sample, prompt in zip(chosen, checked, strict=True)}
-    return [replace(sample, prompt=prompts.get(id(sample), sample.prompt)) for sample in samples]
+    has_response = [sample for sample in samples if {"response", NEXT_MESSAGE} & sample.prompt.payload.keys()]
+    prompts = [sample.prompt for sample in has_response]
+    checked = _check(prompts, task, config, leave_out=False)
+
+    checked_by_id: dict[int, Prompt] = {}
+    for sample, prompt in zip(has_response, checked, strict=True):
+        checked_by_id[id(sample)] = prompt
+    return [replace(sample, prompt=checked_by_id.get(id(sample), sample.prompt)) for sample in samples]
 
 
 def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_out: bool) -> list[Prompt]:
-    options = config.annotate
-    programs = [source for source in options.named_sources.values() if "program" in (source.source, source.aligner)]
-    if not programs:
-        return list(prompts)
-    return check_references(prompts, task, programs[0].sandbox, config.run.folder, leave_out=leave_out)
+    for source in config.annotate.named_sources.values():
+        if "program" in (source.source, source.aligner):
+            return check_references(prompts, task, source.sandbox, config.run.folder, leave_out=leave_out)
+    return list(prompts)
 
 
 def annotate_samples(
@@ -116,23 +145,21 @@ def annotate_samples(
         Stopped: `stop` was set.
         RunStopped: More than `annotate.max_failed_share` has no usable feedback; annotated.jsonl is written.
     """
-    options, smoke = config.annotate, config.run.smoke
+    options = config.annotate
+    smoke = config.run.smoke
+    samples_policy = options.responses == "policy"
     with sole_process(config.run.folder):
         check_folder(config, JOURNAL_FILE)
-        num_smoke = SMOKE_PROMPTS * (config.rollout.samples_per_prompt if options.responses == "policy" else 1)
-        requested = [sample for sample in samples if not sample.is_left_out][:num_smoke] if smoke else samples
+        requested = _first_samples(config, samples) if smoke else samples
         records = {} if smoke else known_records(config, requested)
         missing = missing_samples(requested, records)
         if not missing:
-            return write_files(config, begin_folder(config, JOURNAL_FILE), requested, records)
-        task = get_task(config.task)
-        if fleets:
-            source = fleets.feedback(options, task, config)
-        else:
-            folder = config.run.folder
-            source = make_source(options, lambda one, key: make_local_source(one, task, folder=folder, section=key))
+            folder = begin_folder(config, JOURNAL_FILE)
+            return write_files(config, folder, requested, records)
+
+        source = _feedback_source(config, fleets)
         print_token_estimate(config, missing)
-        write = _writer(config, fleets) if options.responses == "policy" else None
+        write = _writer(config, fleets) if samples_policy else None
         folder = begin_folder(config, JOURNAL_FILE)
         started = time.monotonic()
         collect(options, missing, source, write, folder / JOURNAL_FILE, records, stop)
@@ -144,6 +171,24 @@ def annotate_samples(
         return summary
 
 
+def _first_samples(config: AnnotateJob, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of a smoke run."""
+    samples_per_prompt = config.rollout.samples_per_prompt if config.annotate.responses == "policy" else 1
+    judged = [sample for sample in samples if not sample.is_left_out]
+    return judged[: SMOKE_PROMPTS * samples_per_prompt]
+
+
+def _feedback_source(config: AnnotateJob, fleets: "Fleets | None") -> FeedbackSource:
+    """Return the source of feedback, with engines if the job has `roles`."""
+    task = get_task(config.task)
+    if fleets:
+        return fleets.feedback(config.annotate, task, config)
+    folder = config.run.folder
+    return make_source(
+        config.annotate, lambda source, section: make_local_source(source, task, folder=folder, section=section)
+    )
+
+
 def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
     """Return the journal's records of these samples; human feedback only if the human file still contains it."""
     options = config.annotate
@@ -151,13 +196,19 @@ def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
     if records and options.source == "human":
         human = _human(options, config.task)
         records = [record for record in records if human.is_current(record)]
-    by_key = {key: record for record in records for key in annotation.record_keys(record)}
+    by_key: Records = {}
+    for record in records:
+        by_key |= dict.fromkeys(annotation.record_keys(record), record)
     return {sample.key: by_key[sample.key] for sample in samples if sample.key in by_key}
 
 
 def missing_samples(samples: Sequence[Sample], records: Records) -> list[Sample]:
     """Return one sample for each missing judgement; equal responses to a prompt share one."""
-    return list({s.key: s for s in samples if s.key not in records and not s.problem}.values())
+    missing: dict[str, Sample] = {}
+    for sample in samples:
+        if sample.key not in records and not sample.problem:
+            missing[sample.key] = sample
+    return list(missing.values())
 
 
 def collect(
@@ -175,7 +226,8 @@ def collect(
         Stopped: `stop` was set. No new request starts then; open requests, which may cost money, have some seconds.
     """
     done = len(records)
-    with closing(Journal(journal_path)) as journal, show_progress("annotate", done + len(samples), done=done) as bar:
+    total = done + len(samples)
+    with closing(Journal(journal_path)) as journal, show_progress("annotate", total, done=done) as bar:
 
         def on_record(sample: Sample, record: AnnotatedRecord) -> None:
             if record.status != "failed":  # the next start requests a failed one again
@@ -185,13 +237,14 @@ def collect(
 
         limit = ConcurrencyLimit(judging_concurrency(options))
         work = annotation.annotate(samples, source, on_record, limit, sample_responses=write)
-        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_seconds(options)))
+        drain_s = drain_seconds(options)
+        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
 
 
 def drain_seconds(options: FeedbackConfig) -> float:
     """Return how long a stopped run waits for running judgements: requests to language models may cost money."""
-    models = [source.llm for source in options.named_sources.values() if "llm" in source.models]
-    return max((llm.request_timeout_s for llm in models), default=DRAIN_S)
+    timeouts = [source.llm.request_timeout_s for source in options.named_sources.values() if "llm" in source.models]
+    return max(timeouts, default=DRAIN_S)
 
 
 def judging_concurrency(options: FeedbackConfig) -> int:
@@ -200,13 +253,15 @@ def judging_concurrency(options: FeedbackConfig) -> int:
 
 
 def _source_concurrency(source: SourceConfig) -> int:
+    engine = source.engine
     limits = {
         "llm": source.llm.concurrency,
-        "reward_model": 2 * source.engine.workers.initial * source.engine.max_num_seqs,
+        "reward_model": 2 * engine.workers.initial * engine.max_num_seqs,
         "program": source.sandbox.max_concurrent,
         "human": 1,
     }
-    return max(limits.get(name, source.concurrency) for name in (source.source, source.aligner or source.source))
+    names = {source.source, source.aligner or source.source}
+    return max(limits.get(name, source.concurrency) for name in names)
 
 
 async def run_until_stopped(
@@ -234,11 +289,16 @@ async def run_until_stopped(
     if task.done():
         return task.result()
     limit.close()
-    name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
+    name = stop.signal_name
+    stop.signal_name = None  # a second signal sets it again
     waits = f"waiting up to {drain_s:g} s for {limit.num_in_flight} answers under way"
     print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
     deadline = time.monotonic() + drain_s
-    await until(lambda: bool(stop) or not limit.num_in_flight or time.monotonic() >= deadline)
+
+    def is_over() -> bool:
+        return bool(stop) or not limit.num_in_flight or time.monotonic() >= deadline
+
+    await until(is_over)
     stop.signal_name = name
     if not task.cancel():
         task.result()  # an error of the work takes precedence over the signal
@@ -248,45 +308,70 @@ async def run_until_stopped(
 def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], records: Records) -> dict[str, Any]:
     """Write annotated.jsonl, then unless too much failed the training and held-out files; return the summary."""
     (folder / DONE_FILE).unlink(missing_ok=True)
-    left_out, samples = [s.problem for s in samples if s.is_left_out], [s for s in samples if not s.is_left_out]
-    made = [
-        annotation.make_refused_record(s, config.annotate.describe())
-        if s.problem
-        else records[s.key].model_copy(update={"sample_index": s.sample_index})
-        for s in samples
-    ]
+    left_out: list[str] = []
+    made: list[AnnotatedRecord] = []
+    usable: list[Grouped] = []
+    for sample in samples:
+        if sample.is_left_out:
+            left_out.append(sample.problem)
+            continue
+        record = _make_record(config, sample, records)
+        made.append(record)
+        if record.usable:
+            usable.append(Grouped(sample.group or record.prompt, record))
     write_annotated(folder / ANNOTATED_FILE, made)
+
     summary = annotation.summarize(made, left_out)
-    text, limit = annotation.format_summary(summary), config.annotate.max_failed_share
-    usable = [(s.group or record.prompt, record) for s, record in zip(samples, made, strict=True) if record.usable]
+    text = annotation.format_summary(summary)
+    limit = config.annotate.max_failed_share
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
             f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
             f"{config.annotate.describe()}; annotate.max_failed_share allows {limit:.0%}. All judgements are kept in "
             f"{JOURNAL_FILE}: the same command requests the failed ones again\n{text}"
         )
-    heldout = annotation.select_heldout_prompts((group for group, _ in usable), config.annotate.heldout_share)
-    for name, is_heldout in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
-        part = [record for group, record in usable if (group in heldout) is is_heldout]
-        write_annotated(folder / name, part)
-        summary["heldout_records" if is_heldout else "train_records"] = len(part)
+
+    summary |= _write_split(config, folder, usable)
     styles = {name: source.style.model_dump() for name, source in config.annotate.named_sources.items()}
     summary["style"] = styles.get("", styles)  # jobs.train_reward refuses another style
     write_json(folder / DONE_FILE, summary)
-    if not heldout:
+
+    if summary["heldout_records"] == 0:
         text += f"\n  of one prompt or conversation: nothing is held out, and {HELDOUT_FILE} is empty"
     print(text)
     return summary
 
 
+def _write_split(config: AnnotateJob, folder: Path, usable: Sequence[Grouped]) -> dict[str, int]:
+    """Write the training and held-out files, and return their numbers of records."""
+    groups = [grouped.group for grouped in usable]
+    heldout_groups = annotation.select_heldout_prompts(groups, config.annotate.heldout_share)
+    train: list[AnnotatedRecord] = []
+    heldout: list[AnnotatedRecord] = []
+    for grouped in usable:
+        part = heldout if grouped.group in heldout_groups else train
+        part.append(grouped.record)
+    write_annotated(folder / TRAIN_FILE, train)
+    write_annotated(folder / HELDOUT_FILE, heldout)
+    return {"train_records": len(train), "heldout_records": len(heldout)}
+
+
+def _make_record(config: AnnotateJob, sample: Sample, records: Records) -> AnnotatedRecord:
+    """Return the record of a sample; that of a response that cannot be judged says why."""
+    if sample.problem:
+        return annotation.make_refused_record(sample, config.annotate.describe())
+    return records[sample.key].model_copy(update={"sample_index": sample.sample_index})
+
+
 def _writer(config: AnnotateJob, fleets: "Fleets | None") -> SampleResponses:
     """Return a function that samples responses from the policy's engines."""
     assert fleets is not None and config.model is not None, "see roles and AnnotateJob"
-    rollouts = fleets.rollouts(config.model, config.rollout, config)
+    options = config.rollout
+    rollouts = fleets.rollouts(config.model, options, config)
     sampling = Sampling(
-        num_samples=config.rollout.samples_per_prompt,
-        temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
+        num_samples=options.samples_per_prompt,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
         seed=config.run.seed,
     )
 
@@ -308,11 +393,14 @@ def _human(source: SourceConfig, task: str) -> HumanFeedback:
 def print_token_estimate(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     """Print the estimated requests and tokens; raise UserError if they exceed llm.max_total_tokens."""
     longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # upper bound for a response not sampled yet
+    task = get_task(config.task)
     for source in config.annotate.named_sources.values():
-        items = [(s.prompt, s.response or longest) for s in samples]
-        if source.source == "human" and "llm" in source.models:
+        if "llm" not in source.models:
+            continue
+        items = [(sample.prompt, sample.response or longest) for sample in samples]
+        if source.source == "human":
             human = _human(source, config.task)
             items = [item for item in items if human.needs_aligner(*item)]
-        if "llm" in source.models:
-            items *= [source.source, source.aligner].count("llm")
-            print(estimate_cost(items, source, get_task(config.task)))
+        items *= [source.source, source.aligner].count("llm")
+        estimate = estimate_cost(items, source, task)
+        print(estimate)

@@ -64,11 +64,12 @@ def main(
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         parser.error(describe_unknown(schema, unknown, argv))
-    given = vars(known)
-    file, overrides, dry_run, show_config = (
-        given.pop(name) for name in ("config", "overrides", "dry_run", "show_config")
-    )
 
+    given = vars(known)
+    file = given.pop("config")
+    overrides = given.pop("overrides")
+    dry_run = given.pop("dry_run")
+    show_config = given.pop("show_config")
     run_folder = find_run_folder(overrides) if of_run else None
     if (file is None) == (run_folder is None):
         parser.error("needs either the folder of a run or --config FILE")
@@ -80,7 +81,8 @@ def main(
         if show_config:
             print(loading.to_yaml(config), end="")
             return 0
-        result = check_and_run(config, run, read, describe if dry_run else None, **given)
+        describe_run = describe if dry_run else None
+        result = check_and_run(config, run, read, describe_run, **given)
         return result if isinstance(result, int) else 0
 
     return exit_code(parser.prog, execute)
@@ -100,15 +102,17 @@ def check_and_run(
     cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     preflight = import_module("t2g.resources.preflight")  # heavy: --help answers without it
     config = import_module("t2g.resources.host_memory").with_estimated_memory(config)
-    found = preflight.preflight(config, find_resources(cluster) if cluster == "local" else None)
-    data = [preflight.read_inputs(found, config, resolve_name(read))] if read else []
-    if describe and (description := found.of(describe, config)):
+    resources = find_resources(cluster) if cluster == "local" else None
+    findings = preflight.preflight(config, resources)
+    data = [preflight.read_inputs(findings, config, resolve_name(read))] if read else []
+    if describe and (description := findings.of(describe, config)):
         print(description, flush=True)
     if describe and data and data[0] is not None:
         preview = import_module("jobs.common.preview").preview_data(config, data[0])
         print(preview, end="\n" if preview else "", flush=True)
-    found.refuse()
-    import_module("jobs.common.start_check").check_start(config, options.get("what"))
+    findings.refuse()
+    start_check = import_module("jobs.common.start_check")
+    start_check.check_start(config, options.get("what"))
     if describe:
         return print("nothing was found that would stop the job")
     try:
@@ -132,7 +136,8 @@ def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "inte
     except OSError as error:
         if not (reason := describe_write_failure(error)):
             raise
-        print(f"{prog}: {getattr(error, 'filename', None) or 'a file'}: {reason}", file=sys.stderr)
+        file = getattr(error, "filename", None) or "a file"
+        print(f"{prog}: {file}: {reason}", file=sys.stderr)
         return 2
     except Stopped:
         name = str(StopFlag.installed.signal_name)
@@ -149,7 +154,8 @@ def print_outputs(**paths: Path) -> None:
     >>> print_outputs(report=Path("/"), policy=Path("/nowhere"))
     made: report /
     """
-    print(f"made: {', '.join(f'{label} {path}' for label, path in paths.items() if path.exists()) or 'nothing'}")
+    made = [f"{label} {path}" for label, path in paths.items() if path.exists()]
+    print(f"made: {', '.join(made) or 'nothing'}")
 
 
 def find_resources(address: str | None) -> Mapping[str, float]:
@@ -201,12 +207,16 @@ def stop_flag() -> StopFlag:
 
 def find_run_folder(arguments: Sequence[str]) -> str | None:
     """Return the first argument that is neither an option nor key=value: the folder of a run."""
-    return next((text for text in arguments if "=" not in text and not text.startswith("-")), None)
+    for text in arguments:
+        if "=" not in text and not text.startswith("-"):
+            return text
+    return None
 
 
 def job_parser(schema: type[BaseModel], *, takes_run: bool = False) -> argparse.ArgumentParser:
     """Return the parser of a job. The schema's docstring begins with it: "jobs.train_policy: span-level PPO."."""
-    name, _, purpose = " ".join((schema.__doc__ or "").split()).partition(": ")
+    doc = " ".join((schema.__doc__ or "").split())
+    name, _, purpose = doc.partition(": ")
     keys = "\n".join(_section_help(schema))
     parser = argparse.ArgumentParser(
         prog=program_name(name),
@@ -218,18 +228,22 @@ def job_parser(schema: type[BaseModel], *, takes_run: bool = False) -> argparse.
     parser.add_argument("--config", type=Path, required=not takes_run, metavar="FILE", help="YAML file with the config")
     parser.add_argument("--dry-run", action="store_true", help="print what the job would do and what would stop it")
     parser.add_argument("--show-config", action="store_true", help="print the resolved config as YAML, nothing else")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="RUN key=value" if takes_run else "key=value",
-        help="override a key of the file: rollout.temperature=0.6"
-        + ("; RUN, in place of --config: the folder of a run, such as runs/my-run" if takes_run else ""),
-    )  # fmt: skip
+
+    metavar = "key=value"
+    meaning = "override a key of the file: rollout.temperature=0.6"
+    if takes_run:
+        metavar = f"RUN {metavar}"
+        meaning += "; RUN, in place of --config: the folder of a run, such as runs/my-run"
+    parser.add_argument("overrides", nargs="*", metavar=metavar, help=meaning)
     return parser
 
 
 def program_name(module: str) -> str:
     """Return the command as the user typed it: "t2g train" or "python -m jobs.train_policy"."""
     program, *arguments = sys.orig_argv[1:3] or [""]
-    return f"t2g {arguments[0]}" if Path(program).name == "t2g" and arguments else f"python -m {module}"
+    if Path(program).name == "t2g" and arguments:
+        return f"t2g {arguments[0]}"
+    return f"python -m {module}"
 
 
 def _section_help(
@@ -241,18 +255,30 @@ def _section_help(
         given: The default value of the section, if any; it may differ from the section's own defaults.
         purpose: Purpose of the section, for its header.
     """
-    plain, inner = [], []
+    plain: list[str] = []
+    inner: list[str] = []
     for name, info in section.model_fields.items():
         default = getattr(given, name) if given else info.get_default(call_default_factory=True, validated_data={})
         nested = section_type(info.annotation)
         if nested is None:
-            required = info.is_required() and not given
-            default_text = "required" if required else json.dumps(default, default=str)
-            plain.append(f"  {prefix + name:<38} {default_text:<16} {info.description or ''}".rstrip())
+            is_required = info.is_required() and not given
+            default_text = "required" if is_required else json.dumps(default, default=str)
+            line = f"  {prefix + name:<38} {default_text:<16} {info.description or ''}"
+            plain.append(line.rstrip())
             continue
-        about = info.description or (nested.__dict__.get("__doc__") or "").strip().partition("\n")[0]
+        nested_purpose = info.description or _first_line(nested)
         if default is None and not info.is_required():
-            about += " (off by default)"
-        inner += _section_help(nested, f"{prefix}{name}.", default if isinstance(default, nested) else None, about)
-    header = f"\n{prefix.removesuffix('.') or 'the job'}: {purpose}".rstrip(" ")
-    return ([header] if plain else []) + plain + inner
+            nested_purpose += " (off by default)"
+        nested_default = default if isinstance(default, nested) else None
+        inner += _section_help(nested, f"{prefix}{name}.", nested_default, nested_purpose)
+    if not plain:
+        return inner
+    title = prefix.removesuffix(".") or "the job"
+    header = f"\n{title}: {purpose}".rstrip(" ")
+    return [header, *plain, *inner]
+
+
+def _first_line(section: type[BaseModel]) -> str:
+    """Return the first line of a section's own docstring; "" without one."""
+    doc = section.__dict__.get("__doc__") or ""
+    return doc.strip().partition("\n")[0]

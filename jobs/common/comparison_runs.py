@@ -74,49 +74,65 @@ class Target:
 
     def __init__(self, arms: Arms, data: PolicyData, fleets: Fleets) -> None:
         job = arms.reference
-        prompts, samples = data.eval_prompts[: job.eval.num_prompts], job.run.folder / "samples"
-        self._tokenizer, self._sampling = data.tokenizer, make_sampling(job, "reference", 0, num_samples=1)
+        prompts = data.eval_prompts[: job.eval.num_prompts]
+        samples = job.run.folder / "samples"
+        self._tokenizer = data.tokenizer
+        self._sampling = make_sampling(job, "reference", 0, num_samples=1)
         self._source = partial(make_rollout_source, job, data)
 
         def make() -> dict[str, Any]:
             rollouts, feedback = fleets.for_policy(job, data.task)
             wait_for_engines(feedback.fleet, rollouts)
             source = self._source(rollouts)
-            judged = asyncio.run(targeting.sample_and_judge(prompts, source, feedback, self._sampling))
+            sampling = targeting.sample_and_judge(prompts, source, feedback, self._sampling)
+            judged = asyncio.run(sampling)
+
             shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
             job.run.folder.mkdir(parents=True, exist_ok=True)
-            groups = [Group(prompt=j.prompt, samples=((j.rollout, j.feedback),)) for j in judged]
+            groups: list[Group] = []
+            for response in judged:
+                sample = (response.rollout, response.feedback)
+                groups.append(Group(prompt=response.prompt, samples=(sample,)))
             write_groups(samples, {0: groups})
             return {}
 
         once(job.run.folder, job, make)
-        groups = read_groups(samples, {prompt.prompt_id: prompt for prompt in prompts})[0]
+        prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        groups = read_groups(samples, prompts_by_id)[0]
         self.responses = [JudgedResponse(group.prompt, *group.samples[0]) for group in groups]
         self._retained = read_texts(arms.job.compare.retention, data.tokenizer, job.rollout.max_model_len)
 
     def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:
         """Measure what a run changed, into its folder. Engines and learner have the trained weights."""
-        self._write(arm, self._compute_logprobs(learner, has_reference=True), rollouts, feedback)
+        measured = self._compute_logprobs(learner, has_reference=True)
+        self._write(arm, measured, rollouts, feedback)
 
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
         """Measure a run without a learner of ours, from its exported policy."""
-        # Merged when it was exported; no critic takes part.
-        changes = {"model.policy": str(arm.run.folder / POLICY), "model.revision": None, "learner.lora": None}
-        exported = with_overrides(arm, changes | {"objective.advantages": "group"})
+        changes = {
+            "model.policy": str(arm.run.folder / POLICY),
+            "model.revision": None,
+            "learner.lora": None,  # merged when it was exported
+            "objective.advantages": "group",  # no critic takes part
+        }
+        exported = with_overrides(arm, changes)
         placement_timeout_s = arm.cluster.placement_timeout_s
         spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
         with loaded_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
             measured = self._compute_logprobs(learner, has_reference=False)
         with Fleets() as own:
-            self._write(arm, measured, own.rollouts(exported.model, exported.rollout, exported), feedback)
+            rollouts = own.rollouts(exported.model, exported.rollout, exported)
+            self._write(arm, measured, rollouts, feedback)
 
     def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
         """Return the log-probabilities of the reference responses, and `measure_retention`."""
-        responses = [rollout for _, rollout, _ in self.responses]
+        responses = [response.rollout for response in self.responses]
         logprobs = [stats.old_logprobs for stats in learner.forward(responses, ["old_logprobs"])]
         if not self._retained:
             return logprobs, {}
-        fields = ["old_logprobs", *(["ref_logprobs"] if has_reference else [])]
+        fields = ["old_logprobs"]
+        if has_reference:
+            fields.append("ref_logprobs")
         retained = learner.forward(self._retained, fields)
         return logprobs, measure_retention(retained, has_reference=has_reference)
 
@@ -124,10 +140,12 @@ class Target:
         self, arm: PolicyJob, measured: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
         feedback: FeedbackSource,
     ) -> None:  # fmt: skip
-        (logprobs, retained), source = measured, self._source(rollouts)
-        changes = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
-        content = asyncio.run(changes) | retained
-        write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(content, indent=1).encode())
+        logprobs, retained = measured
+        source = self._source(rollouts)
+        measuring = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
+        content = asyncio.run(measuring) | retained
+        text = json.dumps(content, indent=1)
+        write_atomic(arm.run.folder / TARGETING_FILE, text.encode())
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -144,8 +162,12 @@ class Session:
 
     def run(self, name: str, arm: PolicyJob, target: Target | None = None, data: PolicyData | None = None) -> None:
         """Make a run unless it is finished, and measure it with `target`."""
-        method, identity_fields, data = self.arms.methods[name], self.arms.identity_extras(name), data or self.data
-        identity_fields |= {} if data is self.data else {"held_out": SEARCH_POSTS}
+        method = self.arms.methods[name]
+        data = data or self.data
+        identity_fields = self.arms.identity_extras(name)
+        if data is not self.data:
+            identity_fields |= {"held_out": SEARCH_POSTS}
+
         if self.results.find(arm, **identity_fields):
             print(f"{name}, seed {arm.run.seed}: in {self.arms.job.compare.results}, and not made again")
             return
@@ -154,8 +176,11 @@ class Session:
             if self.stop:
                 raise Stopped
             summary = self._train(arm, method.is_baseline, target, data, identity_fields)
-        if target and method.is_trained and not (arm.run.folder / TARGETING_FILE).exists():
-            target.measure_exported(arm, self.fleets.feedback(arm.feedback, self.data.task, arm))
+
+        is_measured = (arm.run.folder / TARGETING_FILE).exists()
+        if target and method.is_trained and not is_measured:
+            feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
+            target.measure_exported(arm, feedback)
         if target and self.arms.job.compare.results:
             seconds = summary["timing"]["wall_s"]
             self.results.append(name, arm, load_run(arm), seconds=seconds, **identity_fields)
@@ -197,9 +222,14 @@ class Session:
             return {}, config.lr_grid[0]
         scores: Scores = {}
         rates = [*config.lr_grid]
+        max_rates = len(config.lr_grid) + MAX_WIDER
         for lr in rates:  # which grow
-            scores[lr] = {seed: self.score(name, self.arms.search(name, seed, lr)) for seed in config.search_seeds}
-            if len(scores) == len(rates) < len(config.lr_grid) + MAX_WIDER and (wider := next_lr(scores)):
+            scores[lr] = {}
+            for seed in config.search_seeds:
+                arm = self.arms.search(name, seed, lr)
+                scores[lr][seed] = self.score(name, arm)
+            is_last = len(scores) == len(rates)
+            if is_last and len(rates) < max_rates and (wider := next_lr(scores)):
                 rates.append(wider)
         return scores, choose_lr(scores)
 
@@ -207,32 +237,41 @@ class Session:
         """Run all methods seed by seed, so that a temporarily slower machine affects all methods."""
         config = self.arms.job.compare
         for seed, name in product(config.seeds, names):
-            self.run(name, self.arms.arm(name, seed, chosen.get(name)), target)
-        if set(NOISY) <= set(names):
-            for noise, seed, name in product(config.noise, config.seeds, NOISY):
-                self.run(name, self.arms.arm(name, seed, chosen[name], noise))
+            arm = self.arms.arm(name, seed, chosen.get(name))
+            self.run(name, arm, target)
+        if not set(NOISY) <= set(names):
+            return
+        for noise, seed, name in product(config.noise, config.seeds, NOISY):
+            arm = self.arms.arm(name, seed, chosen[name], noise)
+            self.run(name, arm)
 
 
 def read_policy_data(job: CompareJob) -> PolicyData:
     """Return the data of all arms. Raise UserError if an arm cannot use it."""
     arms = Arms(job)
-    return read_data(job, [arms.arm(name, 0) for name in arms.methods])
+    configs = [arms.arm(name, 0) for name in arms.methods]
+    return read_data(job, configs)
 
 
 def engine_groups(arms: Arms) -> list[list[str]]:
     """Group the methods by their feedback, the job's own first: only the engines of one group run at a time."""
-    groups: dict[str, list[str]] = {arms.reference.feedback.model_dump_json(): []}
+    own_feedback = arms.reference.feedback.model_dump_json()
+    groups: dict[str, list[str]] = {own_feedback: []}
     for name, method in arms.methods.items():
-        if method.procedure != "base":
-            groups.setdefault(arms.arm(name, 0).feedback.model_dump_json(), []).append(name)
+        if method.procedure == "base":
+            continue
+        feedback = arms.arm(name, 0).feedback.model_dump_json()
+        groups.setdefault(feedback, []).append(name)
     return [*groups.values()]
 
 
 def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
     """Return the data with the held-out prompts that follow the reported ones, or with these if there are no others."""
     assert job.eval_data is not None
-    config, room = job.eval_data, job.rollout.max_prompt_tokens
-    records = load_records(config, "eval_data")[job.eval.num_prompts : 2 * job.eval.num_prompts]
+    config = job.eval_data
+    room = job.rollout.max_prompt_tokens
+    num_reported = job.eval.num_prompts
+    records = load_records(config, "eval_data")[num_reported : 2 * num_reported]
     if not records:
         return data
     prompts = make_prompts(records, data.task, data.tokenizer, room, too_long=config.too_long, key="eval_data")
@@ -243,39 +282,56 @@ def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
 def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     """Make every unfinished run; return the results of the search. Raises Stopped."""
     config = arms.job.compare
-    search_data = make_search_data(arms.job, data) if config.seeds and len(config.lr_grid) > 1 else data
-    search: dict[str, Any] = {"grid": config.lr_grid, "seeds": config.search_seeds, "scores": {}, "chosen": {}}
-    search["posts"] = "reported" if search_data is data else SEARCH_POSTS
+    searches = config.seeds and len(config.lr_grid) > 1
+    search_data = make_search_data(arms.job, data) if searches else data
+    scores: dict[str, Scores] = {}
+    chosen: dict[str, float] = {}
+    search: dict[str, Any] = {
+        "grid": config.lr_grid,
+        "seeds": config.search_seeds,
+        "scores": scores,
+        "chosen": chosen,
+        "posts": "reported" if search_data is data else SEARCH_POSTS,
+    }
+
     target: Target | None = None
     results = Results(config)
+    has_one_rate = len(config.lr_grid) == 1
     groups = engine_groups(arms) if config.seeds else []
-    made = [len(config.lr_grid) == 1 and has_all(arms, names, results) for names in groups]
-    for names, is_made in zip(groups, made, strict=True):
+    is_made = [has_one_rate and has_all(arms, names, results) for names in groups]
+    for names, is_group_made in zip(groups, is_made, strict=True):
+        trained = [name for name in names if arms.methods[name].is_trained]
         # The first group has the engines of the reference, which measures the runs of the others as well.
-        if is_made and (target or all(made)):
+        if is_group_made and (target or all(is_made)):
             if names:
                 print(f"{', '.join(names)}: all runs are in {config.results}, and are not made again")
-            search["chosen"] |= {name: config.lr_grid[0] for name in names if arms.methods[name].is_trained}
+            chosen |= dict.fromkeys(trained, config.lr_grid[0])
             continue
+
         with Fleets() as fleets:
             session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets, results=results)
             target = target or Target(arms, data, fleets)
-            for name in (name for name in names if arms.methods[name].is_trained):
-                scores, search["chosen"][name] = session.find_lr(name)
-                search["scores"] |= {name: scores} if scores else {}
-            session.run_arms(names, search["chosen"], target)
+            for name in trained:
+                scores_by_lr, chosen[name] = session.find_lr(name)
+                if scores_by_lr:
+                    scores[name] = scores_by_lr
+            session.run_arms(names, chosen, target)
     return search
 
 
 def has_all(arms: Arms, names: Sequence[str], results: Results) -> bool:
     """Return whether the file of results has every compared run of these methods, at the only learning rate."""
-    (lr,), config = arms.job.compare.lr_grid, arms.job.compare
+    config = arms.job.compare
+    (only_lr,) = config.lr_grid
 
     def has(name: str, seed: int) -> bool:
-        arm = arms.arm(name, seed, lr if arms.methods[name].is_trained else None)
+        lr = only_lr if arms.methods[name].is_trained else None
+        arm = arms.arm(name, seed, lr)
         return results.find(arm, **arms.identity_extras(name)) is not None
 
-    return not config.noise and all(has(name, seed) for name, seed in product(names, config.seeds))
+    if config.noise:
+        return False
+    return all(has(name, seed) for name, seed in product(names, config.seeds))
 
 
 # ------------------------------------------------------------------------------------------------------ reward models
@@ -286,30 +342,41 @@ def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[st
     methods: dict[str, str] = {}  # the first that needs a model
     for name in arms.methods:
         methods.setdefault(arms.reward_model(name), name)
-    jobs = {model: {seed: arm_job(arms, demo, name, seed) for seed in config.seeds} for model, name in methods.items()}
-    return {
-        model: {seed: once(job.run.folder, job, partial(run_arm, demo, job)) for seed, job in by_seed.items()}
-        for model, by_seed in jobs.items()
-    }
+    jobs: dict[str, dict[int, RewardJob]] = {}
+    for model, name in methods.items():
+        jobs[model] = {seed: arm_job(arms, demo, name, seed) for seed in config.seeds}
+
+    metrics: dict[str, dict[int, dict[str, float]]] = {}
+    for model, job_by_seed in jobs.items():
+        metrics[model] = {}
+        for seed, job in job_by_seed.items():
+            metrics[model][seed] = once(job.run.folder, job, partial(run_arm, demo, job))
+    return metrics
 
 
 def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
     """Return the demo's reward job with the seed, and with the style and records of a method."""
-    config, sparse = arms.job.compare.rewards, reward_job(demo)
+    config = arms.job.compare.rewards
+    sparse = reward_job(demo)
     assert config is not None
-    at = arms.reward_folder(arms.reward_model(method), seed)
+    model = arms.reward_model(method)
+    at = arms.reward_folder(model, seed)
     style = arms.arm(method, seed).feedback.style
+    run = arms.job.run.make_part(root=at.parent, name=at.name, seed=seed)
+    weights = at.parent / "weights" / str(seed)
     changes: dict[str, Any] = {
-        "run": arms.job.run.make_part(root=at.parent, name=at.name, seed=seed),
-        "model.policy": str(at.parent / "weights" / str(seed)),
+        "run": run,
+        "model.policy": str(weights),
         "sft.num_epochs": config.num_epochs,
         "style": style,
         "eval_records": config.eval_records,
     }
     if style.labels == "dense":
         dense = arms.job.run.folder / "rewards" / "dense-records"
-        changes["data.path"] = str(dense / Path(sparse.data.path).name)
-        changes["eval_data.path"] = str(dense / Path(sparse.eval_data.path).name)
+        data_name = Path(sparse.data.path).name
+        eval_name = Path(sparse.eval_data.path).name
+        changes["data.path"] = str(dense / data_name)
+        changes["eval_data.path"] = str(dense / eval_name)
     return with_overrides(sparse, changes)
 
 
@@ -326,15 +393,20 @@ def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     tokenizer = load_tokenizer(base_model(demo).policy)  # spans are compared on the tokens where PPO will pay them
     with Fleets() as fleets:
         judged = reward_models.train_and_judge(job, data, fleets, tokenizer=tokenizer)
-    sparse = [relabel(record, StyleConfig()) for record in data.heldout]
-    return arm_metrics(judged, [record.to_feedback() for record in sparse], tokenizer)
+    plain = StyleConfig()
+    sparse = [relabel(record, plain) for record in data.heldout]
+    feedbacks = [record.to_feedback() for record in sparse]
+    return arm_metrics(judged, feedbacks, tokenizer)
 
 
 def write_dense(job: RewardJob, sparse: RewardJob) -> None:
     """Write the records of `sparse` with dense labels to the files of `job`."""
-    for path, source in ((Path(job.data.path), sparse.data), (Path(job.eval_data.path), sparse.eval_data)):
+    dense = StyleConfig(labels="dense")
+    for written, source in ((job.data, sparse.data), (job.eval_data, sparse.eval_data)):
+        path = Path(written.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_annotated(path, [relabel(record, StyleConfig(labels="dense")) for record in load_annotated(source)])
+        records = [relabel(record, dense) for record in load_annotated(source)]
+        write_annotated(path, records)
 
 
 def relabel(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
@@ -350,23 +422,32 @@ def load_run(arm: PolicyJob) -> Run:
     """Load a finished run."""
     path = arm.run.folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
-    return read_run(read_records(arm.run.folder / METRICS_FILE), targeting)
+    records = read_records(arm.run.folder / METRICS_FILE)
+    return read_run(records, targeting)
 
 
 def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, Run]], dict[str, Any]]:
     """Return method -> seed -> run in the order of compare.methods, and the same by noise."""
-    config, results = arms.job.compare, Results(arms.job.compare)
+    config = arms.job.compare
+    results = Results(config)
 
-    def load_one(name: str, arm: PolicyJob) -> Run:
+    def load_one(name: str, seed: int, noise: str) -> Run:
+        arm = arms.arm(name, seed, chosen.get(name), noise)
         return results.find(arm, **arms.identity_extras(name)) or load_run(arm)
 
     def load(name: str, noise: str = "") -> dict[int, Run]:
         if arms.methods[name].procedure == "base":
-            return {seed: base_run(run) for seed, run in load(arms.trained_methods[0]).items()}
-        return {seed: load_one(name, arms.arm(name, seed, chosen.get(name), noise)) for seed in config.seeds}
+            trained = load(arms.trained_methods[0])
+            return {seed: base_run(run) for seed, run in trained.items()}
+        return {seed: load_one(name, seed, noise) for seed in config.seeds}
 
     runs = {name: load(name) for name in arms.methods} if config.seeds else {}
-    return runs, {noise: {name: load(name, noise) for name in NOISY} for noise in config.noise if runs}
+    runs_by_noise: dict[str, Any] = {}
+    if not runs:
+        return runs, runs_by_noise
+    for noise in config.noise:
+        runs_by_noise[noise] = {name: load(name, noise) for name in NOISY}
+    return runs, runs_by_noise
 
 
 def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
@@ -381,7 +462,8 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
         "versions": collect_versions(),
     }
     folder = arms.job.run.folder
-    write_atomic(folder / "compare.json", json.dumps(summary, indent=1).encode())
+    numbers = json.dumps(summary, indent=1)
+    write_atomic(folder / "compare.json", numbers.encode())
     text = tables(summary)
     write_atomic(folder / "compare.md", f"{text}\n".encode())
     print(text)

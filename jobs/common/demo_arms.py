@@ -10,17 +10,22 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
     from jobs.common.stages import WORLD, base_model, reward_model
 
     folder = demo.run.folder
+    run = demo.run.make_part(root=folder / ARMS, name=arm, seed=demo.run.seed)
+    posts = DataConfig(path=str(folder / WORLD / "train.jsonl"))
+    heldout_posts = DataConfig(path=str(folder / WORLD / "heldout.jsonl"))
+    feedback = FeedbackConfig(reward_model=reward_model(demo), engine=demo.reward_engine)
+    objective = with_overrides(demo.objective, {"rewards.placement": arm})
     return PolicyJob(
-        run=demo.run.make_part(root=folder / ARMS, name=arm, seed=demo.run.seed),
+        run=run,
         cluster=demo.cluster,
         task="tiny",
         model=base_model(demo),
-        data=DataConfig(path=str(folder / WORLD / "train.jsonl")),
-        eval_data=DataConfig(path=str(folder / WORLD / "heldout.jsonl")),
+        data=posts,
+        eval_data=heldout_posts,
         num_steps=demo.num_steps,
         rollout=demo.rollout,
-        feedback=FeedbackConfig(reward_model=reward_model(demo), engine=demo.reward_engine),
-        objective=with_overrides(demo.objective, {"rewards.placement": arm}),
+        feedback=feedback,
+        objective=objective,
         learner=demo.learner,
         eval=demo.eval,
     )

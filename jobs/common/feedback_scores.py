@@ -6,6 +6,7 @@ by the next start.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def feedback_version(config: FeedbackConfig) -> str:
     """Return a key that changes with the settings, functions and models that judge."""
     contents: list[str] = []
     for source in config.named_sources.values():
-        contents += [source_hash(name) for name in (source.source, source.align) if name and ":" in name]
+        functions = [name for name in (source.source, source.align) if name and ":" in name]
+        contents += map(source_hash, functions)
         if source.reward_model is not None:
             contents.append(model_version(source.reward_model, source.reward_revision))
     return content_key(loading.identity_values(config), contents)
@@ -57,13 +59,16 @@ class FeedbackScores:
     """The judgements of all policies of an evaluation."""
 
     def __init__(self, config: PolicyEvaluationJob, feedback: FeedbackConfig, folder: Path) -> None:
-        self.config, self.feedback, self._folder = config, feedback, folder / FOLDER
+        self.config = config
+        self.feedback = feedback
+        self._folder = folder / FOLDER
         self._version = feedback_version(feedback)
 
     def missing(self, name: str, prompts: Sequence[Prompt], answers: Sequence[Answers]) -> bool:
         """Return whether responses of a policy lack a judgement."""
         rows = read_rows(self._path(name), Judged)
-        return any(key not in rows or not rows[key].is_complete for key in self._items(prompts, answers))
+        complete = {key for key, row in rows.items() if row.is_complete}
+        return not self._items(prompts, answers).keys() <= complete
 
     def judge(
         self, name: str, prompts: Sequence[Prompt], answers: Sequence[Answers], source: FeedbackSource, stop: StopFlag
@@ -82,14 +87,19 @@ class FeedbackScores:
 
         async def ask(key: str, item: tuple[Prompt, list[str]]) -> Judged:
             prompt, texts = item
-            judged = await gather_all(judge_one(prompt, text) for text in texts)
-            pairs = enumerate(zip(texts, judged, strict=True))
-            records = tuple(make_annotated_record(prompt, text, f, sample_index=index) for index, (text, f) in pairs)
-            return Judged(prompt_id=prompt.prompt_id, key=key, records=records)
+            feedbacks = await gather_all(judge_one(prompt, text) for text in texts)
+            records: list[AnnotatedRecord] = []
+            for index, (text, feedback) in enumerate(zip(texts, feedbacks, strict=True)):
+                record = make_annotated_record(prompt, text, feedback, sample_index=index)
+                records.append(record)
+            return Judged(prompt_id=prompt.prompt_id, key=key, records=tuple(records))
 
-        items, limit = self._items(prompts, answers), judging_concurrency(self.feedback)
+        path = self._path(name)
+        items = self._items(prompts, answers)
+        limit = judging_concurrency(self.feedback)
+        drain_s = drain_seconds(self.feedback)
         rows = collect(
-            self._path(name), Judged, f"feedback on {name}", items, ask, limit, drain_seconds(self.feedback), stop,
+            path, Judged, f"feedback on {name}", items, ask, limit, drain_s, stop,
             is_final=lambda row: row.is_complete,
         )  # fmt: skip
         self._check_failures(name, rows)
@@ -97,11 +107,13 @@ class FeedbackScores:
 
     def scores(self, rows: Sequence[Judged]) -> list[list[float | None]]:
         """Return the score of each response by prompt, None without usable feedback."""
-        rules, weights = self.config.rewards, self.feedback.weights
-        return [
-            [score_spans(record.spans, rules, weights) if record.usable else None for record in row.records]
-            for row in rows
-        ]
+        rules = self.config.rewards
+        weights = self.feedback.weights
+
+        def score(record: AnnotatedRecord) -> float | None:
+            return score_spans(record.spans, rules, weights) if record.usable else None
+
+        return [list(map(score, row.records)) for row in rows]
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.jsonl"
@@ -115,7 +127,7 @@ class FeedbackScores:
         return items
 
     def _check_failures(self, name: str, rows: Sequence[Judged]) -> None:
-        records = [record for row in rows for record in row.records]
+        records = list(chain.from_iterable(row.records for row in rows))
         unusable = [record for record in records if not record.usable]
         limit = self.feedback.max_failed_share
         if len(unusable) > limit * len(records):
@@ -129,9 +141,9 @@ class FeedbackScores:
 def find_feedback(rows: Mapping[str, Sequence[Judged]]) -> Callable[[Prompt, str], SpanFeedback | None]:
     """Return a function that finds the feedback on a response to a prompt, of any policy."""
     records: dict[Any, AnnotatedRecord] = {}
-    for judged in rows.values():
-        for row in judged:
-            records.update(((row.prompt_id, record.response), record) for record in row.records)
+    for row in chain.from_iterable(rows.values()):
+        for record in row.records:
+            records[row.prompt_id, record.response] = record
 
     def find(prompt: Prompt, text: str) -> SpanFeedback | None:
         record = records.get((prompt.prompt_id, text))

@@ -36,7 +36,8 @@ from t2g.tasks.base import Task
 def on_cluster(job: AnyJob) -> Iterator[None]:
     """Connect to Ray with resources for the job's roles (see `placement.connect`); disconnect after the block."""
     with log_duration("starting Ray"):
-        connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), job.roles())
+        cluster = with_overrides(job.cluster, {"object_store_gib": store_gib(job)})
+        connect(cluster, job.roles())
     try:
         yield
     finally:
@@ -92,24 +93,28 @@ class Fleets(ExitStack):
 
     def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
-        transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
-        how: dict[str, Any] = {"revision": model.revision, "transport": transport}
+        how: dict[str, Any] = {"revision": model.revision, "transport": "store"}
         if model.thinking_tags is not None:
             how["thinking_tags"] = model.thinking_tags
-        if isinstance(job, PolicyJob) and job.learner.sends_adapters and model == job.model:
-            how["lora"] = job.learner.lora
-        if isinstance(job, PolicyJob) and job.cluster.gpu_sharing == "alternate":
-            config, how = config.model_copy(update={"gpus": job.reserved[0].gpus}), how | {"can_sleep": True}
+        if isinstance(job, PolicyJob):
+            how["transport"] = job.learner.sync_transport
+            if job.learner.sends_adapters and model == job.model:
+                how["lora"] = job.learner.lora
+            if job.cluster.gpu_sharing == "alternate":
+                config = config.model_copy(update={"gpus": job.reserved[0].gpus})
+                how["can_sleep"] = True
         key = ("rollout", model.policy, *map(str, how.values()), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
     def _judges(self, config: SourceConfig, task: Task, job: AnyJob) -> RewardFleet | ChatFleet:
         """Return engines of the model that writes feedback."""
         if config.engine_model == "llm":
-            key = ("chat", config.model_dump_json(include={"llm", "engine"}))
+            settings = config.model_dump_json(include={"llm", "engine"})
+            key = ("chat", settings)
             return self._one(key, job, lambda **at: ChatFleet(config, **at))
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})
-        return self._one(("reward", task.name, chosen), job, lambda **at: RewardFleet(config, task, **at))
+        key = ("reward", task.name, chosen)
+        return self._one(key, job, lambda **at: RewardFleet(config, task, **at))
 
     def _one(self, key: tuple[str | None, ...], job: AnyJob, make: Callable[..., Any]) -> Any:
         """Return the fleet of a key, started if it does not exist."""

@@ -55,12 +55,15 @@ def collect(
         Stopped: `stop` was set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    limit, known = ConcurrencyLimit(concurrency), read_rows(path, schema)
-    missing = {key: item for key, item in items.items() if key not in known or not is_final(known[key])}
+    limit = ConcurrencyLimit(concurrency)
+    known = read_rows(path, schema)
+    final = {key for key, row in known.items() if is_final(row)}
+    missing = {key: item for key, item in items.items() if key not in final}
 
     async def append_row(key: str, item: Any) -> None:
         with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
-            journal.append(await ask(key, item))
+            row = await ask(key, item)
+            journal.append(row)
             bar.advance()
 
     with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:

@@ -58,12 +58,16 @@ from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.text.thinking import find_thinking_tags
 from t2g.types import Prompt, SpanFeedback
 
-RESPONSES, SCORES, JUDGEMENTS, MERGED = "responses", "scores", "judgements.jsonl", "merged"
+RESPONSES = "responses"
+SCORES = "scores"
+JUDGEMENTS = "judgements.jsonl"
+MERGED = "merged"
 ADAPTER_FILE = "adapter_config.json"
 SMOKE_PROMPTS = 3
 MAX_SEED = 2**31 - 1  # that every server takes
 
 Questions = tuple[Task, Sequence[Record], Sequence[Prompt]]
+Texts = tuple[Prompt, list[str]]  # the responses to a prompt
 Serve = Callable[[ModelConfig], AbstractContextManager[RolloutSource]]  # engines of a model, as long as the block
 
 
@@ -74,7 +78,8 @@ def read_questions(config: PolicyEvaluationJob) -> Questions:
         UserError: The data cannot be read, or a record cannot be measured.
     """
     task = get_task(config.task)
-    records: Sequence[Record] = load_records(config.data)[: SMOKE_PROMPTS if config.run.smoke else None]
+    limit = SMOKE_PROMPTS if config.run.smoke else None
+    records: Sequence[Record] = load_records(config.data)[:limit]
     if task.score_name == PASSED:
         records = convert_to_kodcode(records)
     prompts = make_prompts(records, task, None, 0)
@@ -82,8 +87,9 @@ def read_questions(config: PolicyEvaluationJob) -> Questions:
         raise UserError(f"data.path={config.data.name} has one record; an interval needs two prompts or more")
     for number, prompt in enumerate(prompts, start=1):
         if task.score_name and not task.can_measure(prompt):
+            where = describe_record(records[number - 1], number)
             raise UserError(
-                f"{describe_record(records[number - 1], number)} has no reference and no tests, and task {task.name} "
+                f"{where} has no reference and no tests, and task {task.name} "
                 f"measures {task.score_name}: complete it or leave it out (task=prompts measures what needs neither)"
             )
     return task, records, prompts
@@ -91,17 +97,22 @@ def read_questions(config: PolicyEvaluationJob) -> Questions:
 
 def served_version(model: ModelConfig) -> str:
     """Return a key that changes with the name and weights of a model, and with those of an adapter's base."""
-    adapter, base = Path(model.policy) / ADAPTER_FILE, ""
-    if adapter.exists():
-        options = json.loads(adapter.read_text())
-        base = model_version(str(options.get("base_model_name_or_path")), options.get("revision"))
-    return content_key(model_version(model.policy, model.revision), base)
+    version = model_version(model.policy, model.revision)
+    adapter = Path(model.policy) / ADAPTER_FILE
+    if not adapter.exists():
+        return content_key(version, "")
+    options = json.loads(adapter.read_text())
+    base_name = str(options.get("base_model_name_or_path"))
+    base = model_version(base_name, options.get("revision"))
+    return content_key(version, base)
 
 
 def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
     """Return a key that changes with the source of the task and its base classes, settings, and package versions."""
-    modules = dict.fromkeys(filter(None, map(inspect.getmodule, type(task).__mro__[:-1])))
-    source = [inspect.getsource(module) for module in modules], source_hash(config.task)
+    classes = type(task).__mro__[:-1]
+    modules = dict.fromkeys(filter(None, map(inspect.getmodule, classes)))
+    module_sources = [inspect.getsource(module) for module in modules]
+    source = module_sources, source_hash(config.task)
     encoder = config.bertscore and (model_version(config.bertscore, None), config.bertscore_layer)
     return content_key(source, config.sandbox.dump_limits(), encoder, collect_versions())
 
@@ -115,8 +126,11 @@ class Evaluation:
     """
 
     def __init__(self, config: PolicyEvaluationJob, questions: Questions | None = None) -> None:
-        self.config, (self.task, records, self.prompts) = config, questions or read_questions(config)
-        self._records = {prompt.prompt_id: record for prompt, record in zip(self.prompts, records, strict=True)}
+        self.config = config
+        self.task, records, self.prompts = questions or read_questions(config)
+        self._records: dict[str, Record] = {}
+        for prompt, record in zip(self.prompts, records, strict=True):
+            self._records[prompt.prompt_id] = record
         self.folder = begin_folder(config, RESPONSES)
         self.prompts = check_references(self.prompts, self.task, config.sandbox, self.folder, leave_out=False)
         servers = [*config.endpoints.values(), *config.judges.values()]
@@ -145,19 +159,29 @@ class Evaluation:
 
         Prompts for engines have the token ids of the model's own tokenizer and chat template.
         """
+        keyed: dict[str, Prompt] = {}
         temperature = [self.config.temperatures[name]] if name in self.config.temperatures else []
         if far := self.config.endpoints.get(name):
-            reads = [self.task.policy_messages(record) for record in self._records.values()]
-            pairs = zip(self.prompts, reads, strict=True)
-            return {content_key(far.url, far.model, p.prompt_id, messages, *temperature): p for p, messages in pairs}
-        model, room = self._models[name], self.config.rollout.max_prompt_tokens
+            for prompt in self.prompts:
+                messages = self.task.policy_messages(self._records[prompt.prompt_id])
+                key = content_key(far.url, far.model, prompt.prompt_id, messages, *temperature)
+                keyed[key] = prompt
+            return keyed
+
+        model = self._models[name]
         tokenizer = load_policy_tokenizer(model)
+        room = self.config.rollout.max_prompt_tokens
         too_long = self.config.data.too_long
-        prompts = make_prompts([*self._records.values()], self.task, tokenizer, room, too_long=too_long)
-        version = served_version(self.config.served[name]), name in self.config.reflections, *temperature
+        records = [*self._records.values()]
+        prompts = make_prompts(records, self.task, tokenizer, room, too_long=too_long)
+
+        version: list[Any] = [served_version(self.config.served[name]), name in self.config.reflections, *temperature]
         if (tags := find_thinking_tags(tokenizer, model.thinking_tags)) is not None:
-            version = *version, tags
-        return {content_key(version, p.prompt_id, p.prompt_ids.tolist()): p for p in prompts}
+            version.append(tags)
+        for prompt in prompts:
+            key = content_key(version, prompt.prompt_id, prompt.prompt_ids.tolist())
+            keyed[key] = prompt
+        return keyed
 
     def run(self, serve: Serve, stop: StopFlag, serve_feedback: ServeFeedback | None = None) -> dict[str, Any]:
         """Make the rows that the journals lack, write the report, and return the content of evaluation.json.
@@ -171,10 +195,13 @@ class Evaluation:
             Stopped: `stop` was set.
         """
         for name in filter(self.is_incomplete, self.config.names):
-            with serve(self._models[name]) if name in self._models else nullcontext() as source:
+            engines = serve(self._models[name]) if name in self._models else nullcontext()
+            with engines as source:
                 self._sample(name, source, stop)
         scores = {name: self._score(name, stop) for name in self.config.names}
-        judgements = [row for name in self.config.judges for row in self._judge(name, stop)]
+        judgements: list[Judgement] = []
+        for name in self.config.judges:
+            judgements += self._judge(name, stop)
         feedback = self._judge_by_feedback(serve_feedback, stop) if serve_feedback else {}
         return self._report(scores, judgements, feedback)
 
@@ -190,81 +217,96 @@ class Evaluation:
 
     def _sample(self, name: str, source: RolloutSource | None, stop: StopFlag) -> None:
         """Sample the responses that a policy lacks. source: engines; None: the policy is behind a server."""
-        config, rollout = self.config, self.config.rollout
+        config = self.config
+        rollout = config.rollout
         if source and name in config.reflections:
-            model, room = self._models[name], rollout.max_prompt_tokens
-            tokenizer = load_policy_tokenizer(model)
+            tokenizer = load_policy_tokenizer(self._models[name])
+            room = rollout.max_prompt_tokens
             source = Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
         sampling = make_sampling(config, "eval", 0, num_samples=rollout.samples_per_prompt)
         sampling = replace(sampling, temperature=config.temperatures.get(name, rollout.temperature))
 
         async def ask(key: str, prompt: Prompt) -> Answers:
             if source:
-                answers = [(r.answer, r.finish_reason) for r in await source.sample(prompt, sampling)]
+                rollouts = await source.sample(prompt, sampling)
+                answers = [(rollout.answer, rollout.finish_reason) for rollout in rollouts]
             else:
                 asker = self._askers[self.config.endpoints[name]]
-                requests = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
-                answers = [(answer.text, answer.finish_reason) for answer in await gather_all(requests)]
+                requests = [self._to_server(prompt, sampling, index) for index in range(sampling.num_samples)]
+                replies = await gather_all(map(asker.ask, requests))
+                answers = [(reply.text, reply.finish_reason) for reply in replies]
             responses = tuple(Response(text=text, cut=reason == "length") for text, reason in answers)
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
 
-        far, path, prompts = config.endpoints.get(name), self._answer_files[name], self._keyed_prompts[name]
-        concurrency = far.concurrency if far else 2 * rollout.workers.max * rollout.max_num_seqs
-        drain_s = config.timeout_s if far else DRAIN_S
+        path = self._answer_files[name]
+        prompts = self._keyed_prompts[name]
+        concurrency = 2 * rollout.workers.max * rollout.max_num_seqs
+        drain_s = DRAIN_S
+        if far := config.endpoints.get(name):
+            concurrency = far.concurrency
+            drain_s = config.timeout_s
         collect(path, Answers, f"responses of {name}", prompts, ask, concurrency, drain_s, stop)
 
     def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> ChatRequest:
+        seed = sample_seed(sampling.seed, prompt.prompt_id, index)
+        messages = self.task.policy_messages(self._records[prompt.prompt_id])
         return ChatRequest(
-            messages=self.task.policy_messages(self._records[prompt.prompt_id]),
+            messages=messages,
             schema={},
             max_output_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
-            seed=sample_seed(sampling.seed, prompt.prompt_id, index) & MAX_SEED,
+            seed=seed & MAX_SEED,
         )
 
     # -------------------------------------------------------------------------------------- scores, judgements, report
     def _score(self, name: str, stop: StopFlag) -> list[Scores]:
         """Return what the task measures of a policy's responses, by prompt; measure what the journal lacks."""
-        config, items = self.config, dict[str, tuple[Prompt, list[str]]]()
+        config = self.config
+        items: dict[str, Texts] = {}
         for prompt, row in zip(self.prompts, self.answers(name), strict=True):
             texts = [response.text for response in row.responses]
             key = content_key(self._measure_version, prompt.prompt_id, prompt.prompt_text, prompt.payload, texts)
             items[key] = prompt, texts
 
-        def measure(key: str, item: tuple[Prompt, list[str]]) -> Scores:
+        def measure(key: str, item: Texts) -> Scores:
             prompt, texts = item
             scores = [self.task.measure(prompt, text, sandbox=config.sandbox) or {} for text in texts]
             if config.bertscore:
                 reference = self.task.reference(prompt.payload) or ""
-                for text, found in zip(texts, scores, strict=True):
-                    found["bertscore"] = bert_score(text, reference, config.bertscore, config.bertscore_layer)
+                for text, score in zip(texts, scores, strict=True):
+                    score["bertscore"] = bert_score(text, reference, config.bertscore, config.bertscore_layer)
             return Scores(prompt_id=prompt.prompt_id, key=key, scores=tuple(scores))
 
-        path, ask = self.folder / SCORES / f"{name}.jsonl", partial(asyncio.to_thread, measure)
+        path = self.folder / SCORES / f"{name}.jsonl"
+        ask = partial(asyncio.to_thread, measure)
         return collect(path, Scores, f"scores of {name}", items, ask, config.concurrency, DRAIN_S, stop)
 
     def lacks_feedback(self) -> bool:
         """Return whether the feedback source has responses to judge."""
         if self._feedback is None:
             return False
-        is_sampled = not any(map(self.is_incomplete, self.config.names))
-        return not is_sampled or any(
-            self._feedback.missing(n, self.prompts, self.answers(n)) for n in self.config.names
-        )
+        if any(map(self.is_incomplete, self.config.names)):
+            return True
+        return any(map(self._is_unjudged, self.config.names))
+
+    def _is_unjudged(self, name: str) -> bool:
+        assert self._feedback is not None
+        return self._feedback.missing(name, self.prompts, self.answers(name))
 
     def _judge_by_feedback(self, serve_feedback: ServeFeedback, stop: StopFlag) -> dict[str, list[Judged]]:
         """Return the feedback on each policy's responses, by prompt."""
         if self._feedback is None:
             return {}
         with serve_feedback() as source:
-            return {
-                name: self._feedback.judge(name, self.prompts, self.answers(name), source, stop)
-                for name in self.config.names
-            }
+            feedback: dict[str, list[Judged]] = {}
+            for name in self.config.names:
+                feedback[name] = self._feedback.judge(name, self.prompts, self.answers(name), source, stop)
+            return feedback
 
     def _judge(self, name: str, stop: StopFlag) -> list[Judgement]:
         """Return a judge's verdicts on the first responses of every pair, in both orders; ask for missing ones."""
-        llm, items = self.config.judges[name], dict[str, tuple[Judgement, ChatRequest]]()
+        llm = self.config.judges[name]
+        items: dict[str, tuple[Judgement, ChatRequest]] = {}
         answers = {policy: self.answers(policy) for policy in self.config.names}
         for first, second in permutations(self.config.names, 2):
             for prompt, *rows in zip(self.prompts, answers[first], answers[second], strict=True):
@@ -279,8 +321,9 @@ class Evaluation:
             answer = await self._askers[llm].ask(request)
             return row.model_copy(update=read_verdict(answer.text))
 
-        path, title, drain_s = self.folder / JUDGEMENTS, f"judge {name}", self.config.timeout_s
-        return collect(path, Judgement, title, items, ask, llm.concurrency, drain_s, stop)
+        path = self.folder / JUDGEMENTS
+        drain_s = self.config.timeout_s
+        return collect(path, Judgement, f"judge {name}", items, ask, llm.concurrency, drain_s, stop)
 
     def _report(
         self,
@@ -289,23 +332,49 @@ class Evaluation:
         feedback: Mapping[str, Sequence[Judged]],
     ) -> dict[str, Any]:
         """Write the report of all policies. scores and feedback: policy -> by prompt."""
-        config, prompts, seed = self.config, self.prompts, self.config.run.seed
-        references = [self.task.reference(p.payload) for p in prompts]
+        config = self.config
+        seed = config.run.seed
+        references = [self.task.reference(prompt.payload) for prompt in self.prompts]
         answers = {name: self.answers(name) for name in config.names}
         measured = {name: columns(rows, scores[name], references, config.pass_at) for name, rows in answers.items()}
         if self._feedback is not None:
             for name, rows in feedback.items():
-                measured[name] = add_feedback(measured[name], self._feedback.scores(rows))
-        sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
-        about = {"task": config.task, "data": config.data.name, "prompts": len(prompts), "seed": seed} | sampled
-        about |= {"temperatures": config.temperatures} if config.temperatures else {}
-        about |= {"feedback": config.feedback.describe()} if config.feedback else {}
-        judged, summary = win_rates(judgements, answers, seed=seed), summarise(measured, seed=seed)
-        function = self.task.make_feedback_function(style=StyleConfig(), sandbox=config.sandbox)
-        program = None if function is None else ProgramFeedback(function, timeout_s=config.timeout_s)
+                response_scores = self._feedback.scores(rows)
+                measured[name] = add_feedback(measured[name], response_scores)
+        judged = win_rates(judgements, answers, seed=seed)
+        summary = summarise(measured, seed=seed)
+
+        judge_by_program = self._make_judge()
+        about = self._describe()
+        find_example = find_feedback(feedback) if feedback else judge_by_program
+        return write_policy_evaluation(
+            self.folder, about, self.prompts, answers, measured, summary, judged, find_example
+        )
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what the report says of the evaluation."""
+        config = self.config
+        about: dict[str, Any] = {
+            "task": config.task,
+            "data": config.data.name,
+            "prompts": len(self.prompts),
+            "seed": config.run.seed,
+        }
+        about |= config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
+        if config.temperatures:
+            about["temperatures"] = config.temperatures
+        if config.feedback:
+            about["feedback"] = config.feedback.describe()
+        return about
+
+    def _make_judge(self) -> Callable[[Prompt, str], SpanFeedback | None]:
+        """Return a function that judges a response by the program of the task, if it has one."""
+        function = self.task.make_feedback_function(style=StyleConfig(), sandbox=self.config.sandbox)
+        program = None if function is None else ProgramFeedback(function, timeout_s=self.config.timeout_s)
 
         def judge(prompt: Prompt, text: str) -> SpanFeedback | None:
-            return None if program is None else asyncio.run(program.judge(prompt, text))
+            if program is None:
+                return None
+            return asyncio.run(program.judge(prompt, text))
 
-        find_example = find_feedback(feedback) if feedback else judge
-        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged, find_example)
+        return judge

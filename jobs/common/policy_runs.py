@@ -100,28 +100,35 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     """
     learner = config.learner
     if learner.lora is not None:
-        check_adapters(learner.lora, config.model, cpu_engines=learner.sync_adapters and not config.rollout.gpus)
+        uses_cpu_engines = learner.sync_adapters and not config.rollout.gpus
+        check_adapters(learner.lora, config.model, cpu_engines=uses_cpu_engines)
     task = get_task(config.task)
     tokenizer = load_policy_tokenizer(config.model)
     room = config.rollout.max_prompt_tokens
-    prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
-    for job in (config, *arms):
+    records = load_records(config.data)
+    prompts = make_prompts(records, task, tokenizer, room, too_long=config.data.too_long)
+
+    jobs = (config, *arms)
+    for job in jobs:
         OutcomeRewards(job, task, prompts)  # checks them
     environment = Environment(config, task) if config.environment else None
     if environment is not None:
         make_encoder(tokenizer)  # checks the chat template
-    penalty = max(job.objective.truncation_penalty for job in (config, *arms))
+
+    penalty = max(job.objective.truncation_penalty for job in jobs)
     check_truncation_penalty(tokenizer, prompts, config.model, penalty)
-    if len(prompts) < config.rollout.prompts_per_step:
+    prompts_per_step = config.rollout.prompts_per_step
+    if len(prompts) < prompts_per_step:
         logger.warning(
             "data.path has only %d prompts, and rollout.prompts_per_step=%d: they get more samples in each step",
-            len(prompts), config.rollout.prompts_per_step,
+            len(prompts), prompts_per_step,
         )  # fmt: skip
+
     eval_prompts: list[Prompt] = []
     if config.eval_data is not None:
-        records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
+        eval_records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
         too_long = config.eval_data.too_long
-        eval_prompts = make_prompts(records, task, tokenizer, room, too_long=too_long, key="eval_data")
+        eval_prompts = make_prompts(eval_records, task, tokenizer, room, too_long=too_long, key="eval_data")
     return PolicyData(
         task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, environment=environment
     )
@@ -133,8 +140,9 @@ def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
     Raises:
         UserError: No prompt is left.
     """
-    references = data.task, config.feedback.sandbox, config.run.folder
-    prompts, eval_prompts = (check_references(p, *references) for p in (data.prompts, data.eval_prompts))
+    checked = partial(check_references, task=data.task, sandbox=config.feedback.sandbox, folder=config.run.folder)
+    prompts = checked(data.prompts)
+    eval_prompts = checked(data.eval_prompts)
     return replace(data, prompts=prompts, eval_prompts=eval_prompts)
 
 
@@ -205,36 +213,36 @@ def run_with_learner(
     lost_at: float | None,
 ) -> TrainerState:
     """Continue the run from its last checkpoint, with a new learner group. Raises LearnerLost."""
-    folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
-    if lost_at is not None:  # with its node, perhaps: another takes minutes to come
-        placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
+    folder = config.run.folder
     run_identity = identity.load_identity(folder)
     journaled = JournaledFeedback(feedback, folder, run_identity, keep=config.checkpoint.keep)
+
     if config.cluster.gpu_sharing != "none":  # vLLM measures the memory of a GPU that nothing else takes meanwhile
         wait_for_engines(feedback.fleet, rollouts)
-    alternates = config.cluster.gpu_sharing == "alternate"
-    gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
-    if gpu_sharing is not None:
-        # Its models need the GPU memory; `supervise` starts and ends engines meanwhile.
-        asyncio.run(run_with_background(gpu_sharing.switch_to("learner"), rollouts.supervise()))
-    loading = loaded_learner(learner_spec(config), feedback.fleet, rollouts, placement_timeout_s=placement_timeout_s)
+    gpu_sharing = make_gpu_sharing(config, rollouts)
+    spec = learner_spec(config)
+    timeout_s = placement_timeout(config, is_replaced=lost_at is not None)
+    loading = loaded_learner(spec, feedback.fleet, rollouts, placement_timeout_s=timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(log), closing(journaled), loading as learner, ExitStack() as engines:
-        probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
-        sync = WeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=folder / "probe.json")
+        sync = make_weight_sync(config, data, learner, rollouts)
         rollouts.catch_up = sync.catch_up
         if gpu_sharing is not None:
-            gpu_sharing.learner, gpu_sharing.sending = learner, sync.sending
+            gpu_sharing.learner = learner
+            gpu_sharing.sending = sync.sending
         engines.callback(setattr, rollouts, "catch_up", None)  # the ranks behind it end here
+
+        rollout_source = make_rollout_source(config, data, rollouts)
+        checkpoints = open_checkpoints(config)
         trainer = Trainer(
             config=config,
             **data.trainer_inputs,
-            rollouts=make_rollout_source(config, data, rollouts),
+            rollouts=rollout_source,
             feedback=journaled,
             learner=learner,
             sync=sync,
             log=log,
-            checkpoints=open_checkpoints(config),
+            checkpoints=checkpoints,
             identity=run_identity,
             stop=lambda: bool(stop),
             on_checkpoint=journaled.start_file,
@@ -244,16 +252,8 @@ def run_with_learner(
         )
         done = trainer.resume().step
         journaled.start_file(done)
-        with show_progress(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
+        state = run_trainer(trainer, config, steering, done=done)
 
-            def on_step(step: int, metrics: dict[str, float]) -> None:
-                bar.print_line(format_step(step, metrics))
-                if step > 0:  # step 0 is the evaluation before the first update
-                    bar.advance()
-                steering.on_step(step, metrics)
-
-            trainer.on_step, trainer.on_phase = on_step, bar.set_phase
-            state = asyncio.run(run_with_background(trainer.run(), *steering.make_background_tasks()))
         if state.step == config.num_steps:
             with log_duration("writing the policy"):
                 learner.export(folder / "policy")
@@ -261,24 +261,74 @@ def run_with_learner(
         return state
 
 
+def placement_timeout(config: PolicyJob, *, is_replaced: bool) -> float:
+    """Return the seconds within which the learner gets its resources.
+
+    Args:
+        is_replaced: Whether a learner was lost; with its node, perhaps, and another takes minutes to come.
+    """
+    timeout_s = config.cluster.placement_timeout_s
+    if is_replaced:
+        return max(timeout_s, config.learner.step_timeout_s)
+    return timeout_s
+
+
+def make_weight_sync(config: PolicyJob, data: PolicyData, learner: LearnerGroup, rollouts: RolloutFleet) -> WeightSync:
+    """Return the transfer of weights from the learner to the engines, which is probed on some prompts."""
+    probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
+    baseline_file = config.run.folder / "probe.json"
+    return WeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=baseline_file)
+
+
+def make_gpu_sharing(config: PolicyJob, rollouts: RolloutFleet) -> GpuTimeSharing | None:
+    """Return the time sharing of the GPUs, which the learner has first; None for a run whose processes keep theirs."""
+    if config.cluster.gpu_sharing != "alternate":
+        return None
+    gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s)
+    # The learner's models need the GPU memory; `supervise` starts and ends engines meanwhile.
+    asyncio.run(run_with_background(gpu_sharing.switch_to("learner"), rollouts.supervise()))
+    return gpu_sharing
+
+
+def run_trainer(trainer: Trainer, config: PolicyJob, steering: Steering, *, done: int) -> TrainerState:
+    """Run the steps after step `done`, with a progress bar and the steering of the fleets; return the last state."""
+    with show_progress(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            bar.print_line(format_step(step, metrics))
+            if step > 0:  # step 0 is the evaluation before the first update
+                bar.advance()
+            steering.on_step(step, metrics)
+
+        trainer.on_step = on_step
+        trainer.on_phase = bar.set_phase
+        background = steering.make_background_tasks()
+        return asyncio.run(run_with_background(trainer.run(), *background))
+
+
 def open_checkpoints(config: PolicyJob) -> CheckpointStore:
     """Return the checkpoints of a run."""
+    folder = config.run.folder / "checkpoints"
     skip_unreadable = config.run.resume == "readable"
-    return CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep, skip_unreadable=skip_unreadable)
+    return CheckpointStore(folder, config.checkpoint.keep, skip_unreadable=skip_unreadable)
 
 
 def make_rollout_source(config: PolicyJob, data: PolicyData, rollouts: RolloutFleet) -> RolloutSource:
     """Return the engines, which converse with the environment if the config has one."""
-    return Conversations(rollouts, config.rollout, data.environment, data.tokenizer) if data.environment else rollouts
+    if data.environment is None:
+        return rollouts
+    return Conversations(rollouts, config.rollout, data.environment, data.tokenizer)
 
 
 def learner_spec(config: PolicyJob) -> LearnerSpec:
+    reserved_learner = config.reserved[1]
+    num_updates = config.learner.schedule_steps or config.num_steps
     return LearnerSpec(
         model=config.model,
-        learner=config.reserved[1],
+        learner=reserved_learner,
         objective=config.objective,
         temperature=config.rollout.temperature,
-        num_updates=config.learner.schedule_steps or config.num_steps,
+        num_updates=num_updates,
         seed=config.run.seed,
     )
 
@@ -314,21 +364,26 @@ def run_baseline(
         log.truncate(0)
         for leftover in (POLICY, f"{POLICY}.part", IMITATION):
             shutil.rmtree(folder / leftover, ignore_errors=True)
-        journaled = JournaledFeedback(feedback, folder, identity.load_identity(folder), keep=1)
+
+        run_identity = identity.load_identity(folder)
+        journaled = JournaledFeedback(feedback, folder, run_identity, keep=1)
         revising = job.model if reviser is None else ModelConfig(policy=reviser)
+        reviser_tokenizer = load_policy_tokenizer(revising)
+        train_on = train_pairs if procedure == "dpo" else train_examples
         arm = Arm(
             job=job,
             **data.trainer_inputs,
             feedback=journaled,
             reviser=revising,
-            reviser_tokenizer=load_policy_tokenizer(revising),
+            reviser_tokenizer=reviser_tokenizer,
             log=log,
             stop=lambda: bool(stop),
             serve=partial(with_engines, job),
-            train=partial(train_pairs if procedure == "dpo" else train_examples, job, stop),
+            train=partial(train_on, job, stop),
         )
         with closing(journaled):
-            log.write_step(job.num_steps, METHODS[procedure](arm))
+            metrics = METHODS[procedure](arm)
+            log.write_step(job.num_steps, metrics)
     return write_summary(job, seconds=time.monotonic() - started)
 
 
@@ -340,7 +395,8 @@ def with_engines(
 ) -> Any:
     """Start engines of `model`, return the result of `ask` on them, and end them."""
     with Fleets() as own:
-        return asyncio.run(ask(own.rollouts(model, rollout, job)))
+        source = own.rollouts(model, rollout, job)
+        return asyncio.run(ask(source))
 
 
 def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics:
@@ -349,7 +405,8 @@ def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair])
 
     part = job.run.folder / f"{POLICY}.part"
     size = baselines.batch_size(job, len(pairs))
-    with show_progress(f"{job.run.name}: DPO", count_steps(len(pairs), job.learner.num_epochs, size)) as bar:
+    num_steps = count_steps(len(pairs), job.learner.num_epochs, size)
+    with show_progress(f"{job.run.name}: DPO", num_steps) as bar:
         trained = train_dpo(
             job.model, job.learner, pairs,
             cluster=job.cluster, stop=lambda: bool(stop), on_progress=bar.advance_to,
@@ -380,7 +437,8 @@ def limit_smoke(config: PolicyJob) -> PolicyJob:
     """Return the config with the steps of a smoke run, if it is one."""
     if not config.run.smoke:
         return config
-    return with_overrides(config, {"num_steps": min(run_folder.SMOKE_STEPS, config.num_steps)})
+    num_steps = min(run_folder.SMOKE_STEPS, config.num_steps)
+    return with_overrides(config, {"num_steps": num_steps})
 
 
 def report_steps_done(*configs: PolicyJob) -> bool:
@@ -411,8 +469,9 @@ def find_steps_done(*configs: PolicyJob, should_save: bool = True) -> list[tuple
         step = open_checkpoints(config).find_step_after(config.num_steps)
         if step is None:
             return []
-        kept = identity.load_identity(config.run.folder).config.get(identity.SCHEDULE)  # num_steps may be another
-        run_folder.check_folder(with_overrides(config, {identity.SCHEDULE: kept}), should_save=should_save)
+        written = identity.load_identity(config.run.folder).config
+        same_schedule = {identity.SCHEDULE: written.get(identity.SCHEDULE)}  # num_steps may be another
+        run_folder.check_folder(with_overrides(config, same_schedule), should_save=should_save)
         steps.append((config, step))
     return steps
 
@@ -423,32 +482,45 @@ def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
     See `run_folder.check_folder` for `more` and errors.
     """
     run_folder.check_folder(config, SUMMARY_FILE, **more)
-    content = None if config.run.smoke else read_regular(config.run.folder / SUMMARY_FILE)
+    if config.run.smoke:
+        return None
+    content = read_regular(config.run.folder / SUMMARY_FILE)
     if content is None:
         return None
     summary = json.loads(content)
-    return summary if summary["steps"] >= config.num_steps else None
+    if summary["steps"] < config.num_steps:
+        return None
+    return summary
 
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """Write summary.json and report.html of a finished run from its files; return the summary."""
     folder = config.run.folder
     lines = list(read_records(folder / METRICS_FILE))
-    evaluated = [select_held_out(line) for line in lines if select_held_out(line)]
+    evaluated = [metrics for metrics in map(select_held_out, lines) if metrics]
+    base = evaluated[0] if evaluated else {}
+    policy = evaluated[-1] if evaluated else {}
+
+    last = lines[-1]
+    trained = [line for line in lines if line["step"] > 0]
+    timing = {"wall_s": seconds}
+    for name, metric in TIMES.items():
+        timing[name] = sum(line.get(metric, 0.0) for line in lines)
     summary = {
-        "steps": lines[-1]["step"],
-        "samples": int(lines[-1]["samples"]),
-        "base": evaluated[0] if evaluated else {},
-        "policy": evaluated[-1] if evaluated else {},
-        "unlabelled": all(line.get(NEUTRAL_SHARE) == 1.0 for line in lines if line["step"] > 0),
-        "timing": {"wall_s": seconds}
-        | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
+        "steps": last["step"],
+        "samples": int(last["samples"]),
+        "base": base,
+        "policy": policy,
+        "unlabelled": all(line.get(NEUTRAL_SHARE) == 1.0 for line in trained),
+        "timing": timing,
         "versions": collect_versions(),
     }
-    if (folder / POLICY / EXPORT_FILE).is_file():
-        summary["export"] = json.loads((folder / POLICY / EXPORT_FILE).read_text())
+    export = folder / POLICY / EXPORT_FILE
+    if export.is_file():
+        summary["export"] = json.loads(export.read_text())
     write_json(folder / SUMMARY_FILE, summary)
+
     if (folder / POLICY).is_dir():
-        write_model_card(folder / POLICY, config, summary["base"], summary["policy"])
+        write_model_card(folder / POLICY, config, base, policy)
     report_run(folder)
     return summary

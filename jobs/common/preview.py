@@ -19,7 +19,8 @@ def preview_data(config: AnyJob, data: Any) -> str:
         return _preview(config, data.tokenizer, prompt.prompt_ids, f"prompt {prompt.prompt_id}")
     if type(config) is SFTJob and data:
         example = data[0]
-        return _preview(config, load_policy_tokenizer(config.model), example.prompt_ids, "the first example")
+        tokenizer = load_policy_tokenizer(config.model)
+        return _preview(config, tokenizer, example.prompt_ids, "the first example")
     return ""
 
 
@@ -31,8 +32,9 @@ def _preview(config: PolicyJob | SFTJob, tokenizer: Any, ids: Sequence[int], lab
         text = f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
     lines = "\n".join(f"  | {line}" for line in printable(text).split("\n"))
     tags = find_thinking_tags(tokenizer, config.model.thinking_tags)
-    found = "none found"
+    tags_line = "none found"
     if tags is not None:
-        last = find_last_tag(tokenizer, ids, tags)
-        found = f"{tags[0]} and {tags[1]}" + (f"; the prompt ends with {last}" if last else "")
-    return f"{label}, as the model reads it ({len(ids):,} tokens):\n{lines}\nthinking tags: {found}"
+        tags_line = f"{tags[0]} and {tags[1]}"
+        if last := find_last_tag(tokenizer, ids, tags):
+            tags_line += f"; the prompt ends with {last}"
+    return f"{label}, as the model reads it ({len(ids):,} tokens):\n{lines}\nthinking tags: {tags_line}"

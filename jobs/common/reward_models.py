@@ -48,10 +48,12 @@ def read_data(config: RewardJob) -> RewardData:
     for name, data in (("data.path", config.data), ("eval_data.path", config.eval_data)):
         for path in data.paths:
             check_style(name, path, config.style, config.criterion)
-    task, tokenizer = get_task(config.task), load_policy_tokenizer(config.model)
+    task = get_task(config.task)
+    tokenizer = load_policy_tokenizer(config.model)
     heldout = usable_records("eval_data.path", config.eval_data, config.task, config.criterion)
     records = select_criterion(load_annotated(config.data, task), config.criterion, f"data.path={config.data.name}")
-    if config.style.critique and not any(record.critique.strip() for record in records if record.usable):
+    has_critique = any(record.critique.strip() for record in records if record.usable)
+    if config.style.critique and not has_critique:
         raise UserError(
             f"data.path={config.data.name}: style.critique is on, and no record that could be used has a critique; "
             "set style.critique=false, or take records that were annotated with one"
@@ -66,11 +68,13 @@ def check_style(name: str, path: str, style: StyleConfig, criterion: str | None)
     Records with a critique can also train a model without critiques. Without this file the style is unknown.
     """
     try:
-        written = json.loads((Path(path).parent / DONE_FILE).read_bytes())["style"]
+        content = (Path(path).parent / DONE_FILE).read_bytes()
+        written = json.loads(content)["style"]
         made = StyleConfig.model_validate(written[criterion] if criterion else written)
     except (OSError, ValueError, KeyError, TypeError):  # a file of that name may be anybody's
         return
-    if made.labels != style.labels or (style.critique and not made.critique):
+    lacks_critique = style.critique and not made.critique
+    if made.labels != style.labels or lacks_critique:
         raise UserError(
             f"{name}={path} holds feedback {format_style(made)} (says {DONE_FILE} beside it), not "
             f"{format_style(style)}; set style to what was annotated, or annotate again with that annotate.style"
@@ -79,7 +83,8 @@ def check_style(name: str, path: str, style: StyleConfig, criterion: str | None)
 
 def train_reward(config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any) -> dict[str, float]:
     """Train and measure on the connected Ray; return the content of reward.json. Spans are compared on `tokenizer`."""
-    metrics = reward_metrics(train_and_judge(config, data, fleets, tokenizer=tokenizer))
+    judged = train_and_judge(config, data, fleets, tokenizer=tokenizer)
+    metrics = reward_metrics(judged)
     write_json(config.run.folder / REPORT_FILE, metrics)
     return metrics
 
@@ -87,7 +92,8 @@ def train_reward(config: RewardJob, data: RewardData, fleets: Fleets, *, tokeniz
 def train_and_judge(config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any) -> list[JudgedRecord]:
     """Train, then serve the model with vLLM as PPO will, and let it judge the held-out records."""
     supervise(config, data.examples, title="span reward model")
-    task, model = get_task(config.task), config.run.folder / MODEL
+    task = get_task(config.task)
+    model = config.run.folder / MODEL
     write_card(model, make_card(task, config.style))
     served = FeedbackConfig(reward_model=str(model), style=config.style, engine=config.engine)
     fleet = fleets.feedback(served, task, config)
@@ -134,13 +140,18 @@ def with_trained_style(config: Served) -> Served:
     card = read_card(Path(str(config.feedback.reward_model)))
     if card is None:
         return config
-    trained = {} if "style" in config.feedback.model_fields_set else {"feedback.style": card.style}
-    return with_overrides(config, trained if "task" in config.model_fields_set else trained | {"task": card.task})
+    changes: dict[str, Any] = {}
+    if "style" not in config.feedback.model_fields_set:
+        changes["feedback.style"] = card.style
+    if "task" not in config.model_fields_set:
+        changes["task"] = card.task
+    return with_overrides(config, changes)
 
 
 def read_heldout(config: EvaluateJob) -> list[AnnotatedRecord]:
     """Return the records that the reward model judges, of the task that it was trained for."""
-    return usable_records("data.path", config.data, with_trained_style(config).task, config.criterion)
+    task = with_trained_style(config).task
+    return usable_records("data.path", config.data, task, config.criterion)
 
 
 @contextmanager

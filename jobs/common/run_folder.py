@@ -39,8 +39,10 @@ def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, *
     Raises:
         UserError: See `identity.check_identity`.
     """
-    folder, run_identity = config.run.folder, Identity.from_config(config, **more)
-    existing = [name for name in leftovers or (loading.FILE_NAME,) if (folder / name).exists()]
+    folder = config.run.folder
+    run_identity = Identity.from_config(config, **more)
+    binding = leftovers or (loading.FILE_NAME,)
+    existing = [name for name in binding if (folder / name).exists()]
     if config.run.smoke or not existing:
         return run_identity
     if config.run.resume == "never":
@@ -65,8 +67,9 @@ def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
                 path.unlink()
     identity.save_identity(folder, run_identity)
     loading.write(config, folder)
+    command = mask_secrets(shlex.join(sys.orig_argv))
     with (folder / COMMANDS_FILE).open("a", encoding="utf-8", errors="replace") as file:
-        file.write(f"{now().isoformat()} {mask_secrets(shlex.join(sys.orig_argv))}\n")
+        file.write(f"{now().isoformat()} {command}\n")
     return folder
 
 
@@ -81,7 +84,8 @@ def sole_process(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:  # follows no link
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # follows no link
+    with open(descriptor) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it when this process ends
         except BlockingIOError:

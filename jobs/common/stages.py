@@ -61,7 +61,12 @@ AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 STAGE_FILE = "stage.json"
 CORRECTOR_EPOCHS = 5.0
 FEEDBACK_FUNCTION = "t2g.tasks.tiny.task:feedback_function"
-WORLD, BASE, ANNOTATED, REWARD, REVISER, FOLLOWER = "world", "base", "annotated", "reward", "reviser", "follower"
+WORLD = "world"
+BASE = "base"
+ANNOTATED = "annotated"
+REWARD = "reward"
+REVISER = "reviser"
+FOLLOWER = "follower"
 PURPOSES = {  # for the log
     WORLD: "write posts, references with faults, and a model with random weights: every error here can be counted",
     BASE: "teach the model to write, by supervised training on the references: PPO needs a policy that makes errors",
@@ -79,17 +84,18 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
         reward: Whether to train the reward model as well.
     """
     base = sft_job(demo)
-    made = {
-        WORLD: once(demo.run.folder / WORLD, demo.world, lambda: _write_world(demo)),
-        BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy")),
-    }
+    world = demo.run.folder / WORLD
+    metrics: dict[str, dict[str, Any]] = {}
+    metrics[WORLD] = once(world, demo.world, lambda: _write_world(demo))
+    metrics[BASE] = once(base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy"))
     if demo.task == "tiny_code":
-        return made
-    annotated, last = annotate_job(demo), reward_job(demo)
-    made[ANNOTATED] = once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets))
+        return metrics
+    annotated = annotate_job(demo)
+    last = reward_job(demo)
+    metrics[ANNOTATED] = once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets))
     if reward:
-        made[REWARD] = once(last.run.folder, last, lambda: _train_reward(demo, last, fleets))
-    return made
+        metrics[REWARD] = once(last.run.folder, last, lambda: _train_reward(demo, last, fleets))
+    return metrics
 
 
 def check_stages(demo: DemoJob, *, reward: bool = True) -> bool:
@@ -101,9 +107,10 @@ def check_stages(demo: DemoJob, *, reward: bool = True) -> bool:
     settings: dict[str, Section] = {WORLD: demo.world, BASE: sft_job(demo)}
     if demo.task != "tiny_code":
         settings[ANNOTATED] = annotate_job(demo)
-        settings |= {REWARD: reward_job(demo)} if reward else {}
-    for name, of in settings.items():
-        stage_identity = Identity.from_config(of)
+        if reward:
+            settings[REWARD] = reward_job(demo)
+    for name, section in settings.items():
+        stage_identity = Identity.from_config(section)
         kept = identity.load_result(demo.run.folder / name, stage_identity, STAGE_FILE, should_save=False)
         if kept is None:
             return False
@@ -112,29 +119,33 @@ def check_stages(demo: DemoJob, *, reward: bool = True) -> bool:
 
 def sft_job(demo: DemoJob) -> SFTJob:
     world = demo.run.folder / WORLD
-    model, examples = ModelConfig(policy=str(world / "policy")), str(world / "train.jsonl")
-    data = DataConfig(path=(examples, str(world / "repairs.jsonl")) if demo.world.num_repairs else examples)
-    return SFTJob(**_stage(demo, BASE), model=model, data=data, sft=demo.policy_sft)
+    model = ModelConfig(policy=str(world / "policy"))
+    examples = str(world / "train.jsonl")
+    repairs = str(world / "repairs.jsonl")
+    path = (examples, repairs) if demo.world.num_repairs else examples
+    return SFTJob(**_stage(demo, BASE), model=model, data=DataConfig(path=path), sft=demo.policy_sft)
 
 
 def annotate_job(demo: DemoJob) -> AnnotateJob:
     """Return the job that annotates responses to `demo.annotate` training posts, and planted ones, by program."""
-    return AnnotateJob(
-        **_stage(demo, ANNOTATED),
-        model=base_model(demo),
-        data=DataConfig(path=str(demo.run.folder / WORLD / "train.jsonl"), limit=demo.annotate),
-        rollout=with_overrides(demo.rollout, {"samples_per_prompt": 1}),
-        annotate=AnnotateConfig(source=FEEDBACK_FUNCTION, responses="policy", planted=demo.planted),
-    )
+    model = base_model(demo)
+    posts = str(demo.run.folder / WORLD / "train.jsonl")
+    data = DataConfig(path=posts, limit=demo.annotate)
+    rollout = with_overrides(demo.rollout, {"samples_per_prompt": 1})
+    annotate = AnnotateConfig(source=FEEDBACK_FUNCTION, responses="policy", planted=demo.planted)
+    return AnnotateJob(**_stage(demo, ANNOTATED), model=model, data=data, rollout=rollout, annotate=annotate)
 
 
 def reward_job(demo: DemoJob) -> RewardJob:
+    weights = str(demo.run.folder / WORLD / "reward")
     annotated = demo.run.folder / ANNOTATED
+    data = DataConfig(path=str(annotated / "train.jsonl"))
+    eval_data = DataConfig(path=str(annotated / "heldout.jsonl"))
     return RewardJob(
         **_stage(demo, REWARD),
-        model=ModelConfig(policy=str(demo.run.folder / WORLD / "reward")),
-        data=DataConfig(path=str(annotated / "train.jsonl")),
-        eval_data=DataConfig(path=str(annotated / "heldout.jsonl")),
+        model=ModelConfig(policy=weights),
+        data=data,
+        eval_data=eval_data,
         sft=demo.reward_sft,
         engine=demo.reward_engine,
     )
@@ -152,12 +163,9 @@ def make_corrector(demo: DemoJob, name: str) -> dict[str, Any]:
 
 def corrector_job(demo: DemoJob, name: str) -> SFTJob:
     window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as `study.baselines.revising_rollout`
-    return SFTJob(
-        **_stage(demo, name),
-        model=base_model(demo),
-        data=DataConfig(path=str(demo.run.folder / ANNOTATED / "train.jsonl")),
-        sft=with_overrides(demo.policy_sft, {"max_length": window, "num_epochs": CORRECTOR_EPOCHS}),
-    )
+    sft = with_overrides(demo.policy_sft, {"max_length": window, "num_epochs": CORRECTOR_EPOCHS})
+    records = demo.run.folder / ANNOTATED / "train.jsonl"
+    return SFTJob(**_stage(demo, name), model=base_model(demo), data=DataConfig(path=str(records)), sft=sft)
 
 
 def base_model(demo: DemoJob) -> ModelConfig:
@@ -176,12 +184,13 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
     if config.artifacts is None:
         return None
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
-    demo = loading.load(
-        DemoJob, config.artifacts, [f"run.root={root}"], have=lambda _: placement.resources(config.cluster.address)
-    )
-    return with_overrides(
-        demo, {"cluster": config.cluster, "run.accept": config.run.accept, "run.resume": config.run.resume}
-    )
+
+    def find_resources(_: str | None) -> Mapping[str, float]:
+        return placement.resources(config.cluster.address)
+
+    demo = loading.load(DemoJob, config.artifacts, [f"run.root={root}"], have=find_resources)
+    run = config.run
+    return with_overrides(demo, {"cluster": config.cluster, "run.accept": run.accept, "run.resume": run.resume})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
@@ -189,17 +198,25 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
 
     if demo is None:
         return config
-    named = {key: [*map(str, values)] for key, values in paths(config) if PLACEHOLDER in str(values)}
     folder = str(demo.run.folder)
-    changes: dict[str, Any] = {key: [p.replace(PLACEHOLDER, folder) for p in values] for key, values in named.items()}
-    changes = {key: values if len(values) > 1 else values[0] for key, values in changes.items()}
-    for section, own, name in (
-        ("rollout", config.rollout, "rollout"),
-        *((f"{key}.engine", source.engine, "reward_engine") for key, source in config.feedback_sections.items()),
-    ):
-        missing = WINDOWS[name].keys() - own.model_fields_set
-        changes |= {f"{section}.{key}": getattr(getattr(demo, name), key) for key in missing}
+    changes: dict[str, Any] = {}
+    for key, values in paths(config):
+        if PLACEHOLDER not in str(values):
+            continue
+        resolved = [str(value).replace(PLACEHOLDER, folder) for value in values]
+        changes[key] = resolved if len(resolved) > 1 else resolved[0]
+
+    changes |= _missing_windows("rollout", config.rollout, "rollout", demo)
+    for key, source in config.feedback_sections.items():
+        changes |= _missing_windows(f"{key}.engine", source.engine, "reward_engine", demo)
     return with_overrides(config, changes)
+
+
+def _missing_windows(key: str, section: Section, demo_key: str, demo: DemoJob) -> dict[str, int]:
+    """Return the demo's windows that a section of the job does not set, by key."""
+    demo_section = getattr(demo, demo_key)
+    missing = WINDOWS[demo_key].keys() - section.model_fields_set
+    return {f"{key}.{name}": getattr(demo_section, name) for name in missing}
 
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
@@ -217,7 +234,8 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
         return kept
     started = time.monotonic()
     with log_duration(f"phase {folder.name}", PURPOSES.get(folder.name, "")):
-        metrics = {**make(), "seconds": time.monotonic() - started}
+        metrics = dict(make())
+        metrics["seconds"] = time.monotonic() - started
     identity.save_result(folder, run_identity, STAGE_FILE, metrics)
     return metrics
 
@@ -233,7 +251,9 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
     from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
     from t2g.tasks.tiny.world import write_rows, write_world
 
-    world, folder, task = demo.world, demo.run.folder / WORLD, get_task(demo.task)
+    world = demo.world
+    folder = demo.run.folder / WORLD
+    task = get_task(demo.task)
     if demo.task == "tiny_code":
         heldout = write_world(folder, world, programs.make_records)["heldout"]
         write_rows(folder / "repairs.jsonl", programs.make_repairs(world))
@@ -245,11 +265,13 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
     build_model(folder / "policy", policy, seed=world.seed, **positions(demo))
     records = load_records(DataConfig(path=str(heldout)))
     prompts = make_prompts(records, task, policy, demo.rollout.max_prompt_tokens)
-    measured = [
-        task.measure(prompt, str(task.reference(record)), sandbox=SandboxConfig())
-        for prompt, record in zip(prompts, records, strict=True)
-    ]
-    scores = [found[task.score_name] for found in measured if found]
+
+    scores: list[float] = []
+    for prompt, record in zip(prompts, records, strict=True):
+        reference = str(task.reference(record))
+        measured = task.measure(prompt, reference, sandbox=SandboxConfig())
+        if measured:
+            scores.append(measured[task.score_name])
     return {f"references_{task.score_name}": sum(scores) / len(scores)}
 
 
@@ -261,12 +283,15 @@ def _train_corrector(job: SFTJob, name: str) -> dict[str, Any]:
     """
     from t2g.tasks.tiny.revision import correct_response, drop_sentences
 
-    rng, task, tokenizer = np.random.default_rng(job.run.seed), get_task(job.task), load_tokenizer(job.model.policy)
+    rng = np.random.default_rng(job.run.seed)
+    task = get_task(job.task)
+    tokenizer = load_tokenizer(job.model.policy)
     records = load_annotated(job.data)
     make = partial(make_sft_example, tokenizer=tokenizer, max_length=job.sft.max_length)
 
     def correction(record: AnnotatedRecord) -> TrainSequence:
-        prompt, critique = record.to_prompt(), drop_sentences(record.critique, rng)
+        prompt = record.to_prompt()
+        critique = drop_sentences(record.critique, rng)
 
         def build(room: int) -> np.ndarray:
             if name == FOLLOWER:
@@ -279,12 +304,14 @@ def _train_corrector(job: SFTJob, name: str) -> dict[str, Any]:
                 )
             return ids
 
-        return make(build, correct_response(record.payload["facts"], record.response, critique))
+        corrected = correct_response(record.payload["facts"], record.response, critique)
+        return make(build, corrected)
 
     examples = [correction(record) for record in records]
     if name == FOLLOWER:
-        builds = [partial(encode_policy_prompt, {"post": record.prompt}, task, tokenizer) for record in records]
-        examples += [make(build, record.response) for build, record in zip(builds, records, strict=True)]
+        for record in records:
+            build_prompt = partial(encode_policy_prompt, {"post": record.prompt}, task, tokenizer)
+            examples.append(make(build_prompt, record.response))
     return supervise(job, examples, title=name)
 
 

@@ -101,5 +101,7 @@ def _check_comparison(unresolved: CompareJob) -> None:
 def _check_benchmark(config: BenchmarkJob) -> None:
     from jobs.stopwatch.results import FILE
 
-    if config.run.resume != "never":
-        identity.load_result(config.run.folder, Identity.from_config(config), FILE, should_save=False)
+    if config.run.resume == "never":
+        return
+    run_identity = Identity.from_config(config)
+    identity.load_result(config.run.folder, run_identity, FILE, should_save=False)

@@ -8,7 +8,7 @@ from actors.learner.lora import check_adapters
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
 from jobs.common.run_folder import SMOKE_STEPS, begin_folder, sole_process
-from t2g.config import SFTJob, with_overrides
+from t2g.config import SFTJob, SFTOptions, with_overrides
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.feedback.examples import make_policy_examples
@@ -29,8 +29,10 @@ def read_examples(config: SFTJob) -> list[TrainSequence]:
     """Return the training examples of a policy. Raises UserError if the data cannot be used."""
     if config.sft.lora is not None:
         check_adapters(config.sft.lora, config.model)
-    task, tokenizer = get_task(config.task), load_policy_tokenizer(config.model)
-    records, length = load_records(config.data), config.sft.max_length
+    task = get_task(config.task)
+    tokenizer = load_policy_tokenizer(config.model)
+    records = load_records(config.data)
+    length = config.sft.max_length
     tags = find_thinking_tags(tokenizer, config.model.thinking_tags)
     return make_policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long, tags=tags)
 
@@ -47,12 +49,20 @@ def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) 
         return _supervise(config, examples, title)
 
 
+def _limit_smoke(config: SFTJob, num_examples: int) -> SFTOptions:
+    """Return the options of the training; a smoke run has some steps only."""
+    options = config.sft
+    if not config.run.smoke:
+        return options
+    num_epochs = SMOKE_STEPS * options.batch_size / num_examples
+    return with_overrides(options, {"num_epochs": min(options.num_epochs, num_epochs)})
+
+
 def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) -> dict[str, float]:
-    folder, options = begin_folder(config, *LEFTOVERS), config.sft
-    whole = count_steps(len(examples), options.num_epochs, options.batch_size)
-    if config.run.smoke:
-        share = SMOKE_STEPS * options.batch_size / len(examples)
-        options = with_overrides(options, {"num_epochs": min(options.num_epochs, share)})
+    folder = begin_folder(config, *LEFTOVERS)
+    run_identity = identity.load_identity(folder)
+    whole = count_steps(len(examples), config.sft.num_epochs, config.sft.batch_size)
+    options = _limit_smoke(config, len(examples))
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     with closing(RunLog(folder, config.log)) as log, ExitStack() as bars:
         bar: ProgressBar | None = None  # a model that is kept shows none, and keeps its lines
@@ -65,19 +75,23 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
         def on_report(step: int, progress: SFTProgress | None) -> None:
             assert bar is not None
             if progress:
-                log.write_step(step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
+                fields = asdict(progress)
+                del fields["step"]
+                log.write_step(step, {f"sft/{key}": value for key, value in fields.items()})
             bar.advance_to(step)
 
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
-            out_folder=folder / MODEL, seed=config.run.seed, run_identity=identity.load_identity(folder),
+            out_folder=folder / MODEL, seed=config.run.seed, run_identity=run_identity,
             skip_unreadable=config.run.resume == "readable", on_start=on_start,
             on_report=on_report,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
-    line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"
+
+    steps_done = metrics["step"]
+    line = f"loss {metrics['loss']:.4f} after {steps_done:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"
     if config.run.smoke:
-        left = format_duration(metrics["train_s"] / metrics["step"] * whole)
-        line += f"; the whole training of {whole} steps takes about {left}"
+        step_s = metrics["train_s"] / steps_done
+        line += f"; the whole training of {whole} steps takes about {format_duration(step_s * whole)}"
     print(line)
     return metrics

@@ -8,7 +8,7 @@ score the tokens of the policy, since a teacher that follows critiques makes poo
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,21 @@ TEACHERS = ("teacher", "shuffled")
 Gaps = Mapping[str, np.ndarray]  # of a response, see `split_teacher_gap`
 
 
+class Compared(NamedTuple):
+    """A judged response, and its prompt with the critique that the teacher and the control read."""
+
+    judged: JudgedResponse
+    teacher: Prompt
+    control: Prompt
+
+
+class Measured(NamedTuple):
+    """The gaps of teacher and control, and the scores of policy, teacher and control; no scores without a measure."""
+
+    gaps: list[Gaps]
+    scores: list[float]
+
+
 def evaluate_teacher(
     config: PolicyJob, data: PolicyData, rollouts: RolloutFleet, source: FeedbackSource
 ) -> dict[str, Any]:
@@ -48,8 +63,9 @@ def evaluate_teacher(
     """
     wait_for_engines(source.fleet, rollouts)
     rollout = config.rollout
-    limit = rollout.prompts_per_step * rollout.samples_per_prompt if config.run.smoke else None
-    prompts = (data.eval_prompts or data.prompts[: config.eval.num_prompts])[:limit]
+    prompts = data.eval_prompts or data.prompts[: config.eval.num_prompts]
+    if config.run.smoke:
+        prompts = prompts[: rollout.prompts_per_step * rollout.samples_per_prompt]
     return asyncio.run(measure_teacher(config, data, prompts, rollouts, source))
 
 
@@ -57,65 +73,117 @@ async def measure_teacher(
     config: PolicyJob, data: PolicyData, prompts: Sequence[Prompt], rollouts: RolloutFleet, source: FeedbackSource
 ) -> dict[str, Any]:
     """Return what `evaluate_teacher` returns, of these prompts."""
-    task, sandbox, sampling = data.task, config.feedback.sandbox, make_sampling(config, "eval", 0, num_samples=1)
-    limit, max_tokens = asyncio.Semaphore(sandbox.max_concurrent), config.rollout.max_prompt_tokens
+    task = data.task
+    max_tokens = config.rollout.max_prompt_tokens
     is_measured = bool(task.score_name) and all(map(task.can_measure, prompts))
-
-    def add_critique(prompt: Prompt, critique: str) -> Prompt | None:
-        ids = encode_teacher_prompt(task, prompt, critique, data.tokenizer, max_tokens) if critique else None
-        # The seed depends on the prompt_id: the teacher's response needs another one than the policy's.
-        return None if ids is None else replace(prompt, prompt_id=f"{prompt.prompt_id}/teacher", prompt_ids=ids)
-
-    async def compare_teachers(judged: JudgedResponse, *teachers: Prompt) -> tuple[list[Gaps], list[float]]:
-        """Return the gaps of teacher and control, and the scores of policy, teacher and control."""
-        prompt, response, feedback = judged
-        policy, *found = await gather_all(
-            rollouts.compute_logprobs(p, response.response_ids) for p in (prompt, *teachers)
-        )
-        offsets = token_offsets(data.tokenizer, response.response_ids)
-        deltas = token_rewards(offsets, feedback.spans, text=response.response_text)[: len(policy)]
-        gaps = [split_teacher_gap(logprobs - policy, deltas) for logprobs in found]
-        if not is_measured:
-            return gaps, []
-        others = [one for (one,) in await gather_all(rollouts.sample(p, sampling) for p in teachers)]
-        scores = await gather_all(measure(task, prompt, r.answer, sandbox, limit) for r in (response, *others))
-        return gaps, [score[task.score_name] for score in scores]
-
+    sampling = make_sampling(config, "eval", 0, num_samples=1)
     judged = await sample_and_judge(prompts, rollouts, source, sampling)
-    feedbacks = [response.feedback for response in judged]
-    critiques = [feedback.critique if feedback.usable else "" for feedback in feedbacks]
-    own, shuffled = [
-        map(add_critique, prompts, teacher_critiques([p.prompt_id for p in prompts], critiques, shuffled=control))
-        for control in (False, True)
-    ]
-    rows = [(row, a, b) for row, a, b in zip(judged, own, shuffled, strict=True) if a is not None and b is not None]
-    if len(rows) < MIN_PROMPTS:
+
+    compared = add_critiques(judged, data, max_tokens=max_tokens)
+    if len(compared) < MIN_PROMPTS:
         raise RunStopped(
-            f"{len(rows)} of {len(prompts)} prompts have two critiques, their own and another prompt's, that fit "
+            f"{len(compared)} of {len(prompts)} prompts have two critiques, their own and another prompt's, that fit "
             f"into a prompt of {max_tokens} tokens, and a comparison needs {MIN_PROMPTS} such prompts; add prompts, or "
             "raise rollout.max_model_len"
         )
-    gaps, scores = zip(*await gather_all(compare_teachers(*row) for row in rows), strict=True)
-    found = summarize_scores(*np.array(scores).T, name=task.score_name) if is_measured else {}
-    found["gaps"] = {name: summarize_gaps(of) for name, of in zip(TEACHERS, zip(*gaps, strict=True), strict=True)}
-    found["prompts"] = len(rows)
+
+    sandbox = config.feedback.sandbox
+    limit = asyncio.Semaphore(sandbox.max_concurrent)
+
+    async def score(row: Compared) -> list[float]:
+        """Return the scores of policy, teacher and control."""
+        prompts_with_critique = (row.teacher, row.control)
+        sampled = await gather_all(rollouts.sample(prompt, sampling) for prompt in prompts_with_critique)
+        responses = [row.judged.rollout, *(rollout for (rollout,) in sampled)]
+        measuring = (measure(task, row.judged.prompt, rollout.answer, sandbox, limit) for rollout in responses)
+        return [measures[task.score_name] for measures in await gather_all(measuring)]
+
+    async def compare_teachers(row: Compared) -> Measured:
+        gaps = await measure_gaps(row, data, rollouts)
+        return Measured(gaps, await score(row) if is_measured else [])
+
+    measured = await gather_all(map(compare_teachers, compared))
+    score_name = task.score_name if is_measured else None
+    found = summarize(measured, score_name=score_name)
     return found | {"advice": advise(found)}
+
+
+def summarize(measured: Sequence[Measured], *, score_name: str | None) -> dict[str, Any]:
+    """Return the scores, if there are any, the gaps and the number of prompts."""
+    found: dict[str, Any] = {}
+    if score_name is not None:
+        scores = np.array([response.scores for response in measured])
+        found = summarize_scores(*scores.T, name=score_name)
+    gaps: dict[str, Any] = {}
+    for index, name in enumerate(TEACHERS):
+        teacher_gaps = [response.gaps[index] for response in measured]
+        gaps[name] = summarize_gaps(teacher_gaps)
+    return found | {"gaps": gaps, "prompts": len(measured)}
+
+
+def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tokens: int) -> list[Compared]:
+    """Return the responses that have both critiques, their own and another prompt's, in prompts of `max_tokens`."""
+
+    def add_critique(prompt: Prompt, critique: str) -> Prompt | None:
+        if not critique:
+            return None
+        ids = encode_teacher_prompt(data.task, prompt, critique, data.tokenizer, max_tokens)
+        if ids is None:
+            return None
+        # The seed depends on the prompt_id: the teacher's response needs another one than the policy's.
+        return replace(prompt, prompt_id=f"{prompt.prompt_id}/teacher", prompt_ids=ids)
+
+    prompt_ids = [response.prompt.prompt_id for response in judged]
+    feedbacks = [response.feedback for response in judged]
+    critiques = [feedback.critique if feedback.usable else "" for feedback in feedbacks]
+    own_critiques = teacher_critiques(prompt_ids, critiques, shuffled=False)
+    other_critiques = teacher_critiques(prompt_ids, critiques, shuffled=True)
+
+    compared: list[Compared] = []
+    for response, own, other in zip(judged, own_critiques, other_critiques, strict=True):
+        teacher = add_critique(response.prompt, own)
+        control = add_critique(response.prompt, other)
+        if teacher is not None and control is not None:
+            compared.append(Compared(response, teacher, control))
+    return compared
+
+
+async def measure_gaps(row: Compared, data: PolicyData, rollouts: RolloutFleet) -> list[Gaps]:
+    """Return by how much teacher and control find the tokens of the policy likelier than the policy does."""
+    prompt, response, feedback = row.judged
+    prompts = (prompt, row.teacher, row.control)
+    requests = (rollouts.compute_logprobs(reading, response.response_ids) for reading in prompts)
+    policy, *others = await gather_all(requests)
+    offsets = token_offsets(data.tokenizer, response.response_ids)
+    rewards = token_rewards(offsets, feedback.spans, text=response.response_text)
+    policy_rewards = rewards[: len(policy)]
+    return [split_teacher_gap(logprobs - policy, policy_rewards) for logprobs in others]
 
 
 def summarize_gaps(responses: Sequence[Gaps]) -> dict[str, dict[str, float]]:
     """Return the mean over tokens of each kind, nats, with its interval over responses; kinds without a token lack."""
-    draws, found = Draws(len(responses), seed=0), {}
+    draws = Draws(len(responses), seed=0)
+    intervals: dict[str, dict[str, float]] = {}
     for kind in responses[0]:
-        columns = np.array([[gaps[kind].sum(), gaps[kind].size] for gaps in responses], float)
-        sums = draws.resampled(columns), columns.sum(0)
-        drawn, value = (of[..., 0] / np.maximum(of[..., 1], 1) for of in sums)
-        found |= {kind: with_interval(drawn, value, len(responses))} if columns[:, 1].any() else {}
-    return found
+        sums = [(gaps[kind].sum(), gaps[kind].size) for gaps in responses]
+        columns = np.array(sums, float)
+        drawn = mean_over_tokens(draws.resampled(columns))
+        value = mean_over_tokens(columns.sum(0))
+        if columns[:, 1].any():
+            intervals[kind] = with_interval(drawn, value, len(responses))
+    return intervals
+
+
+def mean_over_tokens(columns: np.ndarray) -> np.ndarray:
+    """Return the mean of the columns [..., 2], which have the sum of the values and the number of tokens."""
+    num_tokens = np.maximum(columns[..., 1], 1)
+    return columns[..., 0] / num_tokens
 
 
 def summarize_scores(policy: np.ndarray, teacher: np.ndarray, control: np.ndarray, *, name: str) -> dict[str, Any]:
     """Return mean scores, and differences with intervals. All arrays are [N]."""
-    draws, figure = Draws(len(policy), seed=0), mean_of(len(policy))
+    draws = Draws(len(policy), seed=0)
+    figure = mean_of(len(policy))
 
     def subtract(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
         interval = compare(a[:, None], b[:, None], figure, draws)
@@ -123,7 +191,9 @@ def summarize_scores(policy: np.ndarray, teacher: np.ndarray, control: np.ndarra
 
     return {
         "measure": name,
-        **{key: float(of.mean()) for key, of in (("policy", policy), ("teacher", teacher), ("shuffled", control))},
+        "policy": float(policy.mean()),
+        "teacher": float(teacher.mean()),
+        "shuffled": float(control.mean()),
         "teacher_less_policy": subtract(teacher, policy),
         "teacher_less_shuffled": subtract(teacher, control),
     }
@@ -131,8 +201,10 @@ def summarize_scores(policy: np.ndarray, teacher: np.ndarray, control: np.ndarra
 
 def advise(result: Mapping[str, Any]) -> str:
     """Return what the measurement tells the user, warnings first."""
-    contrast = teacher_contrast({kind: of["value"] for kind, of in result["gaps"]["teacher"].items()}).get("contrast")
-    has_scores, warnings = "measure" in result, []
+    gaps = {kind: interval["value"] for kind, interval in result["gaps"]["teacher"].items()}
+    contrast = teacher_contrast(gaps).get("contrast")
+    has_scores = "measure" in result
+    warnings: list[str] = []
     if has_scores and result["teacher_less_policy"]["high"] <= 0:
         warnings.append("it is not better than the policy")
     if contrast is not None and contrast < 0:
@@ -157,11 +229,12 @@ def format_result(result: Mapping[str, Any]) -> str:
     def line(name: str, interval: Mapping[str, float]) -> str:
         return f"  {name:<22} {interval['value']:+.3f} [{interval['low']:+.3f}, {interval['high']:+.3f}]"
 
-    lines = []
+    lines: list[str] = []
     if "measure" in result:
-        lines += [f"{result['measure']} on {result['prompts']} prompts"]
+        lines.append(f"{result['measure']} on {result['prompts']} prompts")
         lines += [f"  {name:<22} {result[name]:.3f}" for name in ("policy", *TEACHERS)]
         lines += [line(name, result[name]) for name in ("teacher_less_policy", "teacher_less_shuffled")]
-    lines += ["log-probability less the policy's, nats, of the policy's tokens"]
-    lines += [line(f"{name}, {kind}", of) for name, kinds in result["gaps"].items() for kind, of in kinds.items()]
+    lines.append("log-probability less the policy's, nats, of the policy's tokens")
+    for name, kinds in result["gaps"].items():
+        lines += [line(f"{name}, {kind}", interval) for kind, interval in kinds.items()]
     return "\n".join([*lines, result["advice"]])

@@ -33,11 +33,22 @@ def _describe(schema: type[BaseModel], argument: str, argv: Sequence[str]) -> st
         return f"{option} is no option: settings are written as key=value, and --help lists the keys"
     fields = list_fields(schema)
     if not equals:
-        following = argv[argv.index(argument) + 1 :][:1]
-        is_value = following and not following[0].startswith("--") and "=" not in following[0]
-        value = following[0] if is_value else "true" if fields[keys[0]].annotation is bool else "VALUE"
+        is_flag = fields[keys[0]].annotation is bool
+        default = "true" if is_flag else "VALUE"
+        value = _following_value(argument, argv, default)
     pairs = [shlex.quote(f"{key}={value}") for key in keys[:MAX_KEYS]]
     return f"{option} is no option: write {' or '.join(pairs)}"
+
+
+def _following_value(argument: str, argv: Sequence[str], default: str) -> str:
+    """Return the argument behind this one; `default` if that is no value."""
+    position = argv.index(argument) + 1
+    if position == len(argv):
+        return default
+    following = argv[position]
+    if following.startswith("--") or "=" in following:
+        return default
+    return following
 
 
 def find_keys(schema: type[BaseModel], option: str) -> list[str]:
@@ -47,14 +58,19 @@ def find_keys(schema: type[BaseModel], option: str) -> list[str]:
     name = OTHER_NAMES.get(name, name)
     if name in fields and section_type(fields[name].annotation) is None:
         return [name]
-    by_last: dict[str, list[str]] = {}
-    for key in sorted(_list_values(schema), key=lambda key: key.count(".")):
-        by_last.setdefault(key.rpartition(".")[2], []).append(key)
+    keys = list(_list_values(schema))
     if name in fields:  # a section: its own keys, required ones first
-        own = [key for key in _list_values(schema) if key.rpartition(".")[0] == name]
+        own = [key for key in keys if key.rpartition(".")[0] == name]
         return sorted(own, key=lambda key: not fields[key].is_required())[:1]
+
+    by_last: dict[str, list[str]] = {}
+    for key in sorted(keys, key=lambda key: key.count(".")):
+        last = key.rpartition(".")[2]
+        by_last.setdefault(last, []).append(key)
+    if name in by_last:
+        return by_last[name]
     similar = get_close_matches(name, by_last, n=1)
-    return by_last.get(name) or [key for match in similar for key in by_last[match]]
+    return by_last[similar[0]] if similar else []
 
 
 def _list_values(schema: type[BaseModel]) -> Iterator[str]:
