@@ -73,14 +73,17 @@ def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
     """Describe the full run from three steps: its speed, its duration, and whether feedback gives rewards."""
     from t2g.runs.progress import format_duration
 
-    timing, num_steps = summary["timing"], config.num_steps
-    step_s = timing["steps_s"] / summary["steps"]
-    made, planned = (1 + ceil(steps / config.eval.every) for steps in (summary["steps"], num_steps))
-    evaluations_s = timing["evaluations_s"] / made * planned
-    text = (
-        f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
-        f"{num_steps} steps will take about {format_duration(step_s * num_steps + evaluations_s)}"
-    )
+    timing = summary["timing"]
+    num_steps = config.num_steps
+    steps_made = summary["steps"]
+    step_s = timing["steps_s"] / steps_made
+    evaluations_made = 1 + ceil(steps_made / config.eval.every)
+    evaluations_planned = 1 + ceil(num_steps / config.eval.every)
+    evaluations_s = timing["evaluations_s"] / evaluations_made * evaluations_planned
+
+    pace = summary["samples"] / timing["steps_s"]
+    duration = format_duration(step_s * num_steps + evaluations_s)
+    text = f"smoke run done: {pace:.1f} samples/s, {step_s:.1f} s a step; {num_steps} steps will take about {duration}"
     if summary["unlabelled"]:
         text += (
             f"\nno token of these responses was labelled: feedback.source={config.feedback.describe()} quoted nothing "
@@ -96,7 +99,8 @@ def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
     if not config.run.smoke or config.objective.teacher is None:
         return []
     try:
-        return [format_result(evaluate_teacher(config, *inputs))]
+        result = evaluate_teacher(config, *inputs)
+        return [format_result(result)]
     except RunStopped as error:
         return [f"the teacher was not measured: {error}"]
 
@@ -109,11 +113,13 @@ def show_one(folder: Path) -> None:
     from t2g.report.terminal import show_feedback
     from t2g.runs.log import SAMPLES_FILE
 
-    judged = [of[-1] for of in examples(folder / SAMPLES_FILE) if of[-1].feedback is not None]
-    if judged:
-        one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
-        print(f"\ncritique and text of one response, of step {one.step}:")
-        show_feedback(Console(), one.response, one.feedback)
+    last_samples = [samples[-1] for samples in examples(folder / SAMPLES_FILE)]
+    judged = [sample for sample in last_samples if sample.feedback is not None]
+    if not judged:
+        return
+    one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
+    print(f"\ncritique and text of one response, of step {one.step}:")
+    show_feedback(Console(), one.response, one.feedback)
 
 
 def run_training(unresolved: PolicyJob, data: Any) -> PolicyRun:
@@ -146,8 +152,8 @@ def run_training(unresolved: PolicyJob, data: Any) -> PolicyRun:
         print(format_smoke_summary(unresolved, summary), *teacher, sep="\n")
         show_one(made.folder)
     else:
-        held_out = ", ".join(f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None)
-        print(f"held out: {held_out or 'not measured, eval_data is not given'}")
+        held_out = [f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None]
+        print(f"held out: {', '.join(held_out) or 'not measured, eval_data is not given'}")
     print_outputs(policy=made.policy, report=made.report, numbers=made.folder / "summary.json")
     return made
 
@@ -175,17 +181,26 @@ def run_annotation(config: AnnotateJob, samples: Any) -> Path:
 
     with ExitStack() as opened:
         fleets = None
-        if config.roles() and (config.run.smoke or runs.missing_samples(samples, runs.known_records(config, samples))):
+        if config.roles() and _has_requests(config, samples):
             from jobs.common.fleets import Fleets, on_cluster
 
             opened.enter_context(on_cluster(config))
             fleets = opened.enter_context(Fleets())
         runs.annotate_samples(config, samples, fleets, stop_flag())
     folder = config.run.folder
-    print_outputs(
-        records=folder / runs.ANNOTATED_FILE, training=folder / runs.TRAIN_FILE, held_out=folder / runs.HELDOUT_FILE
-    )
-    return folder / runs.ANNOTATED_FILE
+    records = folder / runs.ANNOTATED_FILE
+    print_outputs(records=records, training=folder / runs.TRAIN_FILE, held_out=folder / runs.HELDOUT_FILE)
+    return records
+
+
+def _has_requests(config: AnnotateJob, samples: Any) -> bool:
+    """Return whether the journal lacks judgements; a smoke run makes all of its own."""
+    from jobs.common import annotation_runs as runs
+
+    if config.run.smoke:
+        return True
+    records = runs.known_records(config, samples)
+    return bool(runs.missing_samples(samples, records))
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -212,11 +227,13 @@ def run_reward(config: EvaluateJob, records: Any, what: str) -> dict[str, Any]:
     from t2g.text.tokenizer import load_tokenizer
 
     resolved = with_trained_style(config)
-    tokenizer = load_tokenizer(str(resolved.feedback.reward_model), resolved.feedback.reward_revision)  # its own
+    feedback = resolved.feedback
+    tokenizer = load_tokenizer(str(feedback.reward_model), feedback.reward_revision)  # its own
     folder = begin_folder(config, JSON_FILE)
     with connected_model(resolved) as model:
         metrics = evaluate_reward(resolved, records, model, tokenizer, folder)
-    print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    figures = [f"{name} {value:.4g}" for name, value in metrics.items()]
+    print(" ".join(figures))
     print_outputs(report=folder / HTML_FILE, numbers=folder / JSON_FILE)
     return metrics
 
@@ -239,7 +256,8 @@ def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
                     make_stages(demo, fleets, reward="reward_model" in resolved.feedback.models)
             data = run_references(resolved, data or read_data(resolved))
             with Fleets() as fleets:
-                result = evaluate_teacher(resolved, data, *fleets.for_policy(resolved, data.task))
+                rollouts, source = fleets.for_policy(resolved, data.task)
+                result = evaluate_teacher(resolved, data, rollouts, source)
             write_json(folder / TEACHER_FILE, result)
     print(format_result(result))
     print_outputs(numbers=folder / TEACHER_FILE)
@@ -265,7 +283,8 @@ def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> dict[s
     with sole_process(config.run.folder):
         evaluation = Evaluation(config, questions)
         has_judge = config.feedback is not None and config.feedback.engine_source is not None
-        needs_engines = any(map(evaluation.is_incomplete, config.served)) or (has_judge and evaluation.lacks_feedback())
+        lacks_responses = any(map(evaluation.is_incomplete, config.served))
+        needs_engines = lacks_responses or (has_judge and evaluation.lacks_feedback())
         with on_cluster(config) if needs_engines else nullcontext():
             result = evaluation.run(serve, stop_flag(), serve_feedback)
     folder = config.run.folder

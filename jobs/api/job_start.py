@@ -55,11 +55,10 @@ def start(
     def job() -> Result:
         made: list[Path] = []
         try:
-            return check_and_run(_load(schema, config, given, made), run, read, **options)
+            loaded = _load(schema, config, given, made)
+            return check_and_run(loaded, run, read, **options)
         except (UserError, RunStopped) as error:  # one of an actor has the remote traceback in its text
-            for path in made:
-                if not any(path.name in file.read_text() for file in path.parent.rglob(loading.FILE_NAME)):
-                    path.unlink()  # the call was refused, and no run has these records
+            _remove_unused(made)
             raise getattr(error, "cause", error) from None
         except Stopped:
             raise Stopped("a signal ended the run; the same call resumes it") from None
@@ -71,9 +70,11 @@ def start(
         if not stop.is_read:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(KeyboardInterrupt))
 
-    stop, in_loop = StopFlag(), False
+    stop = StopFlag()
+    in_loop = False
     StopFlag.installed = stop
-    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGINT, signal.SIGTERM] if in_main_thread else []
     handlers = {number: signal.getsignal(number) for number in numbers}
     with suppress(RuntimeError):
         in_loop = bool(asyncio.get_running_loop())
@@ -92,18 +93,34 @@ def start(
             signal.signal(number, handler)
 
 
+def _remove_unused(made: list[Path]) -> None:
+    """Remove the files with records that no run has: the call was refused."""
+    for path in made:
+        configs = path.parent.rglob(loading.FILE_NAME)
+        if not any(path.name in file.read_text() for file in configs):
+            path.unlink()
+
+
 def _load(schema: type[Config], config: GivenConfig, given: Mapping[str, Any], made: list[Path]) -> Config:
     """Return the config of a call; append new files with records to `made`."""
     forget_functions()
     source = Path(config) if isinstance(config, str | os.PathLike) else _plain(config)
-    records = {key: value for key, value in given.items() if key.endswith(".path") and value is not None}
-    values = {key: _plain(value) for key, value in given.items() if value is not None and key not in records}
+    records: dict[str, Records] = {}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if value is None:
+            continue
+        if key.endswith(".path"):
+            records[key] = value
+        else:
+            values[key] = _plain(value)
     values |= dict.fromkeys(records, "records")  # the folder of their file is known once the config is loaded
     overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
     origin = ", ".join(f"{ARGUMENTS.get(key, 'feedback')}=" for key in values)
     loaded = loading.load(schema, source, overrides, have=find_resources, origin=origin)
     folder = loaded.run.root / loaded.run.name  # a smoke run empties the one inside
-    return with_overrides(loaded, {key: _write_records(folder, key, rows, made) for key, rows in records.items()})
+    files = {key: _write_records(folder, key, rows, made) for key, rows in records.items()}
+    return with_overrides(loaded, files)
 
 
 def _plain(value: Any) -> Any:
@@ -114,14 +131,18 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return name_function(value) if callable(value) else str(value) if isinstance(value, os.PathLike) else value
+    if callable(value):
+        return name_function(value)
+    if isinstance(value, os.PathLike):
+        return str(value)
+    return value
 
 
 def _write_records(folder: Path, key: str, rows: Records, made: list[Path]) -> str:
     """Return a file with the records, whose name changes with them: other records must not replace those of a run."""
     from t2g.data.load import describe_unserializable
 
-    lines = []
+    lines: list[str] = []
     for number, row in enumerate(rows, start=1):
         if reason := describe_unserializable(row):
             raise UserError(f"{ARGUMENTS[key]}: record {number} {reason}")
