@@ -4,6 +4,7 @@ the settings that ours have in a run."""
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,15 @@ def environment(role: ProcessConfig) -> dict[str, str]:
     """Return the environment of our rank or engine core; torch reads its thread settings at import."""
     known = process_environment(role)
     if isinstance(role, EngineConfig):
-        known |= engine_environment(role, owner=0, receives_weights=isinstance(role, RolloutConfig))
+        receives_weights = isinstance(role, RolloutConfig)
+        known |= engine_environment(role, owner=0, receives_weights=receives_weights)
     return known
 
 
 def begin(plain: type, role: ProcessConfig, *args: Any, **named: Any) -> Any:
     """Start an actor of the class without reserving cores."""
-    options = {"num_cpus": 0, "num_gpus": role.gpus, "runtime_env": {"env_vars": environment(role)}}
+    runtime_env = {"env_vars": environment(role)}
+    options = {"num_cpus": 0, "num_gpus": role.gpus, "runtime_env": runtime_env}
     return ray.remote(plain).options(**options).remote(*args, **named)
 
 
@@ -41,7 +44,8 @@ class BareEngine:
         os.environ.update(engine_environment(config, owner=os.getpid(), receives_weights=False))
         from vllm import LLM
 
-        self._llm = LLM(**Engine(model, config, seed=seed, guided=guided).arguments())
+        arguments = Engine(model, config, seed=seed, guided=guided).arguments()
+        self._llm = LLM(**arguments)
 
     def generate(
         self,
@@ -56,28 +60,28 @@ class BareEngine:
         from vllm.sampling_params import StructuredOutputsParams
 
         guided = StructuredOutputsParams(**guide) if guide else None
-        params = [
-            SamplingParams(detokenize=False, seed=seed, structured_outputs=guided, **how)
-            for seed in seeds or [None] * len(prompts)
-        ]
+        make_params = partial(SamplingParams, detokenize=False, structured_outputs=guided, **how)
+        params = [make_params(seed=seed) for seed in seeds or [None] * len(prompts)]
         requests = [{"prompt_token_ids": ids.tolist()} for ids in prompts]
-        return sum(len(output.outputs[0].token_ids) for output in self._llm.generate(requests, params, use_tqdm=False))
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 class OurEngine:
     """Our engine without a fleet, which admits, counts and steers: vLLM's front-end process and its core."""
 
     def __init__(self, model: str, config: EngineConfig, seed: int, guided: bool = False) -> None:
-        self._engine, self._started = Engine(model, config, seed=seed, guided=guided), False
+        self._engine = Engine(model, config, seed=seed, guided=guided)
+        self._started = False
 
     async def generate(self, prompts: Sequence[np.ndarray], *, seeds: Sequence[int | None], **how: Any) -> int:
         """Sample one response to each prompt; return the number of tokens. how: of `Engine.generate`."""
         if not self._started:
             await self._engine.start()
             self._started = True
-        responses = await asyncio.gather(
-            *(self._engine.generate(ids, seed=seed, **how) for ids, seed in zip(prompts, seeds, strict=True))
-        )
+        generate = partial(self._engine.generate, **how)
+        requests = [generate(ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
+        responses = await asyncio.gather(*requests)
         return sum(len(response.ids) for response in responses)
 
 
@@ -89,10 +93,10 @@ class BareLearner:
 
         torch.set_num_threads(config.threads)
         self._device = torch.device("cuda" if config.gpus else "cpu")
-        self._config, dtype = config, getattr(torch, config.dtype)
-        self._policy, self._reference = (
-            AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self._device) for _ in range(2)
-        )
+        self._config = config
+        load = partial(AutoModelForCausalLM.from_pretrained, model, dtype=getattr(torch, config.dtype))
+        self._policy = load().to(self._device)
+        self._reference = load().to(self._device)
         for loaded in (self._policy, self._reference):
             install_chunked_head(loaded)
         optim = config.policy
@@ -105,9 +109,12 @@ class BareLearner:
             rows = Rows([samples[i] for i in members], self._device)
             with torch.no_grad():
                 reference = rows.token_outputs(self._reference, 1.0).logprobs
-            now, weights = rows.token_outputs(self._policy, 1.0).logprobs, rows.numbers("weights")
+            now = rows.token_outputs(self._policy, 1.0).logprobs
+            weights = rows.numbers("weights")
             gap = reference - now
-            loss = -(now - now.detach()).exp() * rows.numbers("advantages") + 0.05 * (gap.exp() - gap - 1)
+            ratio = (now - now.detach()).exp()
+            kl = gap.exp() - gap - 1
+            loss = -ratio * rows.numbers("advantages") + 0.05 * kl
             (loss * weights).sum().backward()
         torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.policy.max_grad_norm)
         self._adamw.step()

@@ -17,6 +17,43 @@ ALONE = {
 }  # fmt: skip
 
 
+def settings_of(config: BenchmarkJob, folder: Path) -> dict[str, Any]:
+    """Return the arguments of TRL's config for the same step."""
+    rollout = config.rollout
+    optim = config.learner.policy
+    batch_size = rollout.prompts_per_step * rollout.samples_per_prompt
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": not config.learner.gpus,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_steps": 10_000,
+    }
+    settings |= {
+        "per_device_train_batch_size": batch_size,
+        "num_generations": rollout.samples_per_prompt,
+        "max_completion_length": rollout.max_new_tokens,
+        "temperature": rollout.temperature,
+        "beta": 0.05,
+        "num_iterations": 1,
+    }
+    settings |= {
+        "learning_rate": optim.lr,
+        "max_grad_norm": optim.max_grad_norm,
+        "optim": "adamw_torch_fused",
+        "seed": config.run.seed,
+    }
+    return settings
+
+
+def count_letters(completions: list[str], **_: Any) -> list[float]:
+    """Reward each "a", like the feedback of our side."""
+    return [float(text.count("a")) for text in completions]
+
+
 class Grpo:
     """TRL's trainer; each call makes one step."""
 
@@ -24,14 +61,19 @@ class Grpo:
         import torch
 
         torch.set_num_threads(config.learner.threads)
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._generate_s, self._tokens, self._error = 0.0, 0, ""
+        self._go = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._generate_s = 0.0
+        self._tokens = 0
+        self._error = ""
         self._trainer = self._made(model, texts, config, IN_PROCESS if vllm else {})
         self._thread: threading.Thread | None = None
 
     def step(self, timeout_s: float) -> tuple[int, dict[str, float]]:
         """Make one step; return the number of response tokens and the times of its phases."""
-        self._generate_s, self._tokens, started = 0.0, 0, time.monotonic()
+        self._generate_s = 0.0
+        self._tokens = 0
+        started = time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -57,8 +99,9 @@ class Grpo:
         from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
 
-        rollout, optim = config.rollout, config.learner.policy
-        go, done = self._go, self._done
+        rollout = config.rollout
+        go = self._go
+        done = self._done
         if vllm:
             os.environ.update(ALONE | engine_environment(rollout, owner=os.getpid(), receives_weights=False))
             from vllm.utils.network_utils import get_open_port
@@ -70,20 +113,15 @@ class Grpo:
                 done.release()
                 go.acquire()
 
-        settings = GRPOConfig(
-            output_dir=str(Path(model).parent / "trl"), report_to="none", save_strategy="no", disable_tqdm=True,
-            use_cpu=not config.learner.gpus, bf16=False, gradient_checkpointing=False, max_steps=10_000,
-            per_device_train_batch_size=rollout.prompts_per_step * rollout.samples_per_prompt,
-            num_generations=rollout.samples_per_prompt, max_completion_length=rollout.max_new_tokens,
-            temperature=rollout.temperature, beta=0.05, num_iterations=1, learning_rate=optim.lr,
-            max_grad_norm=optim.max_grad_norm, optim="adamw_torch_fused", seed=config.run.seed, **vllm,
-        )  # fmt: skip
+        settings = GRPOConfig(**settings_of(config, Path(model).parent / "trl"), **vllm)
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, config.learner.dtype))
+        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
         trainer = GRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, config.learner.dtype)),
-            reward_funcs=lambda completions, **_: [float(text.count("a")) for text in completions],
+            policy,
+            reward_funcs=count_letters,
             args=settings,
             train_dataset=Dataset.from_dict({"prompt": texts}),
-            processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+            processing_class=tokenizer,
             callbacks=[Pace()],
         )
         if vllm and not config.learner.gpus:
@@ -92,10 +130,10 @@ class Grpo:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.monotonic()
-            found = generate(*args, **kwargs)
+            generated = generate(*args, **kwargs)
             self._generate_s += time.monotonic() - started
-            self._tokens += sum(len(ids) for ids in found[0])
-            return found
+            self._tokens += sum(len(ids) for ids in generated[0])
+            return generated
 
         trainer._generate_single_turn = timed
         return trainer

@@ -15,13 +15,15 @@ from jobs.stopwatch.watch import Bench, Done, Race, Record
 from t2g.config import EngineConfig
 
 ENGINES = (8, 64, 256)
-SAMPLES, GROUP = 65_536, 8
+SAMPLES = 65_536
+GROUP = 8
 ANSWER_S = 0.05
 
 
 async def measure(bench: Bench) -> list[Record]:
     sides = {f"{engines} engines": partial(samples, engines) for engines in ENGINES}
-    return [await bench.race(Race(name="driver", unit="samples", sides=sides))]
+    race = Race(name="driver", unit="samples", sides=sides)
+    return [await bench.race(race)]
 
 
 async def samples(engines: int) -> Done:
@@ -33,7 +35,8 @@ async def samples(engines: int) -> Done:
         await fleet.calls(requests, timeout_s=600, what="a group")
 
     await asyncio.gather(*(group() for _ in range(SAMPLES // GROUP)))
-    return Done(amount=SAMPLES, more={"CPU us a sample": 1e6 * (time.process_time() - before) / SAMPLES})
+    cpu_s = time.process_time() - before
+    return Done(amount=SAMPLES, more={"CPU us a sample": 1e6 * cpu_s / SAMPLES})
 
 
 class StubFleet(Fleet):
@@ -45,12 +48,14 @@ class StubFleet(Fleet):
     def __init__(self, engines: int) -> None:
         config = EngineConfig.model_validate({"workers": engines, "health": {"check_interval_s": 1e9}})
         no_processes = config.workers.model_copy(update={"initial": 0})
-        super().__init__({}, config.model_copy(update={"workers": no_processes}), placement_timeout_s=1)
+        idle = config.model_copy(update={"workers": no_processes})
+        super().__init__({}, idle, placement_timeout_s=1)
         self.target_size = engines
         loop = asyncio.get_running_loop()
         for number in range(engines):
             member: Any = Member(f"stub {number}", None, config)  # type: ignore[arg-type]
-            member.handle = SimpleNamespace(sample=SimpleNamespace(remote=partial(answer, loop)))
+            sample = SimpleNamespace(remote=partial(answer, loop))
+            member.handle = SimpleNamespace(sample=sample)
             member.health = Health(since=0, state=State.SERVING)
             self._members.append(member)
 

@@ -21,16 +21,20 @@ LEAST_TOKENS = 32_000  # of a turn, in as many responses as that takes
 
 
 async def measure(bench: Bench) -> list[Record]:
-    tokenizer, rng = bench.models.tokenizer, np.random.default_rng(bench.config.run.seed)
-    vocabulary = np.asarray(tokenizer(" ".join("aeiou" * 4_000))["input_ids"])
-    found = []
+    tokenizer = bench.models.tokenizer
+    rng = np.random.default_rng(bench.config.run.seed)
+    letters = " ".join("aeiou" * 4_000)
+    vocabulary = np.asarray(tokenizer(letters)["input_ids"])
+    records: list[Record] = []
     for size in TOKENS:
-        spans, rounds = SPANS * size // max(TOKENS), LEAST_TOKENS // size
+        spans = SPANS * size // max(TOKENS)
+        rounds = LEAST_TOKENS // size
         responses = [rng.choice(vocabulary, size).astype(np.int32) for _ in range(rounds)]
         answers = [answer_about(decode(tokenizer, ids), spans) for ids in responses]
         side = partial(rewards_of, tokenizer, responses, answers)
-        found.append(await bench.race(Race(name=f"feedback, {size:,} tokens", unit="tokens", sides={"t2g": side})))
-    return found
+        race = Race(name=f"feedback, {size:,} tokens", unit="tokens", sides={"t2g": side})
+        records.append(await bench.race(race))
+    return records
 
 
 def answer_about(text: str, spans: int) -> str:
@@ -41,10 +45,12 @@ def answer_about(text: str, spans: int) -> str:
 
 async def rewards_of(tokenizer: Any, responses: Sequence[np.ndarray], answers: Sequence[str]) -> Done:
     paid = 0
+    rule = RewardRuleConfig()
     for ids, answer in zip(responses, answers, strict=True):
         text = decode(tokenizer, ids)
         feedback = parse_answer(answer, text, source="benchmark", version="")
         offsets = token_offsets(tokenizer, ids)
-        paid += np.count_nonzero(token_rewards(offsets, feedback.spans, text=text, rule=RewardRuleConfig()))
+        rewards = token_rewards(offsets, feedback.spans, text=text, rule=rule)
+        paid += np.count_nonzero(rewards)
         compute_step_ids(offsets, text, Task.step_pattern)
     return Done(amount=sum(map(len, responses)), more={"tokens paid": paid})

@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,37 +25,44 @@ AIM = 0.85
 
 
 async def measure(bench: Bench) -> list[Record]:
-    config, model = bench.config, str(bench.models.fixed)
+    config = bench.config
+    model = str(bench.models.fixed)
     bare = begin(BareLearner, config.learner, model, config.learner)
     shape = find_shape(model, None)
     assert shape is not None, "the model was just made"
-    found = []
+    samples_by_name = {
+        "learner, fixed length": random_samples(bench),
+        "learner, exponential": random_samples(bench, exponential=True),
+    }
+    records: list[Record] = []
     with ExitStack() as stack:
-        groups = {count(n, "rank"): stack.enter_context(make_group(bench, n)) for n in (1, 2)}
-        for name, samples in {
-            "learner, fixed length": random_samples(bench),
-            "learner, exponential": random_samples(bench, exponential=True),
-        }.items():
+        groups = {count(ranks, "rank"): stack.enter_context(make_group(bench, ranks)) for ranks in (1, 2)}
+        for name, samples in samples_by_name.items():
+            lengths = [len(sample) for sample in samples]
             # The reference's forward pass is a third of the policy's two.
-            gflop = 4 / 3 * train_flops(shape, [*map(len, samples)], has_head=True, frozen=False) / 1e9
+            gflop = 4 / 3 * train_flops(shape, lengths, has_head=True, frozen=False) / 1e9
             sides: dict[str, Side] = {"plain torch": partial(step_bare, bare, samples, gflop)}
-            sides |= {who: partial(update, group, samples, gflop) for who, group in groups.items()}
-            race = Race(name=name, unit="tokens", sides=sides, reference="plain torch", aims=dict.fromkeys(groups, AIM))
-            found.append(await bench.race(race))
-    return found
+            for who, group in groups.items():
+                sides[who] = partial(update, group, samples, gflop)
+            aims = dict.fromkeys(groups, AIM)
+            race = Race(name=name, unit="tokens", sides=sides, reference="plain torch", aims=aims)
+            records.append(await bench.race(race))
+    return records
 
 
 async def step_bare(bare: Any, samples: list[TrainSample], gflop: float) -> Done:
     started = time.monotonic()
     tokens = await bare.step.remote(samples)
-    return Done(amount=tokens, more={"GFLOP/s": gflop / (time.monotonic() - started)})
+    seconds = time.monotonic() - started
+    return Done(amount=tokens, more={"GFLOP/s": gflop / seconds})
 
 
 def make_group(bench: Bench, ranks: int) -> AbstractContextManager[LearnerGroup]:
     """Return a group of ranks that share the threads of `learner.threads`."""
     threads = max(1, bench.config.learner.threads // ranks)
     job = loop_job(bench, {"learner.workers": ranks, "learner.threads": threads})
-    return loaded_learner(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
+    spec = learner_spec(job)
+    return loaded_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s)
 
 
 async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) -> Done:
@@ -65,14 +73,19 @@ async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) 
     batch = make_train_batch(samples, num_epochs=1, minibatches_per_epoch=1, kl_coef=0.05, seed=1)
     await asyncio.to_thread(group.update, batch)
     rate = gflop / (time.monotonic() - started)
-    learner, tokens = group.spec.learner, sum(map(len, samples))
+
+    learner = group.spec.learner
     plan = microbatches(samples, num_ranks=learner.workers, token_budget=learner.tokens_per_microbatch)
-    shares = [share for of_rank in plan for share in of_rank]
-    area = sum(len(share) * max((len(samples[i]) for i in share), default=0) for share in shares)
-    return Done(
-        amount=tokens,
-        more={"GFLOP/s": rate, "padding": 1 - tokens / area, "microbatches": len(shares) / learner.workers},
-    )
+    shares = list(chain.from_iterable(plan))
+    area = 0  # tokens and padding of all microbatches
+    for share in shares:
+        lengths = [len(samples[index]) for index in share]
+        area += len(share) * max(lengths, default=0)
+    tokens = sum(map(len, samples))
+    padding = 1 - tokens / area
+    microbatches_per_rank = len(shares) / learner.workers
+    more = {"GFLOP/s": rate, "padding": padding, "microbatches": microbatches_per_rank}
+    return Done(amount=tokens, more=more)
 
 
 def rollout_of(sample: TrainSample) -> Rollout:

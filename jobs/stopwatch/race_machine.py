@@ -20,13 +20,15 @@ PASSES = 4
 async def measure(bench: Bench) -> list[Record]:
     from actors.weights.buckets import hash_arrays
 
-    source, target = np.ones(BYTES, np.uint8), np.zeros(BYTES, np.uint8)
-    copy = side(lambda: np.copyto(target, source), BYTES / 1e9)
-    hashing = side(lambda: hash_arrays(target), BYTES / 1e9)
-    return [
-        await bench.race(Race(name="machine, memory", unit="GB", sides={"memcpy": copy, "xxh3": hashing})),
-        await bench.race(Race(name="machine, bfloat16 matrix product", unit="GFLOP", sides=products())),
-    ]
+    source = np.ones(BYTES, np.uint8)
+    target = np.zeros(BYTES, np.uint8)
+    gigabytes = BYTES / 1e9
+    copy = side(lambda: np.copyto(target, source), gigabytes)
+    hashing = side(lambda: hash_arrays(target), gigabytes)
+    memory = Race(name="machine, memory", unit="GB", sides={"memcpy": copy, "xxh3": hashing})
+    memory_record = await bench.race(memory)
+    product = Race(name="machine, bfloat16 matrix product", unit="GFLOP", sides=products())
+    return [memory_record, await bench.race(product)]
 
 
 def side(work: Callable[[], object], amount: float) -> Side:
@@ -41,7 +43,8 @@ def side(work: Callable[[], object], amount: float) -> Side:
 
 
 def products() -> dict[str, Side]:
-    left, right = (torch.ones(ROWS, ROWS, dtype=torch.bfloat16) for _ in range(2))
+    left = torch.ones(ROWS, ROWS, dtype=torch.bfloat16)
+    right = torch.ones(ROWS, ROWS, dtype=torch.bfloat16)
 
     def multiply(threads: int) -> None:
         torch.set_num_threads(threads)

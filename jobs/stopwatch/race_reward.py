@@ -2,9 +2,12 @@
 grammar and without."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from actors.engines.reward import RewardFleet
 from jobs.common.fleets import Fleets
@@ -23,41 +26,68 @@ RESPONSE = "a good answer, and a bad one. " * 8
 
 
 async def measure(bench: Bench) -> list[Record]:
-    model, task, engine = bench.models.fixed, get_task("prompts"), bench.config.reward_engine
+    model = bench.models.fixed
+    tokenizer = bench.models.tokenizer
+    engine = bench.config.reward_engine
+    task = get_task("prompts")
     write_card(model, make_card(task, SPARSE))
     config = FeedbackConfig(source="reward_model", reward_model=str(model), engine=engine)
-    prompts = [replace(prompt, prompt_id=f"r{i}") for i, prompt in enumerate(bench.models.prompts[:ANSWERS])]
-    tokenizer = bench.models.tokenizer
-    ids = [build_feedback_prompt(task, p, RESPONSE, tokenizer, engine.max_prompt_tokens) for p in prompts]
+    prompts: list[Prompt] = []
+    ids: list[np.ndarray] = []
+    for index, given in enumerate(bench.models.prompts[:ANSWERS]):
+        prompt = replace(given, prompt_id=f"r{index}")
+        prompts.append(prompt)
+        ids.append(build_feedback_prompt(task, prompt, RESPONSE, tokenizer, engine.max_prompt_tokens))
+
+    bare_side, alone_side = plain_engines(bench, ids)
     grammar = make_answer_grammar(
         max_critique_chars=engine.max_critique_chars, max_spans=engine.max_spans, max_quote_chars=engine.max_quote_chars
     )
-    how = {"temperature": 0.0, "max_tokens": engine.max_new_tokens, "stop_token_ids": [tokenizer.eos_token_id]}
-    ours = {"temperature": 0.0, "max_new_tokens": engine.max_new_tokens, "seeds": [None] * ANSWERS}
-    bare, alone = (
-        begin(kind, engine, str(model), engine, bench.config.run.seed, True) for kind in (BareEngine, OurEngine)
-    )
+    records: list[Record] = []
     with Fleets() as fleets:
-        fleet, races = fleets.feedback(config, task, bench.config), []
+        fleet = fleets.feedback(config, task, bench.config)
         for name, guide, ask in (
             ("reward, with the grammar", {"grammar": grammar}, fleet.judge),
             ("reward, without", None, fleet.judge_unguided),
         ):
             sides: dict[str, Side] = {
-                "bare vLLM": partial(ask_actor, partial(bare.generate.remote, ids, logprobs=0, guide=guide, **how)),
-                "engine alone": partial(ask_actor, partial(alone.generate.remote, ids, guide=guide, **ours)),
+                "bare vLLM": partial(bare_side, guide),
+                "engine alone": partial(alone_side, guide),
                 "fleet": partial(ask_fleet, fleet, prompts, ask),
             }
             race = Race(name=name, unit="answers", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
-            races.append(await bench.race(race))
-        return races
+            records.append(await bench.race(race))
+        return records
 
 
-async def ask_actor(generate: Any) -> Done:
-    return Done(amount=ANSWERS, more={"tokens": await generate()})
+GuidedSide = Callable[[dict[str, str] | None], Awaitable[Done]]  # of a guide
+
+
+def plain_engines(bench: Bench, ids: list[np.ndarray]) -> tuple[GuidedSide, GuidedSide]:
+    """Return the sides of bare vLLM and of our engine without its fleet."""
+    engine = bench.config.reward_engine
+    model = str(bench.models.fixed)
+    start = partial(begin, role=engine, model=model, config=engine, seed=bench.config.run.seed, guided=True)
+    bare = start(BareEngine)
+    alone = start(OurEngine)
+
+    eos = bench.models.tokenizer.eos_token_id
+    ask_bare = partial(
+        bare.generate.remote, ids, logprobs=0, temperature=0.0, max_tokens=engine.max_new_tokens, stop_token_ids=[eos]
+    )
+    ask_alone = partial(
+        alone.generate.remote, ids, temperature=0.0, max_new_tokens=engine.max_new_tokens, seeds=[None] * ANSWERS
+    )
+    return partial(ask_actor, ask_bare), partial(ask_actor, ask_alone)
+
+
+async def ask_actor(generate: Any, guide: dict[str, str] | None) -> Done:
+    tokens = await generate(guide=guide)
+    return Done(amount=ANSWERS, more={"tokens": tokens})
 
 
 async def ask_fleet(fleet: RewardFleet, prompts: list[Prompt], judge: Any) -> Done:
     fleet.clear_cache()
     answers = await asyncio.gather(*(judge(prompt, RESPONSE) for prompt in prompts))
-    return Done(amount=ANSWERS, more={"failed": sum(feedback.status == "failed" for feedback in answers)})
+    num_failed = sum(feedback.status == "failed" for feedback in answers)
+    return Done(amount=ANSWERS, more={"failed": num_failed})

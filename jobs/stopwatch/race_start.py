@@ -30,36 +30,54 @@ async def measure(bench: Bench) -> list[Record]:
     model = bench.models.fixed
     write_card(model, make_card(get_task("prompts"), SPARSE))
     # The reward model has random weights: it is loaded and gets no request.
-    feedback = {"source": "jobs.stopwatch.race_start:judge", "align": "reward_model", "reward_model": str(model)}
-    feedback |= {"engine": bench.config.reward_engine}
+    feedback = {
+        "source": "jobs.stopwatch.race_start:judge",
+        "align": "reward_model",
+        "reward_model": str(model),
+        "engine": bench.config.reward_engine,
+    }
     data = bench.config.run.folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": prompt.prompt_text}) + "\n" for prompt in bench.models.prompts))
+    lines = [json.dumps({"prompt": prompt.prompt_text}) + "\n" for prompt in bench.models.prompts]
+    data.write_text("".join(lines))
     changes = {"run.name": "start", "data.path": str(data), "feedback": feedback, **SMALL}
     job = with_overrides(loop_job(bench), changes)
     file = bench.config.run.folder / "start.yaml"
     file.write_text(loading.to_yaml(job))
     sides = {"t2g": partial(start, file, job.run.folder)}
-    return [await bench.race(Race(name="start, to the first step", unit="starts", sides=sides))]
+    race = Race(name="start, to the first step", unit="starts", sides=sides)
+    return [await bench.race(race)]
 
 
 async def start(file: Path, folder: Path) -> Done:
     """Make one step in a new process; return the seconds until the last line of each part."""
     shutil.rmtree(folder, ignore_errors=True)
-    return await asyncio.to_thread(time_lines, [sys.executable, "-m", "jobs.train_policy", "--config", str(file)])
+    command = [sys.executable, "-m", "jobs.train_policy", "--config", str(file)]
+    return await asyncio.to_thread(time_lines, command)
 
 
 def time_lines(command: list[str]) -> Done:
     """Run a command; return the seconds of each of PARTS, which ends with the last line that begins so."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    started, ends, lines, before, cpu_s = time.monotonic(), dict[str, float](), list[str](), cpu_seconds(), 0.0
+    ends: dict[str, float] = {}
+    lines: list[str] = []
+    cpu_s = 0.0
+    started = time.monotonic()
+    before = cpu_seconds()
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for line in process.stdout or ():
             lines.append(line.strip())
-            if reached := [part for part, begin in PARTS.items() if line.startswith(begin)]:
-                ends[reached[0]], cpu_s = time.monotonic() - started, cpu_since(before)
+            reached = [part for part, begin in PARTS.items() if line.startswith(begin)]
+            if reached:
+                ends[reached[0]] = time.monotonic() - started
+                cpu_s = cpu_since(before)
     if process.returncode or [*ends] != [*PARTS]:
         raise RunStopped(f"a start ended with exit code {process.returncode}: {lines[-1:]}")
-    seconds = dict(zip(ends, (b - a for a, b in zip((0.0, *ends.values()), ends.values(), strict=False)), strict=True))
-    return Done(amount=1, more=seconds | {"first_step_s": ends["step_s"], "first_step_cpu_s": cpu_s})
+    more: dict[str, float] = {}
+    previous_end = 0.0
+    for part, end in ends.items():
+        more[part] = end - previous_end
+        previous_end = end
+    more |= {"first_step_s": ends["step_s"], "first_step_cpu_s": cpu_s}
+    return Done(amount=1, more=more)

@@ -3,7 +3,7 @@ next to TRL's GRPO: one optimizer step on the same number of tokens."""
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +13,8 @@ import numpy as np
 from ray.exceptions import RayError
 
 from actors.cluster.fanout import first_line
+from actors.engines.rollout import RolloutFleet
+from actors.learner.learner import LearnerGroup
 from actors.weights.sync import WeightSync
 from jobs.common.fleets import Fleets, loaded_learner
 from jobs.common.policy_runs import learner_spec
@@ -40,9 +42,11 @@ PARTS = {
 CRITIQUE = "B" * 64  # as many tokens: the tokenizer joins no capital letters
 MOST_STEPS = 10_000
 UNIT = "response tokens"
-OURS, AHEAD, CRITIC = "t2g", "t2g, max_staleness=1", "t2g, with a value model"
+OURS = "t2g"
+AHEAD = "t2g, max_staleness=1"
+CRITIC = "t2g, with a value model"
 BARE = "bare vLLM, then plain torch"
-EQUAL = OURS, AHEAD  # a critic is work that the others have not
+EQUAL = (OURS, AHEAD)  # a critic is work that the others have not
 
 
 async def measure(bench: Bench) -> list[Record]:
@@ -54,7 +58,8 @@ async def measure(bench: Bench) -> list[Record]:
     names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
     makers = {name: partial(trl, bench, vllm=vllm) for name, vllm in names.items()}
     if bench.config.cluster.gpu_sharing == "none":
-        rivals = await able({name: make() for name, make in makers.items()}, bench.config.deadline_s)
+        made = {name: make() for name, make in makers.items()}
+        rivals = await able(made, bench.config.deadline_s)
         async with running_loop(bench, loop_job(bench)) as step:
             sides = {BARE: bare_step(bench), **rivals, OURS: step}
             found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
@@ -62,16 +67,28 @@ async def measure(bench: Bench) -> list[Record]:
         found = await measure_alone(bench, {BARE: partial(bare_step, bench), **makers})
         rivals = found["sides"].keys() - {BARE, OURS}
     measured = found["sides"]
-    for name, changes in variants(bench.config).items() if bench.config.variants else ():
-        async with running_loop(bench, loop_job(bench, changes)) as step:
-            measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: step})))["sides"]
+    if bench.config.variants:
+        measured |= await measure_variants(bench)
 
     def compare(name: str, reference: str, aim: float, left_out: Collection[str]) -> Record:
-        kept = {side: row for side, row in measured.items() if side not in left_out}
-        return {**found, "name": name, "reference": reference, "aims": dict.fromkeys(EQUAL, aim), "sides": kept}
+        sides = {side: row for side, row in measured.items() if side not in left_out}
+        aims = dict.fromkeys(EQUAL, aim)
+        return {**found, "name": name, "reference": reference, "aims": aims, "sides": sides}
 
     records = [compare("step", BARE, AIM, rivals)]
-    return [*records, compare("GRPO step", "TRL", AIM_TRL, [BARE])] if rivals else records
+    if rivals:
+        records.append(compare("GRPO step", "TRL", AIM_TRL, [BARE]))
+    return records
+
+
+async def measure_variants(bench: Bench) -> Record:
+    """Return the variants of our side, each measured alone."""
+    sides: Record = {}
+    for name, changes in variants(bench.config).items():
+        async with running_loop(bench, loop_job(bench, changes)) as step:
+            record = await bench.race(Race(name="step", unit=UNIT, sides={name: step}))
+            sides |= record["sides"]
+    return sides
 
 
 async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) -> Record:
@@ -84,7 +101,8 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
     for name, make in makers.items():
         sides = await able({name: make()}, bench.config.deadline_s)
         if sides:
-            measured |= (await bench.race(Race(name="step", unit=UNIT, sides=sides)))["sides"]
+            record = await bench.race(Race(name="step", unit=UNIT, sides=sides))
+            measured |= record["sides"]
         del sides
         gc.collect()  # ends the actors of the side
     async with running_loop(bench, loop_job(bench)) as step:
@@ -94,19 +112,22 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
 
 async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:
     """Return the sides that can make a step; print the reason for each of the others."""
-    found = {}
+    working: dict[str, Side] = {}
     for name, side in rivals.items():
         try:
             await asyncio.wait_for(side(), deadline_s)
-            found[name] = side
+            working[name] = side
         except (RayError, TimeoutError) as error:
             print(f"  {name} has no side: {first_line(error)}", flush=True)
-    return found
+    return working
 
 
 def variants(config: BenchmarkJob) -> dict[str, dict[str, Any]]:
     """Return the config in which concurrent engines and ranks share the cores, as with `threads=auto`."""
-    shared = {f"{role}.threads": max(1, getattr(config, role).threads // 2) for role in ("rollout", "learner")}
+    shared = {
+        "rollout.threads": max(1, config.rollout.threads // 2),
+        "learner.threads": max(1, config.learner.threads // 2),
+    }
     return {
         AHEAD: {"rollout.max_staleness": 1, **shared},
         CRITIC: {"objective.advantages": "gae"},
@@ -132,40 +153,51 @@ def trl(bench: Bench, *, vllm: bool) -> Side:
 
 def bare_step(bench: Bench) -> Side:
     """Sample a step with bare vLLM, then update with plain torch."""
-    config, prompts = bench.config, bench.models.prompts
-    engine = begin(BareEngine, config.rollout, str(bench.models.fixed), config.rollout, config.run.seed)
-    learner = begin(BareLearner, config.learner, str(bench.models.fixed), config.learner)
-    repeated = [p for p in prompts[: config.rollout.prompts_per_step] for _ in range(config.rollout.samples_per_prompt)]
+    config = bench.config
+    rollout = config.rollout
+    model = str(bench.models.fixed)
+    engine = begin(BareEngine, rollout, model, rollout, config.run.seed)
+    learner = begin(BareLearner, config.learner, model, config.learner)
+    ids: list[np.ndarray] = []
+    for prompt in bench.models.prompts[: rollout.prompts_per_step]:
+        ids += [prompt.prompt_ids] * rollout.samples_per_prompt
     samples = random_samples(bench)
 
     async def side() -> Done:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        tokens = await engine.generate.remote(
-            [p.prompt_ids for p in repeated], logprobs=0, max_tokens=config.rollout.max_new_tokens, temperature=1.0
-        )
+        tokens = await engine.generate.remote(ids, logprobs=0, max_tokens=rollout.max_new_tokens, temperature=1.0)
         sampled = loop.time()
         await learner.step.remote(samples)
-        return Done(amount=tokens, more={"generate_s": sampled - started, "learn_s": loop.time() - sampled})
+        learned = loop.time()
+        return Done(amount=tokens, more={"generate_s": sampled - started, "learn_s": learned - sampled})
 
     return side
 
 
 def random_samples(bench: Bench, *, exponential: bool = False) -> list[TrainSample]:
     """Return the samples of a step, with responses of max_new_tokens or of exponential length with half as mean."""
-    rollout, rng = bench.config.rollout, np.random.default_rng(bench.config.run.seed)
-    number, most = rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_new_tokens
-    drawn = np.clip(rng.exponential(most / 2, number), 1, most).astype(int) if exponential else [most] * number
-    return [random_sample(bench, int(length), 1 / sum(drawn), rng) for length in drawn]
+    rollout = bench.config.rollout
+    rng = np.random.default_rng(bench.config.run.seed)
+    number = rollout.prompts_per_step * rollout.samples_per_prompt
+    most = rollout.max_new_tokens
+    lengths = [most] * number
+    if exponential:
+        drawn = np.clip(rng.exponential(most / 2, number), 1, most)
+        lengths = drawn.astype(int).tolist()
+    weight = 1 / sum(lengths)
+    return [random_sample(bench, length, weight, rng) for length in lengths]
 
 
 def random_sample(bench: Bench, length: int, weight: float, rng: np.random.Generator) -> TrainSample:
+    response_ids = rng.integers(5, 300, length).astype(np.int32)
+    advantages = rng.normal(size=length).astype(np.float32)
     column = partial(np.zeros, length, np.float32)
     return TrainSample(
         prompt_ids=bench.models.prompts[0].prompt_ids,
-        response_ids=rng.integers(5, 300, length).astype(np.int32),
+        response_ids=response_ids,
         weights=np.full(length, weight, np.float32),
-        advantages=rng.normal(size=length).astype(np.float32),
+        advantages=advantages,
         returns=column(), values=column(), old_logprobs=column(), rollout_logprobs=column(), ref_logprobs=column(),
     )  # fmt: skip
 
@@ -173,19 +205,20 @@ def random_sample(bench: Bench, length: int, weight: float, rng: np.random.Gener
 def loop_job(bench: Bench, changes: Mapping[str, Any] | None = None) -> PolicyJob:
     """Return a policy job on the benchmark's models, with these values of dotted keys."""
     config = bench.config
-    job = PolicyJob.model_validate(
-        {
-            "run": {"root": config.run.folder, "name": "steps", "seed": config.run.seed},
-            "model": {"policy": str(bench.models.fixed)},
-            "cluster": config.cluster,
-            "data": {"path": "none"},
-            "num_steps": MOST_STEPS,
-            "feedback": {"source": "pkg:judge"},
-            "rollout": config.rollout,
-            "learner": config.learner,
-            "checkpoint": {"every": MOST_STEPS},
-        }
-    )
+    run = {"root": config.run.folder, "name": "steps", "seed": config.run.seed}
+    model = {"policy": str(bench.models.fixed)}
+    values = {
+        "run": run,
+        "model": model,
+        "cluster": config.cluster,
+        "data": {"path": "none"},
+        "num_steps": MOST_STEPS,
+        "feedback": {"source": "pkg:judge"},
+        "rollout": config.rollout,
+        "learner": config.learner,
+        "checkpoint": {"every": MOST_STEPS},
+    }
+    job = PolicyJob.model_validate(values)
     return with_overrides(job, changes or {})
 
 
@@ -195,7 +228,8 @@ class Counted(FeedbackSource):
     name = "program"
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        places = [("a", k + 1) for k in range(min(8, response_text.count("a")))]
+        num_praised = min(8, response_text.count("a"))
+        places = [("a", occurrence) for occurrence in range(1, num_praised + 1)]
         return make_feedback(CRITIQUE, places, [], response_text, source=self.name, version="")
 
 
@@ -206,10 +240,42 @@ class BareTask(PromptsTask):
         return [{"role": "user", "content": prompt.prompt_text + critique}]
 
 
+def make_trainer(
+    bench: Bench,
+    job: PolicyJob,
+    fleet: RolloutFleet,
+    learner: LearnerGroup,
+    log: RunLog,
+    at_end: Callable[[], Awaitable[dict[str, float]]],
+) -> Trainer:
+    """Return a trainer on real parts, whose feedback costs nothing. at_end: awaited at the end of each step."""
+    prompts = bench.models.prompts
+    probe = [prompt.prompt_ids for prompt in prompts]
+    sync = WeightSync(learner, fleet, job.learner, prompts=probe)
+    checkpoints = CheckpointStore(job.run.folder / "checkpoints", 1)
+    return Trainer(
+        config=job,
+        task=BareTask(),
+        tokenizer=bench.models.tokenizer,
+        prompts=prompts,
+        eval_prompts=(),
+        rollouts=fleet,
+        feedback=Counted(),
+        learner=learner,
+        sync=sync,
+        log=log,
+        checkpoints=checkpoints,
+        identity=Identity.from_config(job),
+        stop=lambda: False,
+        extra_metrics=at_end,
+    )
+
+
 @asynccontextmanager
 async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
     """Yield the side that is one step of the trainer on real parts; the trainer waits at the end of each step."""
-    may_go_on, has_ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
+    may_go_on = asyncio.Semaphore(0)
+    has_ended = asyncio.Semaphore(0)
     last_metrics: dict[str, float] = {}
 
     async def wait_for_turn() -> dict[str, float]:
@@ -224,27 +290,21 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
     async def step() -> Done:
         """Run one step, of responses with max_new_tokens; the parts of the time are those of the step before."""
         may_go_on.release()
-        await asyncio.wait([asyncio.ensure_future(has_ended.acquire()), running], return_when=asyncio.FIRST_COMPLETED)
+        ending = asyncio.ensure_future(has_ended.acquire())
+        await asyncio.wait([ending, running], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
-        return Done(
-            amount=job.rollout.prompts_per_step * job.rollout.samples_per_prompt * job.rollout.max_new_tokens,
-            more={name: last_metrics[metric] for name, metric in PARTS.items() if metric in last_metrics},
-        )
+        more = {name: last_metrics[metric] for name, metric in PARTS.items() if metric in last_metrics}
+        return Done(amount=num_tokens, more=more)
 
-    folder, prompts = job.run.folder, bench.models.prompts
-    with Fleets() as fleets, closing(RunLog(folder, job.log)) as log:
-        fleet = fleets.rollouts(job.model, job.rollout, job)
-        with loaded_learner(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s) as learner:
-            trainer = Trainer(
-                config=job, task=BareTask(), tokenizer=bench.models.tokenizer,
-                prompts=prompts, eval_prompts=(),
-                rollouts=fleet, feedback=Counted(), learner=learner,
-                sync=WeightSync(learner, fleet, job.learner, prompts=[prompt.prompt_ids for prompt in prompts]),
-                log=log, checkpoints=CheckpointStore(folder / "checkpoints", 1), identity=Identity.from_config(job),
-                stop=lambda: False, extra_metrics=wait_for_turn,
-                on_step=lambda _, metrics: last_metrics.update(metrics),
-            )  # fmt: skip
+    rollout = job.rollout
+    num_tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
+    spec = learner_spec(job)
+    with Fleets() as fleets, closing(RunLog(job.run.folder, job.log)) as log:
+        fleet = fleets.rollouts(job.model, rollout, job)
+        with loaded_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
+            trainer = make_trainer(bench, job, fleet, learner, log, wait_for_turn)
+            trainer.on_step = lambda _, metrics: last_metrics.update(metrics)
             log.truncate(0)
             running = asyncio.ensure_future(run())
             try:

@@ -15,7 +15,7 @@ from actors.weights.buckets import num_bytes
 from actors.weights.sync import WeightSync
 from jobs.common.fleets import Fleets, loaded_learner
 from jobs.stopwatch.race_step import loop_job
-from jobs.stopwatch.watch import Bench, Done, Race, Record
+from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.concurrency import run_with_background
 from t2g.config import with_overrides
 from t2g.config.describe import count
@@ -36,24 +36,33 @@ async def measure(bench: Bench) -> list[Record]:
 
 
 async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> list[Record]:
-    config, found, versions = bench.config, [], itertools.count(1)
-    dtype, most = config.rollout.dtype, fleet.config.workers.max
+    config = bench.config
+    dtype = config.rollout.dtype
+    most = fleet.config.workers.max
+    versions = itertools.count(1)
+    records: list[Record] = []
     store = config.learner.sync_transport == "store"  # the others take no hashes, and need somebody who receives
-    for workers in (number for number in config.workers if number <= most):
+    for workers in config.workers:
+        if workers > most:
+            continue
         fleet.set_target_size(workers)
         await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
-        pushes = {}
+        pushes: dict[str, Side] = {}
         for verify in ("probe", "full") if store else ("probe",):
-            sync = WeightSync(learner, fleet, with_overrides(config.learner, {"sync_verify": verify}))
+            verifying = with_overrides(config.learner, {"sync_verify": verify})
+            sync = WeightSync(learner, fleet, verifying)
             pushes[f"push, {verify}"] = partial(push, sync, fleet, versions)
         size = num_bytes(learner.get_manifest(), dtype)
-        source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
-        sides = {"copy": partial(copy, source, target, workers), **pushes}
+        source = np.ones(size, np.uint8)  # touched before they are copied
+        target = np.zeros(size, np.uint8)
+        sides: dict[str, Side] = {"copy": partial(copy, source, target, workers), **pushes}
         if store and workers == config.workers[0]:
             sides["learner alone"] = partial(learner_alone, learner, dtype)
-        name, aims = f"sync, {count(workers, 'engine')}", dict.fromkeys(pushes, AIM)
-        found.append(await bench.race(Race(name=name, unit="GB", sides=sides, reference="copy", aims=aims)))
-    return found
+        name = f"sync, {count(workers, 'engine')}"
+        aims = dict.fromkeys(pushes, AIM)
+        race = Race(name=name, unit="GB", sides=sides, reference="copy", aims=aims)
+        records.append(await bench.race(race))
+    return records
 
 
 async def copy(source: np.ndarray, target: np.ndarray, workers: int) -> Done:
@@ -66,10 +75,12 @@ async def copy(source: np.ndarray, target: np.ndarray, workers: int) -> Done:
 async def push(sync: WeightSync, fleet: RolloutFleet, versions: "itertools.count[int]") -> Done:
     result = await sync.push(next(versions))
     if result.missed:
-        raise RunStopped(f"version {result.policy_version} of the weights was missed by {', '.join(result.missed)}")
-    timings = {f"{name}_s": seconds for name, seconds in result.timings.items()}
+        missed = ", ".join(result.missed)
+        raise RunStopped(f"version {result.policy_version} of the weights was missed by {missed}")
+    more = {f"{name}_s": seconds for name, seconds in result.timings.items()}
+    more |= {"calls": result.num_calls, "probe_gap": result.probe_gap}
     amount = result.bytes * len(fleet.serving()) / GB
-    return Done(amount=amount, more=timings | {"calls": result.num_calls, "probe_gap": result.probe_gap})
+    return Done(amount=amount, more=more)
 
 
 async def learner_alone(learner: LearnerGroup, dtype: Any) -> Done:
@@ -77,11 +88,13 @@ async def learner_alone(learner: LearnerGroup, dtype: Any) -> Done:
 
     def stream() -> tuple[float, float]:
         refs = list(learner.stream_weights(dtype))
-        return sum(ray.get(ref).gather_s for ref in refs), num_bytes(learner.get_manifest(), dtype) / GB
+        gather_s = sum(ray.get(ref).gather_s for ref in refs)
+        return gather_s, num_bytes(learner.get_manifest(), dtype) / GB
 
     started = time.monotonic()
     gather_s, amount = await asyncio.to_thread(stream)
-    return Done(amount=amount, more={"gather_s": gather_s, "put_s": time.monotonic() - started - gather_s})
+    put_s = time.monotonic() - started - gather_s
+    return Done(amount=amount, more={"gather_s": gather_s, "put_s": put_s})
 
 
 async def until_started(fleet: RolloutFleet, number: int, *, timeout_s: float) -> None:

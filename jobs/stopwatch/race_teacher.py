@@ -10,4 +10,5 @@ async def measure(bench: Bench) -> list[Record]:
     job = loop_job(bench, {"run.name": "steps-teacher", "objective.teacher": {}})
     async with running_loop(bench, loop_job(bench)) as plain, running_loop(bench, job) as distilling:
         sides = {OURS: plain, TEACHER: distilling}
-        return [await bench.race(Race(name="step with a teacher", unit=UNIT, sides=sides, reference=OURS))]
+        race = Race(name="step with a teacher", unit=UNIT, sides=sides, reference=OURS)
+        return [await bench.race(race)]

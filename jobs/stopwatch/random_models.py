@@ -30,14 +30,16 @@ class Models:
     @cached_property
     def fixed(self) -> Path:
         """Return a model whose responses end with max_new_tokens."""
-        return make_model(self._config.shape, self._config.run.folder / "model", seed=self._config.run.seed)
+        run = self._config.run
+        return make_model(self._config.shape, run.folder / "model", seed=run.seed)
 
     @cached_property
     def exponential(self) -> Path:
         """Return a model with exponential response lengths, whose mean is half of max_new_tokens."""
         length = self._config.rollout.max_new_tokens / 2
-        folder = self._config.run.folder / "model-exponential"
-        return make_model(self._config.shape, folder, seed=self._config.run.seed, mean_length=length)
+        run = self._config.run
+        folder = run.folder / "model-exponential"
+        return make_model(self._config.shape, folder, seed=run.seed, mean_length=length)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -49,12 +51,13 @@ class Models:
     def prompts(self) -> list[Prompt]:
         """Return prompts of `prompt_tokens` letters each, which no piece of the tokenizer joins."""
         rng = np.random.default_rng(self._config.run.seed)
-        texts = ["".join(row) for row in rng.choice([*"BCDFGHJK"], (64, self._config.prompt_tokens))]
-        ids = [np.asarray(self.tokenizer(text)["input_ids"], np.int32) for text in texts]
-        return [
-            Prompt(prompt_id=f"p{number}", prompt_text=text, task="prompts", prompt_ids=row)
-            for number, (text, row) in enumerate(zip(texts, ids, strict=True))
-        ]
+        letters = rng.choice([*"BCDFGHJK"], (64, self._config.prompt_tokens))
+        prompts: list[Prompt] = []
+        for number, row in enumerate(letters):
+            text = "".join(row)
+            ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
+            prompts.append(Prompt(prompt_id=f"p{number}", prompt_text=text, task="prompts", prompt_ids=ids))
+        return prompts
 
 
 def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: float | None = None) -> Path:
@@ -75,7 +78,8 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: floa
     if mean_length is not None and shape.tie_word_embeddings:
         raise UserError("shape.tie_word_embeddings needs to be false, so that responses have a mean length")
     letters = np.random.default_rng(0).choice([*"aeioudlmnrst"], (WORDS, 6))
-    tokenizer = build_tokenizer(folder, ["".join(word) for word in letters], vocab_size=min(shape.vocab_size, 1024))
+    words = ["".join(word) for word in letters]
+    tokenizer = build_tokenizer(folder, words, vocab_size=min(shape.vocab_size, 1024))
     fields = shape.model_dump(exclude={"architecture"})
     config = AutoConfig.for_model(
         shape.architecture, **fields, max_position_embeddings=2048, dtype=torch.bfloat16,
@@ -84,8 +88,11 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: floa
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if not shape.tie_word_embeddings:
-        wanted = NEVER if mean_length is None else math.log((shape.vocab_size - 1) / (mean_length - 1))
-        set_eos_logit(model, tokenizer.eos_token_id, wanted)
+        logit = NEVER
+        if mean_length is not None:
+            odds = (shape.vocab_size - 1) / (mean_length - 1)
+            logit = math.log(odds)
+        set_eos_logit(model, tokenizer.eos_token_id, logit)
     model.save_pretrained(folder)
     return folder
 

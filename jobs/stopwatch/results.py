@@ -12,7 +12,8 @@ from t2g.runs.identity import Identity
 from t2g.runs.versions import collect_versions
 from t2g.study.tables import NOTHING, markdown
 
-FILE, TABLE_FILE = "benchmark.json", "benchmark.md"
+FILE = "benchmark.json"
+TABLE_FILE = "benchmark.md"
 OWN_COLUMNS = {"seconds", "spread", "cpu_s", "peak_gib", "amount", "rate", "others_cpu_s"}
 HEAD = (
     "race", "side", "seconds", "a second", "relative rate", "aim", "CPU s", "CPU s / 1,000", "GiB", "reported",
@@ -26,7 +27,9 @@ class Results:
         """Load earlier measurements. Raises UserError if the folder has measurements of another config."""
         self._folder = config.run.folder
         run_identity = Identity.from_config(config)
-        kept = identity.load_result(self._folder, run_identity, FILE) if config.run.resume != "never" else None
+        kept = None
+        if config.run.resume != "never":
+            kept = identity.load_result(self._folder, run_identity, FILE)
         if kept is None:
             identity.save_identity(self._folder, run_identity)
         self.phases: dict[str, Any] = kept["phases"] if kept else {}
@@ -40,22 +43,30 @@ class Results:
 
     def table(self) -> str:
         """Return a Markdown table with a row for each side of each race, in order of measurement."""
-        races = [race for phase in self.phases.values() for race in phase["races"]]
-        return markdown(HEAD, [_row(race, name) for race in races for name in race["sides"]]) + "\n"
+        rows: list[Sequence[str]] = []
+        for phase in self.phases.values():
+            for race in phase["races"]:
+                rows += [_row(race, name) for name in race["sides"]]
+        return markdown(HEAD, rows) + "\n"
 
 
 def _row(race: Record, name: str) -> Sequence[str]:
-    side, reference, aims = race["sides"][name], race["sides"].get(race["reference"]), race.get("aims", {})
-    others = {key: value for key, value in side.items() if key not in OWN_COLUMNS}
-    return (
-        race["name"],
-        name,
-        f"{side['seconds']:.3f} ± {side['spread']:.0%}",
-        f"{side['rate']:,.4g} {race['unit']}",
-        f"{side['rate'] / reference['rate']:.3f}" if reference and side is not reference else NOTHING,
-        f"{aims[name]:.2f}" if name in aims else NOTHING,
-        f"{side['cpu_s']:.2f}",
-        f"{1000 * side['cpu_s'] / side['amount']:.3g}",
-        f"{side['peak_gib']:.1f}",
-        ", ".join(f"{key} {value:.3g}" for key, value in others.items()) or NOTHING,
-    )
+    sides = race["sides"]
+    side = sides[name]
+    reference = sides.get(race["reference"])
+    relative_rate = NOTHING
+    if reference and side is not reference:
+        relative_rate = f"{side['rate'] / reference['rate']:.3f}"
+    aims = race.get("aims", {})
+    aim = f"{aims[name]:.2f}" if name in aims else NOTHING
+    cpu_s_per_thousand = 1000 * side["cpu_s"] / side["amount"]
+    others = [f"{key} {value:.3g}" for key, value in side.items() if key not in OWN_COLUMNS]
+    row = [race["name"], name]
+    row.append(f"{side['seconds']:.3f} ± {side['spread']:.0%}")
+    row.append(f"{side['rate']:,.4g} {race['unit']}")
+    row += [relative_rate, aim]
+    row.append(f"{side['cpu_s']:.2f}")
+    row.append(f"{cpu_s_per_thousand:.3g}")
+    row.append(f"{side['peak_gib']:.1f}")
+    row.append(", ".join(others) or NOTHING)
+    return row

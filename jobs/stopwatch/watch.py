@@ -52,7 +52,10 @@ def abba_order(sides: Sequence[str], repeats: int) -> list[str]:
     >>> abba_order(["a", "b"], 3)
     ['a', 'b', 'b', 'a', 'a', 'b']
     """
-    return [side for turn in range(repeats) for side in (sides if turn % 2 == 0 else reversed(sides))]
+    order: list[str] = []
+    for turn in range(repeats):
+        order += sides if turn % 2 == 0 else reversed(sides)
+    return order
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -62,8 +65,12 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     {'seconds': 2.0, 'spread': 0.75}
     """
     seconds = [row["seconds"] for row in rows]
-    found = {name: statistics.median(row[name] for row in rows if name in row) for name in {**rows[-1], **rows[0]}}
-    return found | {"spread": (max(seconds) - min(seconds)) / 2 / found["seconds"]}
+    medians: dict[str, float] = {}
+    for name in {**rows[-1], **rows[0]}:
+        medians[name] = statistics.median(row[name] for row in rows if name in row)
+    half_range = (max(seconds) - min(seconds)) / 2
+    medians["spread"] = half_range / medians["seconds"]
+    return medians
 
 
 def tree() -> list[psutil.Process]:
@@ -74,17 +81,18 @@ def tree() -> list[psutil.Process]:
 
 def cpu_seconds() -> dict[int, float]:
     """Return the CPU seconds of each process of the tree, by its id."""
-    found = {}
+    seconds: dict[int, float] = {}
     for process in tree():
         with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-            found[process.pid] = times.user + times.system
-    return found
+            seconds[process.pid] = times.user + times.system
+    return seconds
 
 
 def cpu_since(before: Mapping[int, float]) -> float:
     """Return the CPU seconds of the live processes; a process that ends meanwhile is counted in part."""
-    return sum(max(0.0, now - before.get(pid, 0.0)) for pid, now in cpu_seconds().items())
+    seconds = cpu_seconds()
+    return sum(max(0.0, now - before.get(pid, 0.0)) for pid, now in seconds.items())
 
 
 def machine_seconds() -> float:
@@ -99,16 +107,20 @@ def peak_gib() -> float:
     for process in tree():
         with suppress(OSError, StopIteration):
             status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            total += 1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1])
+            peak = next(line for line in status if line.startswith("VmHWM"))
+            peak_kib = int(peak.split()[1])
+            total += 1024 * peak_kib
     return total / GIB
 
 
 def check_idle_machine(most: float) -> None:
     """Raise UserError if other programs use more than this share of the machine."""
-    own, everyone = cpu_seconds(), machine_seconds()
+    own = cpu_seconds()
+    everyone = machine_seconds()
     time.sleep(SAMPLE_S)
     others_s = machine_seconds() - everyone - cpu_since(own)
-    busy = min(1.0, others_s / SAMPLE_S / (psutil.cpu_count() or 1))  # the system counts in hundredths of a second
+    others_cores = others_s / SAMPLE_S
+    busy = min(1.0, others_cores / (psutil.cpu_count() or 1))  # the system counts in hundredths of a second
     if busy > most:
         raise UserError(
             f"other programs take {busy:.0%} of this machine, and max_busy={most:g} allows {most:.0%}: times would "
@@ -126,22 +138,33 @@ class Bench:
     async def race(self, race: Race) -> Record:
         """Measure a race. Raises RunStopped if a side exceeds `deadline_s`."""
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in race.sides}
-        for number, name in enumerate(abba_order([*race.sides], self.config.repeats + 1)):
+        order = abba_order([*race.sides], self.config.repeats + 1)
+        for number, name in enumerate(order):
             row = await self._run_side(race, name)
             print(f"  {race.name}, {name}: {row['seconds']:.2f} s, {row['cpu_s']:.2f} CPU s", flush=True)
             if number >= len(race.sides):
                 rows[name].append(row)
-        sides = {name: summary(found) for name, found in rows.items()}
+        sides = {name: summary(measured) for name, measured in rows.items()}
         return {"name": race.name, "unit": race.unit, "reference": race.reference, "aims": race.aims, "sides": sides}
 
     async def _run_side(self, race: Race, name: str) -> dict[str, float]:
-        own, everyone, started = cpu_seconds(), machine_seconds(), time.monotonic()
+        own = cpu_seconds()
+        everyone = machine_seconds()
+        started = time.monotonic()
         try:
             done = await asyncio.wait_for(race.sides[name](), self.config.deadline_s)
         except TimeoutError:
             raise RunStopped(f"{race.name}, {name}: not done within deadline_s={self.config.deadline_s:g}") from None
-        seconds, cpu_s = time.monotonic() - started, cpu_since(own)
+        seconds = time.monotonic() - started
+        cpu_s = cpu_since(own)
         others_s = max(0.0, machine_seconds() - everyone - cpu_s)
-        times = {"seconds": seconds, "cpu_s": cpu_s, "others_cpu_s": others_s, "peak_gib": peak_gib()}
-        found = times | {"amount": done.amount, "rate": done.amount / seconds} | dict(done.more)
-        return {key: float(value) for key, value in found.items()}
+        row: dict[str, float] = {
+            "seconds": seconds,
+            "cpu_s": cpu_s,
+            "others_cpu_s": others_s,
+            "peak_gib": peak_gib(),
+            "amount": done.amount,
+            "rate": done.amount / seconds,
+        }
+        row |= done.more
+        return {key: float(value) for key, value in row.items()}
