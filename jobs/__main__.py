@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from runpy import run_module
 
@@ -19,7 +20,8 @@ SECTIONS = {
     "Machines": ("deploy", "benchmark", "gpu_check"),
 }
 NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward"}
-MODULES = {name: NAMES.get(name, name) for names in SECTIONS.values() for name in names if name != "init"}
+JOBS = tuple(chain.from_iterable(SECTIONS.values()))
+MODULES = {name: NAMES.get(name, name) for name in JOBS if name != "init"}
 JOBS_FOLDER = Path(__file__).parent
 DEMO = JOBS_FOLDER.parent / "configs" / "tiny" / "demo.yaml"  # beside jobs in a checkout and in a wheel
 STARTER = JOBS_FOLDER / "starter"
@@ -33,7 +35,8 @@ def init(folder: Path, template: str = "feedback") -> int:
         return 2
     source = STARTER if template == TEMPLATES[0] else STARTER / template
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__*", *TEMPLATES), dirs_exist_ok=True)
-    print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}; README.md says how to go on")
+    names = sorted(file.name for file in folder.iterdir())
+    print(f"{folder}: {', '.join(names)}; README.md says how to go on")
     return 0
 
 
@@ -42,14 +45,17 @@ def purpose_of(job: str) -> str:
     if job == "init":
         return "Write a folder with prompts, a feedback function and a config that run: t2g init my-run"
     source = (JOBS_FOLDER / f"{MODULES[job]}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    doc = ast.get_docstring(ast.parse(source)) or ""
+    return doc.partition("\n")[0]
 
 
 def format_jobs() -> str:
     """Return every job with its purpose, a line each, by section."""
-    lines = []
+    lines: list[str] = []
     for title, names in SECTIONS.items():
-        lines += [f"{title}:", *(f"  {name:<10} {purpose_of(name)}" for name in names), ""]
+        lines.append(f"{title}:")
+        lines += [f"  {name:<10} {purpose_of(name)}" for name in names]
+        lines.append("")
     return "\n".join([*lines, "t2g JOB --help lists the options and keys of a job."])
 
 
@@ -65,15 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(format_jobs())
         return 0
     rest = list(given.rest)
-    if given.job not in (jobs := ["init", *MODULES]):
+    jobs = ["init", *MODULES]
+    if given.job not in jobs:
         near = get_close_matches(given.job, jobs, n=1)
-        parser.error(f"{given.job} is no job" + (f"; did you mean {near[0]}?" if near else "; t2g lists them"))
+        hint = f"did you mean {near[0]}?" if near else "t2g lists them"
+        parser.error(f"{given.job} is no job; {hint}")
     if given.job == "init":
         init_parser = argparse.ArgumentParser(prog="t2g init", description=purpose_of("init"))
         init_parser.add_argument("folder", type=Path, metavar="FOLDER")
         templates = "feedback: prompts and a function that judges; repair: logged conversations, replies as critiques"
         init_parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=templates)
-        return init(**vars(init_parser.parse_args(rest)))
+        arguments = init_parser.parse_args(rest)
+        return init(arguments.folder, arguments.template)
     if given.job == "demo" and "--config" not in rest:
         rest = ["--config", str(DEMO), *rest]
     sys.argv[1:] = rest

@@ -20,10 +20,12 @@ from t2g.config import AnnotateJob
 
 def describe(config: AnnotateJob) -> str:
     """Return the description of the job, with the requests to an endpoint if the data is readable. Needs no key."""
-    llm = "llm" in config.annotate.models
-    if llm and not config.roles() and all(Path(path).is_file() for path in config.data.paths):
+    needs_endpoint = "llm" in config.annotate.models and not config.roles()
+    if needs_endpoint and all(Path(path).is_file() for path in config.data.paths):
         samples = runs.read_samples(config)
-        runs.print_token_estimate(config, runs.missing_samples(samples, runs.known_records(config, samples)))
+        records = runs.known_records(config, samples)
+        missing = runs.missing_samples(samples, records)
+        runs.print_token_estimate(config, missing)
     return config.describe()
 
 

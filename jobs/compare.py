@@ -23,18 +23,24 @@ from t2g.study.methods import NOISY, Arms
 
 def describe(job: CompareJob) -> str:
     """Return the number of runs and the description of one."""
-    check(arms := Arms(job))
+    arms = Arms(job)
+    check(arms)
     config = job.compare
-    searched = len(arms.trained_methods) * len(config.lr_grid) * len(config.search_seeds)
-    searched *= len(config.lr_grid) > 1 and len(config.seeds) > 0
-    compared = sum(method.procedure != "base" for method in arms.methods.values()) * len(config.seeds)
-    noisy = len(config.noise) * len(NOISY) * len(config.seeds)
+    num_seeds = len(config.seeds)
+    searched = 0
+    if len(config.lr_grid) > 1 and num_seeds > 0:
+        searched = len(arms.trained_methods) * len(config.lr_grid) * len(config.search_seeds)
+    run_methods = [method for method in arms.methods.values() if method.procedure != "base"]
+    compared = len(run_methods) * num_seeds
+    noisy = len(config.noise) * len(NOISY) * num_seeds
+    total = searched + compared + noisy
     lines = [f"{name}: {method.about}" for name, method in arms.methods.items()]
     if config.rewards:
         models = sorted({arms.reward_model(name) for name in arms.methods})
-        lines.append(f"reward models: {', '.join(models)}, each with seeds {', '.join(map(str, config.rewards.seeds))}")
+        seeds = ", ".join(map(str, config.rewards.seeds))
+        lines.append(f"reward models: {', '.join(models)}, each with seeds {seeds}")
     lines.append(
-        f"{searched + compared + noisy:,} runs: {searched} or more to choose learning rates, {compared} that are "
+        f"{total:,} runs: {searched} or more to choose learning rates, {compared} that are "
         f"compared, {noisy} under noise\neach run:\n{indent(job.describe(), '  ')}"
     )
     return "\n".join(lines)
@@ -68,24 +74,31 @@ def run(unresolved: CompareJob, data: Any) -> None:
 
     demo = demo_of(unresolved)
     job = resolve_stages(unresolved, demo)
-    check(arms := Arms(job, str(demo.run.folder)) if demo else Arms(job))
-    revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
+    arms = Arms(job, str(demo.run.folder)) if demo else Arms(job)
+    check(arms)
+
     policy_jobs = [arms.arm(name, 0) for name in arms.methods]
-    models = {model for policy_job in (job, *policy_jobs) for model in policy_job.feedback.models}
-    reward = "reward_model" in models and not job.compare.rewards
-    rewards = {}
+    models: set[str] = set()
+    for policy_job in (job, *policy_jobs):
+        models.update(policy_job.feedback.models)
+    needs_reward_model = "reward_model" in models and not job.compare.rewards
+    revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
+    used = {REVISER: job.compare.reviser if revises else None, FOLLOWER: job.model.policy}
+    rewards: dict[str, Any] = {}
     with sole_process(job.run.folder):
         begin_folder(job)
         with on_cluster(job):
             if demo:
                 with Fleets() as fleets:
-                    make_stages(demo, fleets, reward=reward)
-                used = {REVISER: job.compare.reviser if revises else None, FOLLOWER: job.model.policy}
+                    make_stages(demo, fleets, reward=needs_reward_model)
                 for name, model in used.items():
-                    if model == str(corrector_job(demo, name).run.folder / "model"):
+                    corrector = corrector_job(demo, name).run.folder / "model"
+                    if model == str(corrector):
                         make_corrector(demo, name)
-                rewards = make_reward_models(arms, demo) if job.compare.rewards else {}
-            search = run_all(arms, run_references(job, data or read_data(job, policy_jobs)), stop_flag())
+                if job.compare.rewards:
+                    rewards = make_reward_models(arms, demo)
+            checked = run_references(job, data or read_data(job, policy_jobs))
+            search = run_all(arms, checked, stop_flag())
         finish(arms, search, rewards)
 
 

@@ -35,14 +35,18 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
     first = arms[demo.arms[0]]
     timing = {f"{name}_s": metrics["seconds"] for name, metrics in stages.items()}
     timing |= {f"{name}_s": arm["timing"]["wall_s"] for name, arm in arms.items()}
+    timing["stages_and_arms_s"] = sum(timing.values())
+    policies = {name: select_facts(arm["policy"]) for name, arm in arms.items()}
+    reward_model = dict(stages["reward"])
+    reward_model.pop("seconds", None)
     return {
         "references": {"fact_f1": stages["world"]["references_fact_f1"]},
         "base": select_facts(first["base"]),
-        "arms": {name: select_facts(arm["policy"]) for name, arm in arms.items()},
-        "reward_model": {k: v for k, v in stages["reward"].items() if k != "seconds"},
+        "arms": policies,
+        "reward_model": reward_model,
         "steps": first["steps"],
         "samples": first["samples"],
-        "timing": timing | {"stages_and_arms_s": sum(timing.values())},
+        "timing": timing,
         "versions": collect_versions(),
     }
 
@@ -54,12 +58,12 @@ def select_facts(measured: dict[str, float]) -> dict[str, float]:
 
 def table(summary: dict[str, Any]) -> str:
     """Return a table of the held-out facts, with one row for the base and each arm."""
-    rows = [
-        (name, *(f"{found[fact]:.3f}" for fact in (*FACTS, "repeated")), f"{found['length_mean']:.1f}")
-        for name, found in {"base": summary["base"], **summary["arms"]}.items()
-    ]
-    table = markdown(("held-out posts", "fact F1", "precision", "recall", "repeated facts", "tokens"), rows)
-    return f"{table}\n\n{summary['samples']} sampled responses in each arm, {summary['steps']} steps"
+    rows: list[tuple[str, ...]] = []
+    for name, metrics in {"base": summary["base"], **summary["arms"]}.items():
+        shares = [f"{metrics[fact]:.3f}" for fact in (*FACTS, "repeated")]
+        rows.append((name, *shares, f"{metrics['length_mean']:.1f}"))
+    text = markdown(("held-out posts", "fact F1", "precision", "recall", "repeated facts", "tokens"), rows)
+    return f"{text}\n\n{summary['samples']} sampled responses in each arm, {summary['steps']} steps"
 
 
 def run(demo: DemoJob) -> None:
@@ -78,13 +82,20 @@ def run(demo: DemoJob) -> None:
         return
     with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
         # Close engines that the arms cannot reuse: they hold GPUs and memory that the arms need.
-        with nullcontext(fleets) if all(map(has_stage_engines, jobs.values())) else Fleets() as others:
-            stages = make_stages(demo, others)
-        data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all
-        arms = dict[str, dict[str, Any]]()
+        keeps_engines = all(map(has_stage_engines, jobs.values()))
+        with nullcontext(fleets) if keeps_engines else Fleets() as stage_fleets:
+            stages = make_stages(demo, stage_fleets)
+
+        data = read_data(jobs[demo.arms[0]])  # the same for all
+        stop = stop_flag()
+        arms: dict[str, dict[str, Any]] = {}
         for arm, job in jobs.items():
             with log_duration(f"phase {arm}", PURPOSES[arm]):
-                arms[arm] = finished(job) or train(job, data, *fleets.for_policy(job, data.task), stop)
+                summary = finished(job)
+                if not summary:
+                    rollouts, feedback = fleets.for_policy(job, data.task)
+                    summary = train(job, data, rollouts, feedback, stop)
+                arms[arm] = summary
     finish(demo, summarise(demo, stages, arms))
     print(f"all phases: {format_duration(time.monotonic() - started)}")
     print_outputs(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
@@ -103,14 +114,21 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, read_records
 
     folder = demo.run.folder
-    write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
+    numbers = json.dumps(summary, indent=1)
+    write_atomic(folder / SUMMARY_FILE, numbers.encode())
+
+    records: dict[str, list[dict[str, Any]]] = {}
+    for arm in demo.arms:
+        metrics_file = folder / ARMS / arm / METRICS_FILE
+        records[arm] = list(read_records(metrics_file))
+    first = folder / ARMS / demo.arms[0]
     write_report(
         folder / REPORT_FILE,
         title="Text2Grad on the tiny world",
         summary=summary,
-        arms={arm: list(read_records(folder / ARMS / arm / METRICS_FILE)) for arm in demo.arms},
-        examples=examples(folder / ARMS / demo.arms[0] / SAMPLES_FILE),
-        made=how_made(folder / ARMS / demo.arms[0]),
+        arms=records,
+        examples=examples(first / SAMPLES_FILE),
+        made=how_made(first),
     )
     print(table(summary))
 

@@ -12,16 +12,16 @@ this machine), and send the token where RAY_AUTH_MODE=token. status and scale ne
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
 from jobs.common.cli import exit_code, program_name
-from t2g.config import ClusterConfig, PolicyJob
+from t2g.config import ClusterConfig, PolicyJob, ProcessConfig
 from t2g.config.loading import load
 from t2g.deploy import check_config, render_manifests
 from t2g.deploy.check import path_warnings
-from t2g.deploy.doctor import findings
+from t2g.deploy.doctor import Unreachable, findings
 from t2g.deploy.manifests import mount_of
 from t2g.deploy.status import format_status
 from t2g.deploy.submission import STAGES, Submission, read_config, submission, uploaded_path
@@ -54,7 +54,8 @@ def submit(arguments: argparse.Namespace) -> int:
 def status(arguments: argparse.Namespace) -> int:
     """Print the status of a run and its age."""
     folder = arguments.root / arguments.run
-    found, done = read_status(folder), (folder / SUMMARY_FILE).exists()
+    found = read_status(folder)
+    done = (folder / SUMMARY_FILE).exists()
     text = format_status(arguments.run, found, done=done, now=now())
     print(found.model_dump_json(indent=1) if arguments.json else text)
     return 0
@@ -94,19 +95,28 @@ def doctor(arguments: argparse.Namespace) -> int:
     from actors.cluster.nodes import find_unreachable, inspect_nodes, pending_groups
     from actors.cluster.placement import connect
 
-    config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
-    shared = config.run.root if config else None
-    require = config.feedback.sandbox.require if config and config.task == "code" else ()
+    config = None
+    shared = None
+    where: Mapping[str, ProcessConfig] = {}
+    require: Sequence[str] = ()
+    if arguments.config:
+        config = load(PolicyJob, arguments.config, arguments.overrides)
+        shared = config.run.root
+        if config.task == "code":
+            require = config.feedback.sandbox.require
     connect(ClusterConfig(address=address), {})
     try:
         nodes = inspect_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
-        where = config.roles() if config else {}
-        found = findings(
-            nodes, pending_groups(), where, shared, find_unreachable(where, timeout_s=LOOK_TIMEOUT_S) if config else ()
-        )
+        pending = pending_groups()
+        unreachable: Sequence[Unreachable] = ()
+        if config:
+            where = config.roles()
+            unreachable = find_unreachable(where, timeout_s=LOOK_TIMEOUT_S)
+        found = findings(nodes, pending, where, shared, unreachable)
     finally:
         ray.shutdown()
-    print(f"{len(nodes)} nodes, {len(found)} findings{'' if config else '; labels and storage need --config'}")
+    hint = "" if config else "; labels and storage need --config"
+    print(f"{len(nodes)} nodes, {len(found)} findings{hint}")
     for sentence in found:
         print(f"- {sentence}")
     return 2 if found else 0
@@ -116,12 +126,15 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
     """Run the same command on the head of the cluster."""
     from actors.cluster.job_server import JobServer
 
-    root, given = Path.cwd(), ["doctor"]
+    root = Path.cwd()
+    given = ["doctor"]
     if arguments.config:
-        given += ["--config", str(uploaded_path(arguments.config, root))]
+        path = uploaded_path(arguments.config, root)
+        given += ["--config", str(path)]
     job = Submission(name="doctor", arguments=("jobs.deploy", *given, *arguments.overrides))
     with JobServer.connect(arguments.address) as server:
-        return server.follow(server.submit(job, root), job.stop_wait_s)
+        job_id = server.submit(job, root)
+        return server.follow(job_id, job.stop_wait_s)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -139,7 +152,8 @@ def render(arguments: argparse.Namespace) -> int:
     config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
         config = read_config(arguments.stage, arguments.config, arguments.overrides, Path.cwd(), have=None)
-    found, nowhere = preflight(config), [*path_warnings(config, mount_of(config))]
+    found = preflight(config)
+    nowhere = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
         raise_findings(found, *nowhere)
     options = ("target", "stage", "cpu", "image", "overrides", "patch")
@@ -165,10 +179,16 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     made: dict[str, argparse.ArgumentParser] = {}
     for run in (check, render, submit, status, scale, stop, doctor):
-        made[run.__name__] = commands.add_parser(
-            run.__name__, help=run.__doc__, description=run.__doc__, allow_abbrev=False
-        )
-        made[run.__name__].set_defaults(command=run)
+        name = run.__name__
+        made[name] = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
+        made[name].set_defaults(command=run)
+    _add_shared_options(made)
+    _add_own_options(made)
+    return top, made
+
+
+def _add_shared_options(made: dict[str, argparse.ArgumentParser]) -> None:
+    """Add the options that several subcommands have."""
     for name in ("check", "render", "submit", "doctor"):
         made[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
@@ -180,6 +200,10 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         made[name].add_argument("--run", required=True, metavar="NAME", help="run.name")
     for name in ("status", "scale"):
         made[name].add_argument("--root", type=Path, default=Path("runs"), metavar="FOLDER", help="run.root")
+
+
+def _add_own_options(made: dict[str, argparse.ArgumentParser]) -> None:
+    """Add the options of single subcommands."""
     made["submit"].add_argument("--no-wait", action="store_true", help="return as soon as the job is accepted")
     made["status"].add_argument("--json", action="store_true", help="status.json as it is")
     made["scale"].add_argument("--rollouts", type=int, metavar="N", help="rollout workers")
@@ -187,13 +211,14 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     made["check"].add_argument(
         "--gpu", default="A100-80GB", metavar="NAME", help="or GiB, that the run will have; A100-80GB"
     )
-    made["render"].add_argument("--image", metavar="NAME", help="other than the project's own")
-    made["render"].add_argument("--target", choices=("rayjob", "raycluster", "claim"), default="rayjob")
-    made["render"].add_argument(
+
+    render_parser = made["render"]
+    render_parser.add_argument("--image", metavar="NAME", help="other than the project's own")
+    render_parser.add_argument("--target", choices=("rayjob", "raycluster", "claim"), default="rayjob")
+    render_parser.add_argument(
         "--patch", type=Path, metavar="FILE", help="YAML, strategic merges: see docker/README.md"
     )
-    made["render"].add_argument("--cpu", action="store_true", help="for the CPU image, without GPUs")
-    return top, made
+    render_parser.add_argument("--cpu", action="store_true", help="for the CPU image, without GPUs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +35,15 @@ from t2g.types import Prompt
 if TYPE_CHECKING:
     from actors.engines.rollout import RolloutFleet
 
-POLICY, STAGES, SFT = (Path("configs") / name for name in ("tiny/policy.yaml", "tiny/gpu_check.yaml", "own/sft.yaml"))
+CONFIGS = Path("configs")
+POLICY = CONFIGS / "tiny" / "policy.yaml"
+STAGES = CONFIGS / "tiny" / "gpu_check.yaml"
+SFT = CONFIGS / "own" / "sft.yaml"
 BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("rollout", "feedback.engine", "learner")]
 ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
 AS_SHIPPED = ("cluster.gpu_sharing=split", "rollout.enforce_eager=false")  # of the GPU configs: compiled, with graphs
 SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4", "learner.memory_gib=6")
+WHOLE = ("rollout.gpus=1", "learner.gpus=1")
 FIGURES = re.compile(r"(sync|speed|time|learner|policy|critic|engine|sft|importance)/|feedback/failed_share")
 LOSS_RATIO = 2e-3  # of a float32 loss, summed in another order, after a few dozen updates
 ON_CPU = "no GPU: run on the CPU"
@@ -62,33 +68,49 @@ class Machine:
         except subprocess.TimeoutExpired as late:
             raise RunStopped(f"jobs.{job} did not end within {self.timeout_s:g} s") from late
         if code:
-            raise RunStopped((log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1])
-        lines = (self.out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [{key: value for key, value in json.loads(line).items() if FIGURES.match(key)} for line in lines]
+            lines = log.read_text(errors="replace").strip().splitlines()
+            raise RunStopped(lines[-1] if lines else f"exit code {code}")
+
+        steps: list[Figures] = []
+        metrics_file = self.out / name / "metrics.jsonl"
+        for line in metrics_file.read_text(encoding="utf-8").splitlines():
+            metrics = json.loads(line)
+            steps.append({key: value for key, value in metrics.items() if FIGURES.match(key)})
+        return steps
 
     def stages(self) -> Path:
         """Return the job that makes the world, with engines on the GPU if there is one."""
-        place = {"gpus": 0.4, "dtype": "bfloat16"} if self.gpus else {}
-        engines = {f"{role}.{key}": value for role in ("rollout", "reward_engine") for key, value in place.items()}
-        return loading.write(with_overrides(loading.load(DemoJob, STAGES), engines), self.out / "stages-config")
+        job = loading.load(DemoJob, STAGES)
+        if self.gpus:
+            engines = {
+                "rollout.gpus": 0.4,
+                "rollout.dtype": "bfloat16",
+                "reward_engine.gpus": 0.4,
+                "reward_engine.dtype": "bfloat16",
+            }
+            job = with_overrides(job, engines)
+        return loading.write(job, self.out / "stages-config")
 
     def policy(self, name: str, *overrides: str) -> Figures:
         """Make two steps of PPO; return the last one, and the gap of engine and learner on the checkpoint."""
         given = (f"artifacts={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
         steps = self.job(name, "train_policy", POLICY, *given)
-        return steps[-1] | {"probe_gap_nats": json.loads((self.out / name / "probe.json").read_bytes())}
+        probe = (self.out / name / "probe.json").read_bytes()
+        return steps[-1] | {"probe_gap_nats": json.loads(probe)}
 
 
 def collect_last_output(logs: Path = Path("/tmp/ray/session_latest/logs")) -> Iterator[str]:
     """Return the logs of each process of the last Ray session, which say why an engine did not start."""
     for file in sorted(logs.glob("worker-*.err")):
-        yield from (f"{file.name}:", *file.read_text(errors="replace").splitlines()[-60:])
+        yield f"{file.name}:"
+        yield from file.read_text(errors="replace").splitlines()[-60:]
 
 
 def world(machine: Machine) -> Figures:
     """Run the stages, PPO, and a reward model with guided decoding."""
     share = ("rollout.gpus=0.3", "learner.gpus=0.4", "feedback.engine.gpus=0.3", "learner.workers=1", *BFLOAT16)
-    figures = machine.policy("world", "learner.sync_transport=store", *(share if machine.gpus else ()))
+    on_gpu = share if machine.gpus else ()
+    figures = machine.policy("world", "learner.sync_transport=store", *on_gpu)
     if figures["feedback/failed_share"] > 0.5:
         raise RunStopped(f"guided answers: {figures['feedback/failed_share']:.0%} are no feedback")
     return figures
@@ -99,14 +121,17 @@ def rank(machine: Machine) -> Figures:
     stages = machine.out / "stages"
     given = ("task=tiny", f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}")
     given += ("data.limit=400", "sft.num_epochs=1", "sft.optim.lr=1e-3", "sft.max_length=192", "sft.batch_size=32")
-    runs = [
-        machine.job(f"rank-{where}", "train_sft", SFT, *given, "sft.dtype=float32", f"sft.gpus={gpus}")
-        for where, gpus in (("cpu", 0), ("here", min(machine.gpus, 1)))
-    ]
-    apart = [abs(here["sft/loss"] / there["sft/loss"] - 1) for there, here in zip(*runs, strict=True)]
+    given += ("sft.dtype=float32",)
+    on_cpu = machine.job("rank-cpu", "train_sft", SFT, *given, "sft.gpus=0")
+    here = machine.job("rank-here", "train_sft", SFT, *given, f"sft.gpus={min(machine.gpus, 1)}")
+
+    apart: list[float] = []
+    for cpu_step, step in zip(on_cpu, here, strict=True):
+        ratio = step["sft/loss"] / cpu_step["sft/loss"]
+        apart.append(abs(ratio - 1))
     if max(apart) > LOSS_RATIO:
         raise RunStopped(f"a loss is {max(apart):.2g} of its size away from that on the CPU")
-    return {"losses_apart": max(apart), **runs[1][-1]}
+    return {"losses_apart": max(apart), **here[-1]}
 
 
 def engine(machine: Machine) -> Figures:
@@ -120,14 +145,17 @@ def engine(machine: Machine) -> Figures:
     stages = machine.out / "stages"
     given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")
     on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()
-    job = loading.load(PolicyJob, POLICY, [*given, "artifacts=null", "feedback.source=program", *on_gpu])
-    prompts, figures = read_data(job).prompts[:64], Figures()
+    overrides = [*given, "artifacts=null", "feedback.source=program", *on_gpu]
+    job = loading.load(PolicyJob, POLICY, overrides)
+    prompts = read_data(job).prompts[:64]
+    figures: Figures = {}
     with on_cluster(job):
         for name, join_outputs in (("joined", True), ("token_by_token", False)):
             rollout = job.rollout.model_copy(update={"join_outputs": join_outputs})
             with Fleets() as fleets:
                 fleet = fleets.rollouts(job.model, rollout, job)
-                figures[name] = asyncio.run(run_with_background(measure(fleet, prompts), fleet.supervise()))
+                measuring = measure(fleet, prompts)
+                figures[name] = asyncio.run(run_with_background(measuring, fleet.supervise()))
     return figures
 
 
@@ -139,14 +167,19 @@ async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
     async def rate(ask: Callable[[Prompt], Awaitable[Any]]) -> float:
         started = time.monotonic()
         groups = await asyncio.gather(*map(ask, prompts))
-        return sum(len(r.response_ids) for group in groups for r in group) / (time.monotonic() - started)
+        responses = chain.from_iterable(groups)
+        num_tokens = sum(len(response.response_ids) for response in responses)
+        return num_tokens / (time.monotonic() - started)
 
     async def bare(prompt: Prompt) -> Any:
         request = prompt.prompt_id, prompt.prompt_ids, sampling
-        return await asyncio.gather(*(first.handle.sample.remote(*request, i) for i in range(sampling.num_samples)))
+        sample = partial(first.handle.sample.remote, *request)
+        return await asyncio.gather(*map(sample, range(sampling.num_samples)))
 
     first = fleet.serving()[0]
-    figures = {figure: await rate(bare) for figure in ("compiling_tokens_per_s", "bare_tokens_per_s")}
+    figures: Figures = {}
+    figures["compiling_tokens_per_s"] = await rate(bare)
+    figures["bare_tokens_per_s"] = await rate(bare)
     figures["fleet_tokens_per_s"] = await rate(lambda prompt: fleet.sample(prompt, sampling))
     killed = time.monotonic()
     ray.kill(first.handle)
@@ -164,21 +197,37 @@ def half_a_billion(machine: Machine) -> Figures:
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
     sized = (*ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split", f"model.policy={model}")
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    _, text = check_config(loading.load(PolicyJob, POLICY, [*sized, "artifacts=null"]), gpu=f"{gpu_gib:.1f}")
+    job = loading.load(PolicyJob, POLICY, [*sized, "artifacts=null"])
+    _, text = check_config(job, gpu=f"{gpu_gib:.1f}")
     return machine.policy("half-a-billion", *sized) | {"expected": text.splitlines()}
+
+
+def ipc(machine: Machine) -> Figures:
+    return machine.policy("ipc", *ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split")
+
+
+def compiled(machine: Machine) -> Figures:
+    return machine.policy("compiled", *ONE_EACH, *SHARED, *BFLOAT16, *AS_SHIPPED)
+
+
+def alternate(machine: Machine) -> Figures:
+    return machine.policy("alternate", *ONE_EACH, *WHOLE, "cluster.gpu_sharing=alternate", *BFLOAT16)
+
+
+def nccl(machine: Machine) -> Figures:
+    return machine.policy("nccl", *ONE_EACH, *WHOLE, *BFLOAT16)
 
 
 ITEMS: dict[str, tuple[int, Callable[[Machine], Figures]]] = {  # GPUs without which there is nothing to run
     "world": (0, world),
     "rank": (0, rank),
     "engine": (0, engine),
-    "ipc": (1, lambda machine: machine.policy("ipc", *ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split")),
-    "compiled": (1, lambda machine: machine.policy("compiled", *ONE_EACH, *SHARED, *BFLOAT16, *AS_SHIPPED)),
-    "alternate": (1, lambda machine: machine.policy("alternate", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1",
-                                                    "cluster.gpu_sharing=alternate", *BFLOAT16)),
+    "ipc": (1, ipc),
+    "compiled": (1, compiled),
+    "alternate": (1, alternate),
     "half_a_billion": (1, half_a_billion),
-    "nccl": (2, lambda machine: machine.policy("nccl", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1", *BFLOAT16)),
-}  # fmt: skip
+    "nccl": (2, nccl),
+}
 
 
 def answer(item: str, machine: Machine) -> Figures:
@@ -191,7 +240,8 @@ def answer(item: str, machine: Machine) -> Figures:
         result |= {"answer": "yes", "figures": run(machine)}
     except Exception as error:  # noqa: BLE001 - an error of one item does not stop the others
         result |= {"answer": "no", "why": f"{type(error).__name__}: {error}"}
-        (machine.out / f"{item}-workers.log").write_text("\n".join(collect_last_output()))
+        output = "\n".join(collect_last_output())
+        (machine.out / f"{item}-workers.log").write_text(output)
     return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
@@ -205,20 +255,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     given.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(out=given.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=given.timeout_s)
-    gpus = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
+    gpus = list(map(torch.cuda.get_device_name, range(machine.gpus)))
+    answers: list[Figures] = []
     result: Figures = {
         "gpus": gpus or ON_CPU,
         "versions": collect_versions(),
         "date": time.strftime("%Y-%m-%d"),
-        "items": [],
+        "items": answers,
     }
     for item in given.items:
         with log_duration(item):
-            result["items"].append(found := answer(item, machine))
-        print(f"{item}: {found['answer']}, {found.get('why') or found.get('on')}", flush=True)
+            answered = answer(item, machine)
+            answers.append(answered)
+        reason = answered.get("why") or answered.get("on")
+        print(f"{item}: {answered['answer']}, {reason}", flush=True)
         write_json(machine.out / "gpu_check.json", result)
     print_outputs(numbers=machine.out / "gpu_check.json")
-    return 0 if all(found["answer"] != "no" for found in result["items"]) else 3
+    has_failed = any(answered["answer"] == "no" for answered in answers)
+    return 3 if has_failed else 0
 
 
 if __name__ == "__main__":

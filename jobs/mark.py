@@ -52,7 +52,8 @@ def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
 
     if not data.is_file():
         raise UserError(f"{data}: there is no such file")
-    samples = make_samples(load_records(DataConfig(path=str(data))), get_task(task))
+    records = load_records(DataConfig(path=str(data)))
+    samples = make_samples(records, get_task(task))
     with sole_process(folder / by), closing(Marks(folder, by, samples)) as marks, MarkServer(marks, port) as server:
         stop = stop_flag()
         lacking = [sample.problem for sample in samples if sample.problem]

@@ -17,13 +17,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="a run's folder")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="the same")
     given = parser.parse_args(arguments)
-    named = [*dict.fromkeys([*given.runs, *([given.run] if given.run else [])])]
+    named = list(dict.fromkeys(given.runs))
+    if given.run and given.run not in named:
+        named.append(given.run)
     if not named:
         parser.error("a run's folder is missing")
 
     def write() -> None:
         folders = [find_run(folder) for folder in named]
-        print_outputs(report=report_run(folders[0]) if len(folders) == 1 else report_beside(folders))
+        report = report_run(folders[0]) if len(folders) == 1 else report_beside(folders)
+        print_outputs(report=report)
 
     return exit_code(parser.prog, write)
 

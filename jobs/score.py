@@ -23,7 +23,8 @@ from t2g.types import Prompt, SpanFeedback
 
 def score(argv: Sequence[str] | None = None) -> int:
     help_texts = {"--prompt": "the prompt: a text, or @FILE", "--text": "the response: a text, or @FILE"}
-    options = {option: {"required": True, "metavar": "TEXT", "help": text} for option, text in help_texts.items()}
+    shared = {"required": True, "metavar": "TEXT"}
+    options = {option: {**shared, "help": text} for option, text in help_texts.items()}
     return main(ScoreJob, run, describe, argv, options)
 
 
@@ -35,7 +36,8 @@ def run(config: ScoreJob, prompt: str, text: str) -> None:
     from jobs.common.reward_models import connected_model, with_trained_style
 
     config = with_trained_style(config)
-    item = Prompt(prompt_id="score", prompt_text=read_text("--prompt", prompt), task=config.task)
+    prompt_text = read_text("--prompt", prompt)
+    item = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)
     response = read_text("--text", text)
     with connected_model(config) as model:
         feedback = asyncio.run(model.judge(item, response))
@@ -46,7 +48,9 @@ def read_text(option: str, value: str) -> str:
     """Return the text of --prompt or --text. Raises UserError for an unreadable file or bytes that are no UTF-8."""
     try:
         # A file ends with a line end that belongs to the file, not to the text.
-        text = Path(value[1:]).read_text(encoding="utf-8").removesuffix("\n") if value.startswith("@") else value
+        text = value
+        if value.startswith("@"):
+            text = Path(value[1:]).read_text(encoding="utf-8").removesuffix("\n")
         text.encode()  # bytes of the command line that are no UTF-8 are half characters here
     except OSError as error:
         raise UserError(f"{option}: {value[1:]} cannot be read: {error.strerror}") from error
@@ -58,9 +62,8 @@ def read_text(option: str, value: str) -> str:
 def show(feedback: SpanFeedback, response: str) -> None:
     """Print it. RunStopped for an answer that could not be used."""
     if not feedback.usable:
-        raise RunStopped(
-            f"the reward model gave no feedback ({feedback.status}): {feedback.reason or 'no reason given'}"
-        )
+        reason = feedback.reason or "no reason given"
+        raise RunStopped(f"the reward model gave no feedback ({feedback.status}): {reason}")
     show_feedback(Console(), response, feedback)
 
 

@@ -37,7 +37,9 @@ def run(config: ServeJob) -> int:
     from jobs.common.run_folder import sole_process
     from t2g.runs.progress import log_duration
 
-    stop, folder, template = stop_flag(), config.run.folder, config.serve.command
+    stop = stop_flag()
+    folder = config.run.folder
+    template = config.serve.command
     with sole_process(folder), ExitStack() as started:
         loading.write(config, folder)
         log = folder / "server.log"

@@ -23,7 +23,8 @@ def run(config: RewardJob, data: Any) -> None:
     check_folder(config, *LEFTOVERS)
     with on_cluster(config), Fleets() as fleets:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
-    print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+    figures = [f"{name} {value:.3f}" for name, value in metrics.items()]
+    print(" ".join(figures))
     print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / REPORT_FILE)
 
 
