@@ -168,15 +168,24 @@ class SharedGroup(LearnerGroup):
 def random_rollouts() -> list[Rollout]:
     """Seven, of 2 to 55 tokens; one has an empty response."""
     rng = np.random.default_rng(0)
-    return [
-        Rollout(
-            prompt_id=str(i), sample_index=0, response_text="", finish_reason="stop", policy_versions=((0, r, 0),),
-            prompt_ids=rng.integers(0, VOCABULARY, p).astype(np.int32),
-            response_ids=rng.integers(0, VOCABULARY, r).astype(np.int32),
-            rollout_logprobs=rng.normal(-5, 1, r).astype(np.float32),
+    lengths = [(4, 9), (11, 3), (1, 1), (30, 25), (5, 0), (7, 12), (3, 18)]
+    rollouts = []
+    for index, (num_prompt, num_response) in enumerate(lengths):
+        prompt_ids = rng.integers(0, VOCABULARY, num_prompt).astype(np.int32)
+        response_ids = rng.integers(0, VOCABULARY, num_response).astype(np.int32)
+        logprobs = rng.normal(-5, 1, num_response).astype(np.float32)
+        rollout = Rollout(
+            prompt_id=str(index),
+            sample_index=0,
+            response_text="",
+            finish_reason="stop",
+            policy_versions=((0, num_response, 0),),
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            rollout_logprobs=logprobs,
         )
-        for i, (p, r) in enumerate([(4, 9), (11, 3), (1, 1), (30, 25), (5, 0), (7, 12), (3, 18)])
-    ]  # fmt: skip
+        rollouts.append(rollout)
+    return rollouts
 
 
 def mask_as(loss_aggregation: str, mask: np.ndarray) -> np.ndarray:

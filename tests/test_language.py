@@ -65,27 +65,28 @@ def test_the_checks_find_what_they_look_for() -> None:
     assert list(find_first_words(tree)) == [("f", "What")]
 
 
+def files_of(package: str) -> list[Path]:
+    return [file for file in FILES if file.relative_to(ROOT).parts[0] == package]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_replaced_name_is_left(package: str) -> None:
-    found = {
-        str(file.relative_to(ROOT)): names
-        for file in FILES
-        if file.relative_to(ROOT).parts[0] == package
-        if (names := sorted({name for name in find_identifiers(parse(file)) if is_replaced(name)}))
-    }
-    assert found == {}
+    replaced: dict[str, list[str]] = {}
+    for file in files_of(package):
+        names = {name for name in find_identifiers(parse(file)) if is_replaced(name)}
+        if names:
+            replaced[str(file.relative_to(ROOT))] = sorted(names)
+    assert replaced == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_of_functions_begin_with_a_verb(package: str) -> None:
-    found = {
-        f"{file.relative_to(ROOT)}: {name}": word
-        for file in FILES
-        if file.relative_to(ROOT).parts[0] == package
-        for name, word in find_first_words(parse(file))
-        if word.strip("`\"',.:;") in NO_VERB
-    }
-    assert found == {}
+    without_verb: dict[str, str] = {}
+    for file in files_of(package):
+        for name, word in find_first_words(parse(file)):
+            if word.strip("`\"',.:;") in NO_VERB:
+                without_verb[f"{file.relative_to(ROOT)}: {name}"] = word
+    assert without_verb == {}
 
 
 def test_riddles_are_rare() -> None:

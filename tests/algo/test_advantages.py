@@ -93,15 +93,12 @@ def test_shapes_that_differ_are_refused() -> None:
 
 def test_step_rewards_mix_spans_end_and_k1() -> None:
     nan = float("nan")
-    rewards = combine_rewards(
-        torch.tensor([[1, 0, -1, 5], [0, 2, 0, 0]], dtype=torch.float64),
-        torch.tensor([1.5, -3.0], dtype=torch.float64),
-        torch.tensor([[-1, -2, -3, 0], [-1, -1, -1, -1]], dtype=torch.float64),
-        torch.tensor([[-1.5, -1, -3, nan], [-1, -1, -1, -1]], dtype=torch.float64),
-        torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
-        span_coef=2.0,
-        kl_coef=0.1,
-    )
+    spans = torch.tensor([[1, 0, -1, 5], [0, 2, 0, 0]], dtype=torch.float64)
+    outcomes = torch.tensor([1.5, -3.0], dtype=torch.float64)
+    logprobs = torch.tensor([[-1, -2, -3, 0], [-1, -1, -1, -1]], dtype=torch.float64)
+    ref_logprobs = torch.tensor([[-1.5, -1, -3, nan], [-1, -1, -1, -1]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    rewards = combine_rewards(spans, outcomes, logprobs, ref_logprobs, mask, span_coef=2.0, kl_coef=0.1)
     # the outcome reward goes to the last token that counts: 1.5 to the third, -3 to the fourth
     expected = torch.tensor([[2 - 0.05, 0.1, -2 + 1.5, 0], [0, 4, 0, -3]], dtype=torch.float64)
     torch.testing.assert_close(rewards, expected)

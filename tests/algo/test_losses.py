@@ -12,14 +12,16 @@ def policy(rho: list[float], gains: list[float], **changes: object) -> tuple[tor
     """Loss, gradient with respect to logprobs, metrics; old -1, no correction, equal weights unless changed."""
     n = len(rho)
     logprobs = torch.tensor([-1.0 + math.log(x) for x in rho], dtype=torch.float64, requires_grad=True)
-    arguments = {
+    ones = torch.ones(n, dtype=torch.float64)
+    defaults = {
         "logprobs": logprobs,
-        "old_logprobs": torch.full((n,), -1.0, dtype=torch.float64),
-        "importance_weights": torch.ones(n, dtype=torch.float64),
+        "old_logprobs": -ones,
+        "importance_weights": ones,
         "advantages": torch.tensor(gains, dtype=torch.float64),
-        "weights": torch.full((n,), 1 / n, dtype=torch.float64),
+        "weights": ones / n,
         "clip_eps": 0.2,
-    } | changes
+    }
+    arguments = defaults | changes
     loss, metrics = policy_loss(**arguments)
     (gradient,) = torch.autograd.grad(loss, arguments["logprobs"])
     return loss.detach(), gradient, metrics

@@ -21,9 +21,12 @@ from t2g.types import TrainBatch, TrainSample
 def sample(prompt: int, response: int, first: int = 1) -> TrainSample:
     """Token ids and every per-token array count up from `first`, so that each number names its sample and place."""
     numbers = first + np.arange(response, dtype=np.float32)
+    ids = np.arange(first, first + prompt + response, dtype=np.int32)
+    prompt_ids = ids[:prompt].copy()
+    response_ids = ids[prompt:].copy()
     return TrainSample(
-        prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
-        response_ids=np.arange(first + prompt, first + prompt + response, dtype=np.int32),
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
         weights=np.ones(response, np.float32),
         advantages=numbers,
         returns=numbers + 0.1,

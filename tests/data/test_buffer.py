@@ -19,23 +19,26 @@ ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # lone sur
 INT32 = st.integers(-(2**31), 2**31 - 1)
 JSON = st.none() | st.booleans() | INT32 | ANY_TEXT
 
+DIGITS = st.integers(0, 9)
 spans = st.builds(
     Span,
-    start=st.integers(0, 9),
+    start=DIGITS,
     end=st.integers(9, 20),
     label=st.sampled_from([-1, 1]),
     severity=st.integers(1, 3),
-    critique_range=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    critique_range=st.none() | st.tuples(DIGITS, DIGITS),
 )
+span_tuples = st.lists(spans, max_size=2).map(tuple)
+statuses = st.sampled_from(["ok", "empty", "unparsable", "failed"])
 feedbacks = st.builds(
     SpanFeedback,
     critique=ANY_TEXT,
-    spans=st.lists(spans, max_size=2).map(tuple),
-    status=st.sampled_from(["ok", "empty", "unparsable", "failed"]),
+    spans=span_tuples,
+    status=statuses,
     source=ANY_TEXT,
     version=ANY_TEXT,
-    num_quotes=st.integers(0, 9),
-    num_located=st.integers(0, 9),
+    num_quotes=DIGITS,
+    num_located=DIGITS,
     execution=st.dictionaries(ANY_TEXT, JSON, max_size=2),
     agreement=st.none() | st.floats(0, 1),
     reason=ANY_TEXT,
@@ -49,15 +52,19 @@ def groups(draw: st.DrawFn) -> Group:
     for index in range(draw(st.integers(1, 3))):
         ids = draw(st.lists(INT32, max_size=4))
         bits = draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(ids), max_size=len(ids)))  # NaNs and all
+        logprobs = np.array(bits, np.uint32).view(np.float32)
+        text = draw(ANY_TEXT)
+        finish_reason = draw(st.sampled_from(["stop", "length"]))
+        versions = draw(st.lists(st.tuples(INT32, INT32, INT32), max_size=2))
         rollout = Rollout(
             prompt_id=prompt.prompt_id,
             sample_index=index,
             prompt_ids=prompt.prompt_ids,
             response_ids=np.array(ids, np.int32),
-            rollout_logprobs=np.array(bits, np.uint32).view(np.float32),
-            response_text=draw(ANY_TEXT),
-            finish_reason=draw(st.sampled_from(["stop", "length"])),
-            policy_versions=draw(st.lists(st.tuples(INT32, INT32, INT32), max_size=2).map(tuple)),
+            rollout_logprobs=logprobs,
+            response_text=text,
+            finish_reason=finish_reason,
+            policy_versions=tuple(versions),
         )
         samples.append((rollout, draw(feedbacks)))
     return Group(prompt=prompt, samples=tuple(samples))

@@ -31,12 +31,11 @@ from t2g.types import Span, SpanFeedback
 
 RESPONSE = "by Ann, about a phone, about a phone."
 BARE = StyleConfig(critique=False)
-QUOTES = st.lists(
-    st.text(max_size=8)
-    | st.tuples(st.text(max_size=8), st.integers(1, 9))
-    | st.builds(Quote, quote=st.text(max_size=8), occurrence=st.integers(1, 9), severity=st.integers(1, 3)),
-    max_size=4,
-)
+WORDS = st.text(max_size=8)
+OCCURRENCES = st.integers(1, 9)
+NUMBERED = st.tuples(WORDS, OCCURRENCES)
+RECORDS = st.builds(Quote, quote=WORDS, occurrence=OCCURRENCES, severity=st.integers(1, 3))
+QUOTES = st.lists(WORDS | NUMBERED | RECORDS, max_size=4)
 
 
 def parse(text: str, response: str = RESPONSE, **keywords: Any) -> SpanFeedback:
@@ -449,11 +448,11 @@ WORDS = st.text("ab.!?; \n。", max_size=15)
 def test_sentences_are_those_of_a_slow_search(before: str, quote: str, after: str) -> None:
     critique = before + quote + after
     place = locate(critique, quote)[0]
-    ends = [
-        i + 1
-        for i, sign in enumerate(critique)
-        if sign in "。\n" or (sign in ".!?;" and (i + 1 == len(critique) or critique[i + 1].isspace()))
-    ]
+    ends: list[int] = []
+    for end, sign in enumerate(critique, start=1):
+        is_before_blank = end == len(critique) or critique[end].isspace()
+        if sign in "。\n" or (sign in ".!?;" and is_before_blank):
+            ends.append(end)
     found = find_sentence(critique, quote)
     start = max([0, *(end for end in ends if end <= place)])
     stop = min([len(critique), *(end for end in ends if end >= place + len(quote))])

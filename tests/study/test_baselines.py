@@ -38,12 +38,14 @@ def prompt(name: str = "p", text: str = "write") -> Prompt:
 
 
 def rollout(ids: Sequence[int], index: int = 0, text: str = "") -> Rollout:
+    response_ids = np.array(ids, np.int32)
+    logprobs = np.zeros(len(ids), np.float32)
     return Rollout(
         prompt_id="p",
         sample_index=index,
         prompt_ids=np.array([7, 8], np.int32),
-        response_ids=np.array(ids, np.int32),
-        rollout_logprobs=np.zeros(len(ids), np.float32),
+        response_ids=response_ids,
+        rollout_logprobs=logprobs,
         response_text=text,
         finish_reason="stop",
         policy_versions=((0, len(ids), 0),),

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -56,11 +57,10 @@ def test_numbers_by_hand() -> None:
     failed = make_failed_feedback("unparsable", source="test", version="1")
     first = SpanFeedback(critique="", spans=(), status="ok", source="t", version="1", num_quotes=3, num_located=3)
     second = SpanFeedback(critique="", spans=(), status="ok", source="t", version="1", num_quotes=2, num_located=1)
-    records = [
-        judged([1, 1, 1, 0, -1, -1], [1, 1, 0, 1, -1, 0], feedback=first, gold=says(agreement=0.5)),
-        judged([-1, 0, 1], [-1, -1, -1], feedback=second, parsed=False),
-        judged([1, 0], [0, 0], feedback=failed, parsed=False, gold=says(agreement=1.0)),
-    ]
+    first_record = judged([1, 1, 1, 0, -1, -1], [1, 1, 0, 1, -1, 0], feedback=first, gold=says(agreement=0.5))
+    second_record = judged([-1, 0, 1], [-1, -1, -1], feedback=second, parsed=False)
+    failed_record = judged([1, 0], [0, 0], feedback=failed, parsed=False, gold=says(agreement=1.0))
+    records = [first_record, second_record, failed_record]
     metrics = reward_metrics(records)
     # good: found 2, called good wrongly 1, missed 1 + 1 + 1; poor: found 2, wrongly 2, missed 1
     # kappa: 11 tokens, 5 agree; gold 5 good 3 poor 3 none, predicted 3 good 4 poor 4 none: chance (15 + 12 + 12) / 121
@@ -125,12 +125,9 @@ def test_tokens_against_a_slow_count(tokens: list[tuple[int, int]]) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- spans
 def test_spans_by_hand() -> None:
-    metrics = reward_metrics(
-        [
-            judged(gold=says(good=[(0, 5), (6, 9)]), feedback=says(good=[(0, 5), (5, 20)])),
-            judged(gold=says(good=[(0, 2)], poor=[(3, 4)]), feedback=says(good=[(3, 4)], poor=[(3, 4), (6, 8)])),
-        ]
-    )
+    first = judged(gold=says(good=[(0, 5), (6, 9)]), feedback=says(good=[(0, 5), (5, 20)]))
+    second = judged(gold=says(good=[(0, 2)], poor=[(3, 4)]), feedback=says(good=[(3, 4)], poor=[(3, 4), (6, 8)]))
+    metrics = reward_metrics([first, second])
     # good: 3 gold and 3 predicted, one equal, a second one touches; another label's place is no hit
     assert metrics["good_span_exact_f1"] == pytest.approx(2 * 1 / 6)
     assert metrics["good_span_overlap_f1"] == pytest.approx(2 * 2 / 6)
@@ -159,10 +156,12 @@ ranges = st.builds(cut, st.sets(st.integers(0, 12), max_size=6), st.lists(st.boo
 @given(ranges, ranges)
 def test_no_matching_has_more_pairs(gold: list[tuple[int, int]], predicted: list[tuple[int, int]]) -> None:
     few, many = sorted((gold, predicted), key=len)
-    best = max(
-        sum(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(few, order, strict=False))
-        for order in permutations(many, len(few))
-    )
+
+    def count_overlaps(order: tuple[tuple[int, int], ...]) -> int:
+        pairs = zip(few, order, strict=False)
+        return sum(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
+
+    best = max(map(count_overlaps, permutations(many, len(few))))
     assert num_overlapping(gold, predicted, "x" * 12) == num_overlapping(predicted, gold, "x" * 12) == best
 
 
@@ -211,18 +210,18 @@ def test_every_kind_of_error_once() -> None:
     )
     broken = SpanFeedback(critique="", spans=(), status="failed", source="test", version="1", reason="it was late")
     missing = says(good=[(0, 2), (3, 5)])
-    errors = find_errors(
-        [
-            judged(response=text, gold=gold, feedback=model),
-            judged(response=text, gold=gold, feedback=lossy, parsed=False),
-            judged(response=text, gold=gold, feedback=broken, parsed=False),
-            judged(response=text, gold=gold, feedback=missing),
-            judged(response=text, gold=gold, feedback=gold),
-        ]
-    )
+    record_of = partial(judged, response=text, gold=gold)
+    records = [
+        record_of(feedback=model),
+        record_of(feedback=lossy, parsed=False),
+        record_of(feedback=broken, parsed=False),
+        record_of(feedback=missing),
+        record_of(feedback=gold),
+    ]
+    errors = find_errors(records)
     assert list(errors) == list(ERROR_KINDS)
     found = {kind: (e.count, e.examples) for kind, e in errors.items()}
-    assert found == {
+    expected = {
         "missed_good": (1, [(0, ["bb"])]),
         "missed_poor": (1, [(3, ["cc"])]),
         "invented_good": (1, [(0, ["dd"])]),
@@ -237,6 +236,7 @@ def test_every_kind_of_error_once() -> None:
             ],
         ),
     }
+    assert found == expected
 
 
 def test_examples_are_few_and_from_everywhere() -> None:

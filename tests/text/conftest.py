@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,10 +56,10 @@ def _metaspace() -> Any:
 
 
 _MAKERS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: _byte_level(GPT2Tokenizer, "<|endoftext|>"),
-    "qwen2": lambda: _byte_level(Qwen2Tokenizer, "<|endoftext|>"),
-    "llama": lambda: _sentencepiece(LlamaTokenizer, ["<s>", "</s>"]),
-    "gemma": lambda: _sentencepiece(GemmaTokenizer, ["<pad>", "<eos>", "<bos>", "<mask>"]),
+    "gpt2": partial(_byte_level, GPT2Tokenizer, "<|endoftext|>"),
+    "qwen2": partial(_byte_level, Qwen2Tokenizer, "<|endoftext|>"),
+    "llama": partial(_sentencepiece, LlamaTokenizer, ["<s>", "</s>"]),
+    "gemma": partial(_sentencepiece, GemmaTokenizer, ["<pad>", "<eos>", "<bos>", "<mask>"]),
     "metaspace": _metaspace,
 }
 

@@ -27,14 +27,15 @@ CHECKPOINTED = LearnerSpec(
 
 def make_examples() -> list[TrainSequence]:
     rng = np.random.default_rng(3)
-    return [
-        TrainSequence(
+    examples = []
+    for prompt, target in ((9, 5), (1, 30), (300, 2), (17, 17)):  # one is longer than Gemma's window of 256
+        example = TrainSequence(
             prompt_ids=rng.integers(0, 300, prompt).astype(np.int32),
             response_ids=rng.integers(0, 300, target).astype(np.int32),
             weights=rng.uniform(1, 8, target).astype(np.float32),
         )
-        for prompt, target in ((9, 5), (1, 30), (300, 2), (17, 17))  # one is longer than Gemma's window of 256
-    ]
+        examples.append(example)
+    return examples
 
 
 def rows_of(examples: list[TrainSequence]) -> Rows:

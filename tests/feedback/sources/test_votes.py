@@ -81,16 +81,21 @@ def test_runs_have_no_blanks_at_their_ends() -> None:
     assert find_labelled_runs(np.array([0, 1, 0]), "a b") == []
 
 
-spans = st.lists(
-    st.builds(
-        lambda start, size, label, severity: span(start, min(start + size, len(TEXT)), label, severity=severity),
-        st.integers(0, len(TEXT) - 1),
-        st.integers(1, len(TEXT)),
-        st.sampled_from((-1, 1)),
-        st.integers(1, 3),
-    ),
-    max_size=4,
-)
+def span_of_size(start: int, size: int, label: int, severity: int) -> Span:
+    end = min(start + size, len(TEXT))
+    return span(start, end, label, severity=severity)
+
+
+starts = st.integers(0, len(TEXT) - 1)
+sizes = st.integers(1, len(TEXT))
+any_span = st.builds(span_of_size, starts, sizes, st.sampled_from((-1, 1)), st.integers(1, 3))
+spans = st.lists(any_span, max_size=4)
+
+
+def label_at(annotation: list[Span], at: int) -> int:
+    """Return the label of a character: poor before good, 0 for none."""
+    labels = {span.label for span in annotation if span.start <= at < span.end}
+    return min(labels, default=0)
 
 
 @given(st.lists(spans, min_size=1, max_size=5), st.integers(0, 2))
@@ -98,11 +103,7 @@ def test_every_written_character_has_the_label_that_most_gave_it(lists: list[lis
     num_annotators = len(lists) + num_silent
     voted = vote([feedback(str(i), *found) for i, found in enumerate(lists)], num_annotators, TEXT)
     for at, character in enumerate(TEXT):
-        given_labels = [
-            -1 if any(s.label == -1 and s.start <= at < s.end for s in found) else
-            1 if any(s.start <= at < s.end for s in found) else 0
-            for found in lists
-        ]  # fmt: skip
+        given_labels = [label_at(found, at) for found in lists]
         expected = next((label for label in (1, -1) if given_labels.count(label) > num_annotators / 2), 0)
         got = [s.label for s in voted.spans if s.start <= at < s.end]
         if not character.isspace():
