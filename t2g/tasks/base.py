@@ -37,8 +37,12 @@ class Review:
 
     def instructions(self, style: StyleConfig) -> str:
         """Return the instructions in this style, with the JSON format that `t2g.feedback.parse` reads."""
-        first = "Say so in a short critique, then quote" if style.critique else "Quote"
-        judged = "that the critique praises (good) and blames (poor)" if style.critique else "that are good or poor"
+        if style.critique:
+            first = "Say so in a short critique, then quote"
+            judged = "that the critique praises (good) and blames (poor)"
+        else:
+            first = "Quote"
+            judged = "that are good or poor"
         if style.labels == "dense":
             scope = f"the whole {self.subject} piece by piece, in order, each piece as good or as poor; leave none out."
         else:
@@ -46,13 +50,17 @@ class Review:
         parts = [self.opening, first, scope, self.labels]
         if self.severity:
             parts.append(f"Severity of a poor piece: {self.severity}. 1 is a plain quote, 3 is {_SEVERE}.")
-        return " ".join(part for part in (*parts, _format_answer_rules(style)) if part)
+        parts.append(_format_answer_rules(style))
+        return " ".join(filter(None, parts))
 
 
 def _format_answer_rules(style: StyleConfig) -> str:
-    critique, order, missing = "", "", "What is missing has no quote."
+    critique = ""
+    order = ""
+    missing = "What is missing has no quote."
     if style.critique:
-        critique, order = '"critique": "...", ', "Write the critique first. "
+        critique = '"critique": "...", '
+        order = "Write the critique first. "
         missing = "What is missing belongs into the critique and has no quote."
     return (
         f'Answer with JSON only: {{{critique}"good": ["..."], "poor": ["..."]}}. '
@@ -96,11 +104,15 @@ class Task:
 
     def prompt_id(self, record: Record) -> str | None:
         """Return the record's own id, if it has one."""
-        return next((str(record[field]) for field in ID_FIELDS if record.get(field) is not None), None)
+        for field in ID_FIELDS:
+            if record.get(field) is not None:
+                return str(record[field])
+        return None
 
     def payload(self, record: Record) -> dict[str, Any]:
         """Return what feedback function and measure may read besides: all fields but the ids and the input."""
-        return {key: value for key, value in record.items() if key not in (*ID_FIELDS, *self.input_fields)}
+        left_out = (*ID_FIELDS, *self.input_fields)
+        return {key: value for key, value in record.items() if key not in left_out}
 
     def response(self, record: Record) -> str | None:
         """Return the record's response to judge, if it has one. ValueError if it is no text, or blank."""
@@ -110,7 +122,8 @@ class Task:
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
     ) -> list[Message]:
         """Return the chat that the reward model answers. The payload of `prompt` may be empty."""
-        content = f"{self.review.instructions(style)}\n\n{self.material(prompt, response_text, input_limit)}"
+        material = self.material(prompt, response_text, input_limit)
+        content = f"{self.review.instructions(style)}\n\n{material}"
         return [{"role": "user", "content": content}]
 
     def material(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> str:
@@ -127,7 +140,9 @@ class Task:
             record_response = self.response(prompt.payload)
         except ValueError:  # the record's response is invalid; `response_text` may be sampled
             return None
-        return self.own_notes(prompt.payload) if record_response == response_text else None
+        if record_response != response_text:
+            return None
+        return self.own_notes(prompt.payload)
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
         """Return the record's notes about its own response, for `notes`."""
@@ -140,7 +155,8 @@ class Task:
     def critique_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
         """Return the chat that asks for a critique as plain text, for a policy that reflects on its own response."""
         request = f"Write a short critique of the {self.review.subject}: what is right, what is wrong, what is missing."
-        return [{"role": "user", "content": f"{self.material(prompt, response_text, input_limit)}\n\n{request}"}]
+        material = self.material(prompt, response_text, input_limit)
+        return [{"role": "user", "content": f"{material}\n\n{request}"}]
 
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
@@ -223,12 +239,15 @@ def stable_id(text: str) -> str:
 def describe_record(record: Record, number: int, key: str = "data") -> str:
     """Return the number of a record (from 1), and its file and line if it is of a file, for a message."""
     where = getattr(record, "where", "")
-    return f"{key} record {number}".strip() + (f" ({where})" if where else "")
+    description = f"{key} record {number}".strip()
+    return f"{description} ({where})" if where else description
 
 
 def get_optional_text(record: Record, *names: str) -> str | None:
     """Return `get_text`, or None if the record has none of the fields."""
-    return get_text(record, *names) if any(record.get(name) is not None for name in names) else None
+    if all(record.get(name) is None for name in names):
+        return None
+    return get_text(record, *names)
 
 
 def get_text(record: Record, *names: str) -> str:
@@ -238,9 +257,11 @@ def get_text(record: Record, *names: str) -> str:
         ValueError: The record has none of them, or its value is no text, or blank.
     """
     for name in names:
-        if record.get(name) is not None:
-            value = record[name]
-            if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"field {name} is {value!r:.80}; it needs a text that is not empty")
-            return value
-    raise ValueError(f"has no field {' or '.join(names)}; it has {', '.join(map(str, record)) or 'none'}")
+        value = record.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"field {name} is {value!r:.80}; it needs a text that is not empty")
+        return value
+    existing = ", ".join(map(str, record)) or "none"
+    raise ValueError(f"has no field {' or '.join(names)}; it has {existing}")

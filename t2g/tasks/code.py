@@ -102,7 +102,8 @@ class CodeTask(Task):
         return format_critique(outcome, find_code_lines(code, 0), [], [], sandbox)
 
     def can_measure(self, prompt: Prompt) -> bool:
-        return isinstance(tests := prompt.payload.get("test"), str) and bool(tests.strip())
+        tests = prompt.payload.get("test")
+        return isinstance(tests, str) and bool(tests.strip())
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Return {"passed": 1 or 0}: whether all tests pass within the sandbox's limits; None without tests.
@@ -125,7 +126,8 @@ class CodeTask(Task):
 
     @_stop_without_sandbox()
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
-        solution, tests = prompt.payload.get("solution"), prompt.payload.get("test")
+        solution = prompt.payload.get("solution")
+        tests = prompt.payload.get("test")
         if not isinstance(solution, str) or not isinstance(tests, str):
             return None
         return choose_mode(_add_imports(solution, prompt.payload), tests, sandbox) or NEITHER
@@ -156,7 +158,8 @@ def extract_code(response_text: str) -> tuple[str, int]:
     blocks = list(_FENCE.finditer(response_text))
     if not blocks:
         return response_text, 0
-    block = next((b for b in blocks if b[1].lower().startswith("py")), blocks[0])
+    marked = [block for block in blocks if block[1].lower().startswith("py")]
+    block = marked[0] if marked else blocks[0]
     return block[2], block.start(2)
 
 
@@ -168,8 +171,13 @@ def _find_imported_names(test: Any) -> list[str]:
     """
     if not isinstance(test, str):
         return []
-    parts = (part.split() for match in _IMPORTED.finditer(test) for part in match[1].strip("()").split(","))
-    return list(dict.fromkeys(part[0] for part in parts if part and part[0].isidentifier()))
+    names = dict[str, None]()
+    for match in _IMPORTED.finditer(test):
+        for part in match[1].strip("()").split(","):
+            name, *_ = part.split() or [""]
+            if name.isidentifier():
+                names[name] = None
+    return list(names)
 
 
 def _format_log(log: Any) -> str | None:
@@ -184,7 +192,9 @@ def _format_log(log: Any) -> str | None:
         return _format_note("Log of the tests", log)
     outcome = {True: "passed", False: "failed"}.get(log.get("passed"), "of unknown outcome")
     kind = log.get("error_type")
-    summary = f"The tests {outcome} ({kind})." if isinstance(kind, str) else f"The tests {outcome}."
+    if isinstance(kind, str):
+        outcome = f"{outcome} ({kind})"
+    summary = f"The tests {outcome}."
     printed = _format_note("Log of the tests", log.get("stdout")) or _format_note("Log of the tests", log.get("stderr"))
     return f"{summary}\n{printed}" if printed else summary
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, Literal
 
 from t2g.config import StyleConfig
@@ -55,7 +56,8 @@ def make_feedback_function(
         ValueError: Raised by the function: there are no tests, they do not compile, or the sandbox cannot measure the
             program with them.
     """
-    if lacking := available(sandbox.require):
+    lacking = available(sandbox.require)
+    if lacking:
         raise MissingLocally(lacking)
 
     def feedback_function(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,37 +94,43 @@ def judge_outcome(
     good = find_praised_lines(outcome, poor)
     if style.labels == "sparse":
         returned = {test.returned for test in outcome.tests if test.passed}
-        good = [line for line in good if line in returned][:MAX_GOOD] or good[:1]
+        good_returned = [line for line in good if line in returned]
+        good = good_returned[:MAX_GOOD] or good[:1]
     else:
         good += fallen
-        executed = {line for test in outcome.tests for line in test.lines}
-        poor = sorted({*poor, *(line for line in executed if line not in good)})
-    good, poor = ([line for line in side if line in lines][:MAX_QUOTED] for side in (good, poor))
-    return {
-        "critique": format_critique(outcome, lines, good, poor, sandbox, fallen) if style.critique else "",
-        "good": [_span(*lines[line], label=1, severity=1) for line in good],
-        "poor": [
-            _span(*lines[line], label=-1, severity=WRONG, fix=find_correction(outcome, line, lines[line][1]))
-            for line in poor
-        ],
-        "execution": {
-            "passed": outcome.passed,
-            "reason": outcome.reason,
-            "tests": [_summarize_test(test) for test in outcome.tests[:MAX_LISTED]],
-            "isolation": list(outcome.isolation),
-            "mode": outcome.mode,
-        },
+        executed = set[int]().union(*(test.lines for test in outcome.tests))
+        poor = sorted(executed.difference(good).union(poor))
+    good = [line for line in good if line in lines][:MAX_QUOTED]
+    poor = [line for line in poor if line in lines][:MAX_QUOTED]
+
+    critique = format_critique(outcome, lines, good, poor, sandbox, fallen) if style.critique else ""
+    good_spans = [_span(*lines[line], label=1, severity=1) for line in good]
+    poor_spans = []
+    for line in poor:
+        line_start, text = lines[line]
+        fix = find_correction(outcome, line, text)
+        poor_spans.append(_span(line_start, text, label=-1, severity=WRONG, fix=fix))
+    execution = {
+        "passed": outcome.passed,
+        "reason": outcome.reason,
+        "tests": [_summarize_test(test) for test in outcome.tests[:MAX_LISTED]],
+        "isolation": list(outcome.isolation),
+        "mode": outcome.mode,
     }
+    return {"critique": critique, "good": good_spans, "poor": poor_spans, "execution": execution}
 
 
 def find_code_lines(code: str, start: int) -> dict[int, tuple[int, str]]:
     """Return line number, from 1 -> (start of its text in the response, stripped text), without blank lines."""
     begins = [0, *(match.end() for match in _LINE_END.finditer(code))]
+    ends = [*begins[1:], len(code)]
     lines = {}
-    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(code)], strict=True), start=1):
-        text = code[begin:end]
-        if text.strip():
-            lines[number] = (start + begin + len(text) - len(text.lstrip()), text.strip())
+    for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
+        line = code[begin:end]
+        text = line.strip()
+        if text:
+            indent = len(line) - len(line.lstrip())
+            lines[number] = (start + begin + indent, text)
     return lines
 
 
@@ -135,21 +143,28 @@ def find_default_lines(code: str) -> set[int]:
     is_default: dict[int, bool] = {}  # indentation of an open block -> whether a condition precedes in it
     is_after_else = False  # the previous line is `else` or `case _`
     for number, line in enumerate(_LINE_END.split(code), start=1):
-        if text := line.strip():
-            indent, is_condition = len(line) - len(line.lstrip()), bool(_CONDITION.match(text))
-            is_default = {depth: value for depth, value in is_default.items() if depth <= indent}
-            is_reached = is_default.get(indent, is_after_else)
-            if is_reached and not is_condition:
-                lines.add(number)
-            is_default[indent], is_after_else = is_reached or is_condition, bool(_OTHERWISE.match(text))
+        text = line.strip()
+        if not text:
+            continue
+        indent = len(line) - len(line.lstrip())
+        is_condition = bool(_CONDITION.match(text))
+        is_default = {depth: value for depth, value in is_default.items() if depth <= indent}
+        is_reached = is_default.get(indent, is_after_else)
+        if is_reached and not is_condition:
+            lines.add(number)
+        is_default[indent] = is_reached or is_condition
+        is_after_else = bool(_OTHERWISE.match(text))
     return lines
 
 
 def find_omissions(outcome: Outcome, defaults: Iterable[int]) -> list[int]:
     """Return default lines that returned in failing and in passing tests, if other tests passed on another line."""
     ends = {test.returned for test in outcome.tests if test.passed and test.returned}
-    fell = {test.returned for test in outcome.tests if not test.passed and not test.skipped and not test.trace}
-    return sorted(fell & ends & set(defaults)) if len(ends) > 1 else []
+    if len(ends) < 2:
+        return []
+    untraced = [test for test in outcome.tests if not test.passed and not test.skipped and not test.trace]
+    failed_ends = {test.returned for test in untraced}
+    return sorted(failed_ends & ends & set(defaults))
 
 
 def find_blamed_lines(outcome: Outcome, lines: Mapping[int, Any], fallen: Iterable[int] = ()) -> list[int]:
@@ -164,14 +179,17 @@ def find_blamed_lines(outcome: Outcome, lines: Mapping[int, Any], fallen: Iterab
     failed = [test for test in ended if test.trace or test.returned not in fallen]
     if ended and not failed:
         return []
-    blamed = {test.trace[-1] for test in failed if test.trace and test.trace[-1] in lines}
+    raised = {test.trace[-1] for test in failed if test.trace}
+    blamed = {line for line in raised if line in lines}
     untraced = [test for test in failed if not test.trace and test.lines]
     if untraced:
-        blamed |= _most_suspicious(untraced, [test for test in outcome.tests if test.passed])
-    if not blamed and lines:
-        hint = _DRASTIC.get(outcome.reason)
-        blamed = {line for line, (_, text) in lines.items() if hint and hint.search(text)} or {min(lines)}
-    return sorted(blamed)
+        passed = [test for test in outcome.tests if test.passed]
+        blamed |= _most_suspicious(untraced, passed)
+    if blamed or not lines:
+        return sorted(blamed)
+    drastic = _DRASTIC.get(outcome.reason)
+    ending = [line for line, (_, text) in lines.items() if drastic and drastic.search(text)]
+    return sorted(ending) or [min(lines)]
 
 
 def find_correction(outcome: Outcome, line: int, text: str) -> str | None:
@@ -179,7 +197,10 @@ def find_correction(outcome: Outcome, line: int, text: str) -> str | None:
     value = _RETURNED.fullmatch(text)
     ended = [test for test in outcome.tests if test.returned == line and not test.skipped]
     expected = {test.expected for test in ended}
-    if value is None or len(expected) != 1 or any(test.got != repr(ast.literal_eval(value[1])) for test in ended):
+    if value is None or len(expected) != 1:
+        return None
+    got = repr(ast.literal_eval(value[1]))
+    if any(test.got != got for test in ended):
         return None
     fix = f"return {expected.pop()}"
     return fix if _RETURNED.fullmatch(fix) else None
@@ -187,13 +208,20 @@ def find_correction(outcome: Outcome, line: int, text: str) -> str | None:
 
 def _most_suspicious(failed: list[TestResult], passed: list[TestResult]) -> set[int]:
     """Return the lines of the highest Ochiai score; of more than MAX_TIED those that returned in failing tests."""
-    in_failed, in_passed = (Counter(line for test in tests for line in test.lines) for tests in (failed, passed))
+    in_failed = _count_lines(failed)
+    in_passed = _count_lines(passed)
     scores = {line: ochiai(count, in_passed[line], len(failed)) for line, count in in_failed.items()}
     best = max(scores.values())
     tied = {line for line, score in scores.items() if score > best - 1e-9}
     if len(tied) <= MAX_TIED:
         return tied
-    return {test.returned for test in failed if test.returned in tied} or {max(tied)}
+    returned = {test.returned for test in failed if test.returned in tied}
+    return returned or {max(tied)}
+
+
+def _count_lines(tests: Iterable[TestResult]) -> Counter[int]:
+    """Return in how many of the tests each line ran."""
+    return Counter(chain.from_iterable(test.lines for test in tests))
 
 
 def ochiai(num_failed: int, num_passed: int, all_failed: int) -> float:
@@ -201,16 +229,18 @@ def ochiai(num_failed: int, num_passed: int, all_failed: int) -> float:
 
     ef / sqrt(F (ef + ep))
     """
-    return num_failed / math.sqrt(all_failed * (num_failed + num_passed)) if num_failed else 0.0
+    if not num_failed:
+        return 0.0
+    return num_failed / math.sqrt(all_failed * (num_failed + num_passed))
 
 
 def find_praised_lines(outcome: Outcome, blamed: Iterable[int]) -> list[int]:
     """Return lines that ran in passing tests only; lines that returned in a passing test come first."""
     passed = [test for test in outcome.tests if test.passed]
-    failed_lines = {line for test in outcome.tests if not test.passed for line in test.lines}
-    counts = Counter(line for test in passed for line in test.lines)
+    excluded = set(blamed).union(*(test.lines for test in outcome.tests if not test.passed))
+    counts = _count_lines(passed)
     returned = {test.returned for test in passed}
-    praised = [line for line in counts if line not in failed_lines and line not in set(blamed)]
+    praised = [line for line in counts if line not in excluded]
     return sorted(praised, key=lambda line: (line not in returned, -counts[line], line))
 
 
@@ -224,12 +254,14 @@ def format_critique(
 ) -> str:
     """Return the critique: the results of the tests, then blamed and praised lines. One sentence a line."""
     failed = [test for test in outcome.tests if not test.passed and not test.skipped]
-    num_run = len([test for test in outcome.tests if not test.skipped])
+    num_run = sum(not test.skipped for test in outcome.tests)
+    described = failed[:MAX_DESCRIBED]
     sentences = [_format_headline(outcome, num_run, len(failed), sandbox)]
-    sentences += [_format_failure(test, lines) for test in failed[:MAX_DESCRIBED] if outcome.reason != "syntax"]
+    if outcome.reason != "syntax":
+        sentences += [_format_failure(test, lines) for test in described]
     if len(failed) > MAX_DESCRIBED:
         sentences.append(f"{len(failed) - MAX_DESCRIBED} more tests fail.")
-    traced = {test.trace[-1] for test in failed[:MAX_DESCRIBED] if test.trace}
+    traced = {test.trace[-1] for test in described if test.trace}
     untraced = [line for line in poor if line not in traced][:MAX_DESCRIBED]
     sentences += [f"The fault seems to lie in line {line}: {lines[line][1]}" for line in untraced]
     sentences += [
@@ -240,9 +272,10 @@ def format_critique(
 
 
 def _format_headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: SandboxConfig) -> str:
-    is_single = num_run == 1
+    passed_tests = "its test" if num_run == 1 else f"all {num_run} tests"
+    failed_tests = "its test" if num_run == 1 else f"{num_failed} of {num_run} tests"
     sentences = {
-        "passed": f"The program passes {'its test' if is_single else f'all {num_run} tests'}.",
+        "passed": f"The program passes {passed_tests}.",
         "syntax": "The program does not compile.",
         "timeout": f"The program does not end within {sandbox.timeout_s:g} seconds.",
         "exited": "The program ends its process in the middle of the tests.",
@@ -251,8 +284,7 @@ def _format_headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: S
         "too_much_output": f"The program prints more than {sandbox.max_output_kib} KiB.",
         "left_processes": "The program passes its tests, but leaves processes of its own behind.",
     }
-    failed = f"The program fails {'its test' if is_single else f'{num_failed} of {num_run} tests'}."
-    return sentences.get(outcome.reason, failed)
+    return sentences.get(outcome.reason, f"The program fails {failed_tests}.")
 
 
 def _format_failure(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> str:
@@ -274,7 +306,11 @@ def _span(start: int, text: str, *, label: Literal[-1, 1], severity: int, fix: s
 
 def _summarize_test(test: TestResult) -> dict[str, Any]:
     """Return what the record holds of a test, as plain JSON."""
+    summary: dict[str, Any] = {"name": test.name, "passed": test.passed}
+    if test.skipped:
+        summary["skipped"] = True
     details = {"error": test.error, "message": test.message, "expected": test.expected, "got": test.got}
-    line = {"line": test.trace[-1]} if test.trace else {}
-    skipped = {"skipped": True} if test.skipped else {}
-    return {"name": test.name, "passed": test.passed} | skipped | {k: v for k, v in details.items() if v} | line
+    summary |= {name: value for name, value in details.items() if value}
+    if test.trace:
+        summary["line"] = test.trace[-1]
+    return summary

@@ -6,7 +6,7 @@ finding is to be reported in a line of its own, details that are left out.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from t2g.config import StyleConfig
 from t2g.sandbox import SandboxConfig
@@ -60,9 +60,10 @@ class FindingLinesTask(FindingsTask):
         reference = self.reference(prompt.payload)
         if reference is None:
             return measured
-        wanted, found = set(find_measured_details(reference)), set(find_measured_details(response_text))
-        recall = len(wanted & found) / len(wanted) if wanted else 1.0
-        precision = 1 - measured["invented"] if found else 0.0
+        expected = set(find_measured_details(reference))
+        reported = set(find_measured_details(response_text))
+        recall = len(expected & reported) / len(expected) if expected else 1.0
+        precision = 1 - measured["invented"] if reported else 0.0
         f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
         return measured | {"detail_recall": recall, "detail_f1": f1}
 
@@ -82,39 +83,60 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
     >>> measure_faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2.")
     {'invents': 1.0, 'invented': 0.5, 'details': 2.0, 'novel': 0.3333333333333333, 'copied': 0.0}
     """
-    source, tokens = _TOKEN.findall(text), _TOKEN.findall(_LISTED.sub("", summary))
-    source_values, details = {_normalize(token) for token in source}, find_measured_details(summary)
-    num_invented = sum(detail not in source_values for detail in details)
+    source = _TOKEN.findall(text)
+    tokens = _TOKEN.findall(_LISTED.sub("", summary))
+    source_values = {_normalize(token) for token in source}
+    details = find_measured_details(summary)
     long_tokens = [_normalize(token) for token in tokens if token.isalpha() and len(token) >= COPIED_RUN]
+    invented = _share_outside(details, source_values)
     return {
-        "invents": float(num_invented > 0),
-        "invented": num_invented / len(details) if details else 0.0,
+        "invents": float(invented > 0),
+        "invented": invented,
         "details": float(len(details)),
-        "novel": sum(word not in source_values for word in long_tokens) / len(long_tokens) if long_tokens else 0.0,
-        "copied": compute_copied_share(*([t.lower() for t in side if t.isalnum()] for side in (source, tokens))),
+        "novel": _share_outside(long_tokens, source_values),
+        "copied": compute_copied_share(_lower_words(source), _lower_words(tokens)),
     }
+
+
+def _share_outside(values: Sequence[str], source: Container[str]) -> float:
+    """Return the share of the values that the source does not have; 0 without values."""
+    if not values:
+        return 0.0
+    return sum(value not in source for value in values) / len(values)
+
+
+def _lower_words(tokens: Sequence[str]) -> list[str]:
+    return [token.lower() for token in tokens if token.isalnum()]
 
 
 def find_measured_details(summary: str) -> list[str]:
     """Return the compared values of a summary's details, see `measure_faithfulness`."""
     tokens = _TOKEN.findall(_LISTED.sub("", summary))
-    return [
-        _normalize(token)
-        for before, token in zip([".", *tokens], tokens, strict=False)
-        if _is_number(token) or (token[0].isupper() and len(token) > 1 and before not in ".!?:\n")
-    ]
+    details = []
+    for before, token in zip([".", *tokens], tokens, strict=False):
+        begins_sentence = before in ".!?:\n"
+        is_name = token[0].isupper() and len(token) > 1 and not begins_sentence
+        if _is_number(token) or is_name:
+            details.append(_normalize(token))
+    return details
 
 
 def compute_copied_share(source: Sequence[str], summary: Sequence[str]) -> float:
     """Return the share of the summary's tokens that lie in a run of COPIED_RUN or more of the source."""
-    runs = {tuple(source[i : i + COPIED_RUN]) for i in range(len(source) - COPIED_RUN + 1)}
-    inside = {
-        i + offset
-        for i in range(len(summary) - COPIED_RUN + 1)
-        if tuple(summary[i : i + COPIED_RUN]) in runs
-        for offset in range(COPIED_RUN)
-    }
-    return len(inside) / len(summary) if summary else 0.0
+    if not summary:
+        return 0.0
+    source_runs = set(_runs(source))
+    inside = set[int]()
+    for start, run in enumerate(_runs(summary)):
+        if run in source_runs:
+            inside.update(range(start, start + COPIED_RUN))
+    return len(inside) / len(summary)
+
+
+def _runs(tokens: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return every COPIED_RUN tokens in a row, in order."""
+    num_runs = len(tokens) - COPIED_RUN + 1
+    return [tuple(tokens[start : start + COPIED_RUN]) for start in range(num_runs)]
 
 
 def _is_number(token: str) -> bool:

@@ -33,20 +33,26 @@ def feedback_function(prompt_text: str, response_text: str) -> tuple[str, list[S
     >>> feedback_function("Zinc helped 40 of 60.", "In 2019 it helped 40.")[0]
     '2019: the text has no such date. 40: so says the text.'
     """
-    text_words, reported = set(_split_words(prompt_text)), set[str]()
-    critique, good, poor = "", list[Span](), list[Span]()
+    text_words = set(_split_words(prompt_text))
+    reported = set[str]()
+    critique = ""
+    good = list[Span]()
+    poor = list[Span]()
     for kind, start, end in find_details(response_text):
         detail = response_text[start:end]
-        label: Literal[-1, 1] = 1 if set(_split_words(detail)) <= text_words else -1
-        if label == 1 and detail in reported:
+        is_true = text_words.issuperset(_split_words(detail))
+        if is_true and detail in reported:
             continue
         reported.add(detail)
-        sentence = f"{detail}: {'so says the text' if label == 1 else f'the text has no such {kind}'}."
-        critique += sentence if not critique else f" {sentence}"
-        about, severity = (len(critique) - len(sentence), len(critique)), 1 if label == 1 else _SEVERITY[kind]
-        fix = find_correction(prompt_text, response_text, detail) if label == -1 and kind == "date" else None
-        span = Span(start=start, end=end, label=label, severity=severity, critique_range=about, fix=fix)
-        (good if label == 1 else poor).append(span)
+        sentence = f"{detail}: so says the text." if is_true else f"{detail}: the text has no such {kind}."
+        critique += f" {sentence}" if critique else sentence
+        about = (len(critique) - len(sentence), len(critique))
+        if is_true:
+            good.append(Span(start=start, end=end, label=1, severity=1, critique_range=about))
+            continue
+        fix = find_correction(prompt_text, response_text, detail) if kind == "date" else None
+        severity = _SEVERITY[kind]
+        poor.append(Span(start=start, end=end, label=-1, severity=severity, critique_range=about, fix=fix))
     return critique or "It names nobody, no number and no date.", good, poor
 
 
@@ -54,16 +60,21 @@ def find_correction(text: str, response: str, date: str) -> str | None:
     """Return the only date of the text, if it has the form of `date`, as `March 2019` and `May 2020`, and is not in the
     response.
     """
-    dates = {text[start:end] for kind, start, end in find_details(text) if kind == "date"}
-    form = _DATE_PARTS.sub("#", date)
-    fix = dates.pop() if len(dates) == 1 else ""
-    return fix if _DATE_PARTS.sub("#", fix) == form and fix not in response else None
+    dates = {text[detail.start : detail.end] for detail in find_details(text) if detail.kind == "date"}
+    if len(dates) != 1:
+        return None
+    fix = dates.pop()
+    has_same_form = _DATE_PARTS.sub("#", fix) == _DATE_PARTS.sub("#", date)
+    if not has_same_form or fix in response:
+        return None
+    return fix
 
 
 def find_details(text: str) -> Iterator[Detail]:
     """Yield names, numbers and dates. The first word of a sentence is a name only if it has a further capital: WHO."""
     for match in _PIECE.finditer(text):
-        kind, start, end = str(match.lastgroup), match.start(), match.end()
+        kind = str(match.lastgroup)
+        start, end = match.span()
         if kind == "name" and _OPENS.search(text[:start]):
             first, _, rest = match.group().partition(" ")
             if first[1:] in ("", first[1:].lower()):

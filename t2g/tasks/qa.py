@@ -25,8 +25,10 @@ class QATask(PromptsTask):
         return super().reference(record)
 
     def response(self, record: Record) -> str | None:
-        field = next((field for field in ("response", "chosen") if record.get(field) is not None), None)
-        return None if field is None else _get_answer(record, field)
+        for field in ("response", "chosen"):
+            if record.get(field) is not None:
+                return _get_answer(record, field)
+        return None
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
         critique = payload.get("critique")

@@ -25,8 +25,9 @@ MODES_FILE = "reference_modes.json"  # in the run folder: hash of record and san
 
 def with_mode(sandbox: SandboxConfig, payload: Mapping[str, Any]) -> SandboxConfig:
     """Return the sandbox with the mode that `check_references` stored in the payload."""
-    together = sandbox.tests == "auto" and payload.get(MODE_FIELD) == "together"
-    return sandbox.model_copy(update={"tests": "together"}) if together else sandbox
+    if sandbox.tests == "auto" and payload.get(MODE_FIELD) == "together":
+        return sandbox.model_copy(update={"tests": "together"})
+    return sandbox
 
 
 def check_references(
@@ -50,39 +51,61 @@ def check_references(
     if sandbox.tests != "auto":
         return list(prompts)
     keys = [_make_key(prompt, task, sandbox) for prompt in prompts]
-    file = folder / MODES_FILE
-    saved_modes: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
-    missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in saved_modes}
-    if missing:
-        logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
-        try:
-            with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
-                new_modes = list(
-                    pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), missing.values())
-                )
-        except Refused as refused:
-            raise UserError(str(refused)) from refused
-        saved_modes |= zip(missing, new_modes, strict=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(saved_modes).encode())
+    by_key = dict(zip(keys, prompts, strict=True))
+    saved_modes = _find_modes(by_key, task, sandbox, folder / MODES_FILE)
     modes = [saved_modes[key] for key in keys]
-    pairs = list(zip(prompts, modes, strict=True))
-    failed = [prompt.prompt_id for prompt, mode in pairs if mode == NEITHER]
-    checked = [
-        replace(prompt, payload={**prompt.payload, MODE_FIELD: mode}) if mode else prompt
-        for prompt, mode in pairs
-        if mode != NEITHER or not leave_out
-    ]
-    counts = Counter(mode for mode in modes if mode)
-    if counts:
-        shares = ", ".join(f"{count / counts.total():.1%} {mode}" for mode, count in sorted(counts.items()))
-        logger.info("tests of %d records with a reference solution: %s", counts.total(), shares)
+    _log_modes(modes)
+    failed = []
+    checked = []
+    for prompt, mode in zip(prompts, modes, strict=True):
+        if mode == NEITHER:
+            failed.append(prompt.prompt_id)
+        if mode == NEITHER and leave_out:
+            continue
+        if mode:
+            prompt = replace(prompt, payload={**prompt.payload, MODE_FIELD: mode})
+        checked.append(prompt)
     if failed:
         summary = f"{len(failed)} of {len(prompts)} reference solutions do not pass their tests with sandbox.tests=auto"
         if leave_out and not checked:
             raise UserError(f"{summary}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
         logger.warning("%s%s; the first is record %s", summary, ": left out" * leave_out, failed[0])
     return checked
+
+
+def _find_modes(by_key: Mapping[str, Prompt], task: Task, sandbox: SandboxConfig, file: Path) -> dict[str, str | None]:
+    """Return the modes by key. The references of prompts that `file` does not have are run, and it is extended.
+
+    Raises:
+        UserError: This machine cannot isolate the programs.
+    """
+    modes: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
+    missing = {key: prompt for key, prompt in by_key.items() if key not in modes}
+    if not missing:
+        return modes
+
+    def run_reference(prompt: Prompt) -> str | None:
+        return task.reference_mode(prompt, sandbox=sandbox)
+
+    logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
+    try:
+        with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
+            new_modes = list(pool.map(run_reference, missing.values()))
+    except Refused as refused:
+        raise UserError(str(refused)) from refused
+    modes |= zip(missing, new_modes, strict=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(modes).encode())
+    return modes
+
+
+def _log_modes(modes: Sequence[str | None]) -> None:
+    counts = Counter(mode for mode in modes if mode)
+    if not counts:
+        return
+    num_references = counts.total()
+    shares = [f"{count / num_references:.1%} {mode}" for mode, count in sorted(counts.items())]
+    logger.info("tests of %d records with a reference solution: %s", num_references, ", ".join(shares))
 
 
 def _make_key(prompt: Prompt, task: Task, sandbox: SandboxConfig) -> str:

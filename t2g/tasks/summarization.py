@@ -35,16 +35,16 @@ class SummarizationTask(Task):
     )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": self.instruction + self.prompt_text(record)[:input_limit]}]
+        text = self.prompt_text(record)[:input_limit]
+        return [{"role": "user", "content": self.instruction + text}]
 
     def prompt_text(self, record: Record) -> str:
         """Return subreddit, title and post; the first two are optional."""
-        head = [
-            f"{label}: {get_text(record, field)}\n"
-            for label, field in (("Subreddit", "subreddit"), ("Title", "title"))
-            if record.get(field)
-        ]
-        return "".join(head) + get_text(record, "post", "Post")
+        text = ""
+        for label, field in (("Subreddit", "subreddit"), ("Title", "title")):
+            if record.get(field):
+                text += f"{label}: {get_text(record, field)}\n"
+        return text + get_text(record, "post", "Post")
 
     def reference(self, record: Record) -> str | None:
         return _get_first_text(record, "ideal_human_summary", "tldr_human_reference_summary")

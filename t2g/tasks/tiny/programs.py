@@ -137,14 +137,18 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     for index in range(count):
         rules = sample_rules(rng, heldout=heldout)
         others = [str(word) for word in rng.permutation(_list_other_words(rules))]
-        hidden = [(rule.word, n, rule.value(n)) for rule in rules for n in HIDDEN]
-        hidden += [(word, HIDDEN[0], HIDDEN[0]) for word in others[len(VISIBLE) :]]
-        yield {
+        question = write_question(rules, int(rng.integers(2)))
+        row = {
             "question_id": f"tiny-code-{split}-{seed}-{index}",
-            "question": write_question(rules, int(rng.integers(2))),
+            "question": question,
             "solution": write_program(rules, rates, rng),
             "test": write_tests(_list_visible(rules, others)),
-        } | ({"hidden_test": write_tests(hidden)} if heldout else {})
+        }
+        if heldout:
+            other_cases = [(word, HIDDEN[0], HIDDEN[0]) for word in others[len(VISIBLE) :]]
+            rule_cases = [(rule.word, n, rule.value(n)) for rule in rules for n in HIDDEN]
+            row["hidden_test"] = write_tests([*rule_cases, *other_cases])
+        yield row
 
 
 def make_repairs(rates: WorldConfig) -> Iterator[dict[str, Any]]:
@@ -152,23 +156,28 @@ def make_repairs(rates: WorldConfig) -> Iterator[dict[str, Any]]:
 
     The rules that failed are written again, with the same probabilities of faults, and the others are right.
     """
-    rng, number = np.random.default_rng([rates.seed, 2]), 0
+    rng = np.random.default_rng([rates.seed, 2])
+    number = 0
     while number < rates.num_repairs:
         rules = sample_rules(rng, heldout=False)
-        question, program = write_question(rules, int(rng.integers(2))), write_program(rules, rates, rng)
+        question = write_question(rules, int(rng.integers(2)))
+        program = write_program(rules, rates, rng)
         others = [str(word) for word in rng.permutation(_list_other_words(rules))]
         outcome = interpret(program, write_tests(_list_visible(rules, others)))
         if outcome is None or outcome.passed:
             continue
-        failed, number = find_failed_words(outcome), number + 1
+        number += 1
+        words = {rule.word for rule in rules}
+        passed = words.difference(find_failed_words(outcome))
+        messages = [
+            {"role": "assistant", "content": program},
+            {"role": "user", "content": describe_failures(outcome)},
+        ]
         yield {
             "question_id": f"tiny-code-repair-{rates.seed}-{number}",
             "question": question,
-            "messages": [
-                {"role": "assistant", "content": program},
-                {"role": "user", "content": describe_failures(outcome)},
-            ],
-            "solution": write_program(rules, rates, rng, {rule.word for rule in rules} - set(failed)),
+            "messages": messages,
+            "solution": write_program(rules, rates, rng, passed),
         }
 
 
@@ -180,9 +189,10 @@ def find_failed_words(outcome: Outcome) -> list[str]:
 
 def describe_failures(outcome: Outcome) -> str:
     """Return a message of a few tokens: "red fails. teal fails."."""
-    return " ".join(f"{word} fails." for word in find_failed_words(outcome)) or (
-        "All pass." if outcome.passed else "Syntax."
-    )
+    failures = [f"{word} fails." for word in find_failed_words(outcome)]
+    if failures:
+        return " ".join(failures)
+    return "All pass." if outcome.passed else "Syntax."
 
 
 def _list_visible(rules: Iterable[Rule], others: Iterable[str]) -> list[tuple[str, int, int]]:

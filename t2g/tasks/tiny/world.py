@@ -53,7 +53,7 @@ _FACTS = {  # slot -> lead of its clause, how posts begin to state it, values
     "contact": ("reached by", ("Reach me by", "I answer by"), "letter pager fax radio text email courier pigeon"),
 }  # fmt: skip
 SLOTS = {slot: tuple(values.split()) for slot, (_, _, values) in _FACTS.items()}
-POST_TEMPLATES = {slot: tuple(f"{opening} {{}}." for opening in openings) for slot, (_, openings, _) in _FACTS.items()}
+POST_TEMPLATES = {slot: (f"{first} {{}}.", f"{second} {{}}.") for slot, (_, (first, second), _) in _FACTS.items()}
 CLAUSE_LEADS = {slot: lead for slot, (lead, _, _) in _FACTS.items()}
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
 MISSING = "The {} is missing."
@@ -251,12 +251,14 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
     clauses beyond the first of their fact; `wrong` and `invented` count clauses, `length` counts characters.
     """
     counts = Counter(verdict for _, verdict, _ in judge_clauses(facts, response))
-    num_right, num_clauses = counts["right"], counts.total()
+    num_right = counts["right"]
+    num_clauses = counts.total()
+    faults = {verdict: float(counts[verdict]) for verdict in ("repeated", "wrong", "invented")}
     return {
         "fact_precision": num_right / num_clauses if num_clauses else 0.0,
         "fact_recall": num_right / len(facts),
         "fact_f1": 2 * num_right / (num_clauses + len(facts)),
-        **{verdict: float(counts[verdict]) for verdict in ("repeated", "wrong", "invented")},
+        **faults,
         "clauses": float(num_clauses),
         "length": float(len(response)),
     }
@@ -274,7 +276,9 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     for index in range(count):
         facts = sample_facts(rng, heldout=heldout, num_facts=rates.num_facts)
         post = write_post(facts, rng)
-        reference, generated = write_summary(facts, rates, rng), write_summary(facts, rates, rng)
+        reference = write_summary(facts, rates, rng)
+        generated = write_summary(facts, rates, rng)
+        critique = judge_summary(facts, generated).critique
         yield {
             "id": f"tiny-{split}-{seed}-{index}",
             "subreddit": "tiny",
@@ -283,7 +287,7 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
             "tldr_human_reference_summary": reference,
             "ideal_human_summary": ideal_summary(facts),
             "generated_summary_for_feedback": generated,
-            "feedback": judge_summary(facts, generated).critique,
+            "feedback": critique,
             "facts": facts,
         }
 
