@@ -31,11 +31,13 @@ class RewardCard(Section):
 
 def make_card(task: Task, style: StyleConfig) -> RewardCard:
     style = style.model_copy(update={"spans": True})  # false is for the annotator whose critiques the model aligns
-    return RewardCard(task=task.name, style=style, prompt_version=compute_prompt_version(task, style=style))
+    prompt_version = compute_prompt_version(task, style=style)
+    return RewardCard(task=task.name, style=style, prompt_version=prompt_version)
 
 
 def write_card(folder: Path, card: RewardCard) -> None:
-    write_atomic(folder / CARD_FILE, (card.model_dump_json() + "\n").encode())
+    line = card.model_dump_json() + "\n"
+    write_atomic(folder / CARD_FILE, line.encode())
 
 
 def read_card(folder: Path) -> RewardCard | None:
@@ -77,4 +79,5 @@ def _format_card(card: RewardCard) -> str:
 
 
 def format_style(style: StyleConfig) -> str:
-    return f"{'with' if style.critique else 'without'} a critique, {style.labels} labels"
+    critique = "with a critique" if style.critique else "without a critique"
+    return f"{critique}, {style.labels} labels"

@@ -51,14 +51,24 @@ def split_conversation(
         problems: See `Conversation`. A message with a problem is in the history of later turns with its text alone.
     """
     starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    previous = -1  # the assistant's message before
-    for number, (start, end) in enumerate(pairwise([*starts, len(messages)]), start=1):
-        replies = (message["content"] for message in messages[start + 1 : end] if message["role"] in ("user", "tool"))
-        critique = "\n\n".join(reply for reply in replies if reply.strip())
-        history, response = tuple(messages[:start]), messages[start]["content"]
-        problem = next((problems[i] for i in range(previous + 1, end) if i in problems), "")
-        previous = start
+    borders = [*starts, len(messages)]
+    first = 0  # the message after the assistant's previous one
+    for number, (start, end) in enumerate(pairwise(borders), start=1):
+        history = tuple(messages[:start])
+        response = messages[start]["content"]
+        critique = _join_replies(messages[start + 1 : end])
+        problem = next((problems[i] for i in range(first, end) if i in problems), "")
         yield AssistantTurn(number=number, history=history, response=response, critique=critique, problem=problem)
+        first = start + 1
+
+
+def _join_replies(messages: Sequence[Message]) -> str:
+    replies: list[str] = []
+    for message in messages:
+        is_reply = message["role"] in ("user", "tool")
+        if is_reply and message["content"].strip():
+            replies.append(message["content"])
+    return "\n\n".join(replies)
 
 
 def read_conversation(record: Mapping[str, Any]) -> Conversation:
@@ -67,7 +77,8 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     Raises:
         ValueError: The record has no messages, or the role of one is unknown.
     """
-    name = next((name for name in CONVERSATION_FIELDS if record.get(name) is not None), CONVERSATION_FIELDS[0])
+    given_names = [name for name in CONVERSATION_FIELDS if record.get(name) is not None]
+    name = given_names[0] if given_names else CONVERSATION_FIELDS[0]
     messages = record.get(name)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"field {name} is {messages!r:.80}; it needs to be a list of messages")
@@ -90,13 +101,17 @@ def _get_role(message: Any, where: str) -> str:
 
 def _read_text(message: Mapping[str, Any], role: str, where: str) -> tuple[str, str]:
     """Return the text of a message, and what is not understood of it as a sentence, "" for nothing."""
-    content, problem = get_content(message), ""
+    content = get_content(message)
     text, is_complete = read_content(content)
+    problem = ""
     if not is_complete and not (content is None and role == "assistant"):  # beside tool calls
         problem = f"{where} has the content {content!r:.80}; it needs to be text, or a list of text parts"
+
     calls = message.get("tool_calls") or message.get("function_call") or []
+    if not isinstance(calls, list):
+        calls = [calls]
     lines = [text]
-    for call in calls if isinstance(calls, list) else [calls]:
+    for call in calls:
         try:
             lines.append(_format_call(call, where))
         except ValueError as error:

@@ -25,8 +25,10 @@ def load_cut_object(text: str) -> CutObject:
     at = _skip(text, 0, "{")
     while at is not None:
         key, at = _decode(text, at)
-        at = None if at is None else _skip(text, at, ":")
         if at is None or not isinstance(key, str):
+            break
+        at = _skip(text, at, ":")
+        if at is None:
             break
         if text.startswith("[", at):
             items, at = _decode_items(text, at + 1)
@@ -70,7 +72,9 @@ def _decode(text: str, at: int) -> tuple[Any, int | None]:
 def _skip(text: str, at: int, mark: str) -> int | None:
     """Return the position of the next character after blanks, `mark` and blanks; None if another character stands."""
     start = _skip_blanks(text, at)
-    return _skip_blanks(text, start + 1) if text.startswith(mark, start) else None
+    if not text.startswith(mark, start):
+        return None
+    return _skip_blanks(text, start + 1)
 
 
 def _skip_blanks(text: str, at: int) -> int:

@@ -30,8 +30,9 @@ def encode_target(text: str, tokenizer: Any) -> np.ndarray:
         UserError: No token ends a turn.
     """
     end = find_target_end(tokenizer)
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return np.asarray([*ids, end], np.int32)
+    encoding = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+    ids = [*encoding["input_ids"], end]
+    return np.asarray(ids, np.int32)
 
 
 def end_thinking(example: TrainSequence, tokenizer: Any, tags: Tags | None) -> TrainSequence:
@@ -39,18 +40,27 @@ def end_thinking(example: TrainSequence, tokenizer: Any, tags: Tags | None) -> T
 
     A target that has the tag, after thinking of its own, stays.
     """
-    if tags is None or find_last_tag(tokenizer, example.prompt_ids, tags) != tags[0]:
+    if tags is None:
         return example
-    if tags[1] in tokenizer.decode(example.response_ids, skip_special_tokens=False):
+    opening, closing = tags
+    if find_last_tag(tokenizer, example.prompt_ids, tags) != opening:
         return example
+    target = tokenizer.decode(example.response_ids, skip_special_tokens=False)
+    if closing in target:
+        return example
+
     ids = np.append(encode_closing(tokenizer, tags), example.response_ids)
-    return replace(example, response_ids=ids, weights=np.ones(len(ids), np.float32))
+    weights = np.ones(len(ids), np.float32)
+    return replace(example, response_ids=ids, weights=weights)
 
 
 def encode_closing(tokenizer: Any, tags: Tags | None) -> np.ndarray:
     """Return the ids that end a thinking without text, [N] int32; none for a model that does not think."""
-    ids = [] if tags is None else tokenizer(f"\n{tags[1]}\n\n", add_special_tokens=False)["input_ids"]
-    return np.asarray(ids, np.int32)
+    if tags is None:
+        return np.asarray([], np.int32)
+    _, closing = tags
+    encoding = tokenizer(f"\n{closing}\n\n", add_special_tokens=False)
+    return np.asarray(encoding["input_ids"], np.int32)
 
 
 def make_policy_examples(
@@ -71,20 +81,24 @@ def make_policy_examples(
     Raises:
         UserError: A record cannot be used; with its number (from 1).
     """
-    examples, num_closing = [], len(encode_closing(tokenizer, tags))
+    closing_ids = encode_closing(tokenizer, tags)
+    max_example_length = max_length - len(closing_ids)
+    examples: list[TrainSequence] = []
     for number, record in enumerate(records, start=1):
         try:
             reference = task.reference(record)
             if reference is None:
                 raise ValueError(f"task {task.name} finds no reference to learn from in it")
             build = partial(encode_policy_prompt, record, task, tokenizer, cut=too_long == "truncate")
-            example = make_sft_example(build, reference, tokenizer, max_length=max_length - num_closing)
+            example = make_sft_example(build, reference, tokenizer, max_length=max_example_length)
             examples.append(end_thinking(example, tokenizer, tags))
         except ValueError as error:
-            if too_long != "skip" or not isinstance(error, PromptTooLongError):
+            is_skipped = too_long == "skip" and isinstance(error, PromptTooLongError)
+            if not is_skipped:
                 raise UserError(f"{describe_record(record, number)}: {error}") from error
-    if len(examples) < len(records):
-        logger.warning("%d of %d prompts are too long and are left out", len(records) - len(examples), len(records))
+    num_skipped = len(records) - len(examples)
+    if num_skipped:
+        logger.warning("%d of %d prompts are too long and are left out", num_skipped, len(records))
     return examples
 
 
@@ -102,7 +116,7 @@ def make_reward_examples(
     Raises:
         UserError: No record is left.
     """
-    examples = []
+    examples: list[TrainSequence] = []
     left_out: list[str] = []
     for number, record in enumerate(records, start=1):
         if not record.usable:
@@ -110,14 +124,16 @@ def make_reward_examples(
         target = record.target(style)
         build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer, style=style)
         try:
-            examples.append(make_sft_example(build, target, tokenizer, max_length=max_length))
+            example = make_sft_example(build, target, tokenizer, max_length=max_length)
+            examples.append(example)
         except UserError as error:
             left_out.append(f"record {number} (prompt {record.prompt_id}): {error}")
     if not examples:
         reason = left_out[0] if left_out else "none has feedback"
         raise UserError(f"none of the {len(records)} annotated records can be used; {reason}")
     if left_out:
-        logger.warning("%d annotated records are left out; %s", len(left_out), "; ".join(shorten_list(left_out)))
+        reasons = "; ".join(shorten_list(left_out))
+        logger.warning("%d annotated records are left out; %s", len(left_out), reasons)
     return examples
 
 
@@ -139,4 +155,5 @@ def make_sft_example(
         raise UserError(f"a target of {len(ids)} tokens leaves no room for its prompt in sft.max_length={max_length}")
     prompt_ids = np.asarray(build_prompt(max_prompt_tokens), np.int32)
     assert 1 <= len(prompt_ids) <= max_prompt_tokens, f"{len(prompt_ids)} prompt tokens, limit {max_prompt_tokens}"
-    return TrainSequence(prompt_ids=prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))
+    weights = np.ones(len(ids), np.float32)
+    return TrainSequence(prompt_ids=prompt_ids, response_ids=ids, weights=weights)

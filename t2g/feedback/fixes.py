@@ -12,7 +12,8 @@ def apply_fixes(response_text: str, spans: Iterable[Span]) -> str:
     >>> apply_fixes("It is 42, or so.", spans)
     'It is 24.'
     """
-    parts, position = [], 0
+    parts: list[str] = []
+    position = 0
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if span.fix is not None and span.start >= position:
             parts += [response_text[position : span.start], span.fix]

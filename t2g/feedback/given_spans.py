@@ -38,16 +38,20 @@ def read_spans(
         ValueError: A label is unknown, a text is not near its offsets or not unique there, or an offset splits a
             character.
     """
-    return [
-        _read_span(span, f"spans[{number}]", response, offsets, labels) if isinstance(span, dict) else span
-        for number, span in enumerate(spans)
-    ]
+    result: list[Any] = []
+    for number, span in enumerate(spans):
+        if isinstance(span, dict):
+            span = _read_span(span, f"spans[{number}]", response, offsets, labels)
+        result.append(span)
+    return result
 
 
 def _read_span(
     span: dict[str, Any], name: str, response: str, offsets: OffsetUnit, labels: Mapping[str, str]
 ) -> dict[str, Any]:
-    result = {key: value for key, value in span.items() if key not in ("text", "labels")}
+    result = dict(span)
+    result.pop("text", None)
+    result.pop("labels", None)
     if "label" in span or "labels" in span:
         result["label"] = _read_label(span, name, labels)
     bounds = _read_bounds(span)
@@ -62,10 +66,15 @@ def _read_span(
 
 
 def _read_bounds(span: dict[str, Any]) -> tuple[int, int] | None:
-    bounds = span.get("start"), span.get("end")
-    if not all(isinstance(bound, int | float) and float(bound).is_integer() for bound in bounds):
+    start = span.get("start")
+    end = span.get("end")
+    if not (_is_whole_number(start) and _is_whole_number(end)):
         return None
-    return int(bounds[0]), int(bounds[1])
+    return int(start), int(end)
+
+
+def _is_whole_number(value: Any) -> bool:
+    return isinstance(value, int | float) and float(value).is_integer()
 
 
 def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> Literal[-1, 1]:
@@ -73,8 +82,12 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     label = span.get("label", span.get("labels"))
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
-    if isinstance(label, int | float) and label in (1, -1):
-        return 1 if label == 1 else -1
+    if isinstance(label, int | float):
+        if label == 1:
+            return 1
+        if label == -1:
+            return -1
+
     text = label if isinstance(label, str) else ""
     meaning = labels.get(text) or _SYNONYMS.get(text.strip().lower())
     if meaning is None:
@@ -86,16 +99,21 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
 
 def _locate_text(text: str, bounds: tuple[int, int], name: str, response: str, offsets: OffsetUnit) -> tuple[int, int]:
     """Return the range of a span's text: at its offsets if it is there, else where it is unique nearby."""
-    units = _find_borders(response, offsets)
-    start, end = (bisect_left(units, bound) for bound in bounds)
+    borders = _find_borders(response, offsets)
+    start = bisect_left(borders, bounds[0])
+    end = bisect_left(borders, bounds[1])
     if response[start:end] == text:
         return start, end
-    distance = NEARBY + len(response.encode(errors="replace")) - len(response)
-    nearby = [place for place in locate_all(response, text) if abs(place[0] - bounds[0]) <= distance]
+
+    num_bytes = len(response.encode(errors="replace"))
+    max_distance = NEARBY + num_bytes - len(response)
+    nearby = [match for match in locate_all(response, text) if abs(match[0] - bounds[0]) <= max_distance]
     if len(nearby) == 1:
         return nearby[0]
-    found = f"occurs {len(nearby)} times near them; with source=human, set offsets to what the tool counts"
-    problem = found if nearby else "does not occur near them"
+
+    problem = "does not occur near them"
+    if nearby:
+        problem = f"occurs {len(nearby)} times near them; with source=human, set offsets to what the tool counts"
     raise ValueError(f"{name} is [{bounds[0]}, {bounds[1]}), and its text {text!r:.80} {problem}")
 
 
@@ -114,9 +132,18 @@ def _to_characters(position: int, name: str, response: str, offsets: OffsetUnit)
 @lru_cache(maxsize=4)  # all spans of a record share a response
 def _find_borders(response: str, offsets: OffsetUnit) -> list[int]:
     """Return the position before each character and after the last one, in units of `offsets`."""
-    sizes = {
-        "characters": lambda _: 1,
-        "utf16": lambda character: 1 + (ord(character) > 0xFFFF),
-        "bytes": lambda character: len(character.encode(errors="replace")),
-    }
-    return list(accumulate(map(sizes[offsets], response), initial=0))
+    size_of = {"characters": _count_characters, "utf16": _count_utf16_units, "bytes": _count_bytes}[offsets]
+    sizes = map(size_of, response)
+    return list(accumulate(sizes, initial=0))
+
+
+def _count_characters(character: str) -> int:
+    return 1
+
+
+def _count_utf16_units(character: str) -> int:
+    return 2 if ord(character) > 0xFFFF else 1
+
+
+def _count_bytes(character: str) -> int:
+    return len(character.encode(errors="replace"))

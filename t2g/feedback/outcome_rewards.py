@@ -41,24 +41,18 @@ class OutcomeRewards:
         """
         self._sources = [entry.source for entry in config.objective.outcome_rewards]
         self._pays_alone = bool(self._sources) and config.objective.span_coef == 0
-        self._task, self._sandbox = task, config.feedback.sandbox
+        self._task = task
+        self._sandbox = config.feedback.sandbox
         self._measure_limit = asyncio.Semaphore(self._sandbox.max_concurrent)
-        self._columns = [name for name in dict.fromkeys(n for p in prompts for n in p.payload) if name not in ARGUMENTS]
+        self._columns = _list_columns(prompts)
         self._functions: dict[str, UserFunction] = {}
-        feedback = config.feedback.named_sources.values()
         for source in self._sources:
             if source == "task":
                 _check_measure(task, prompts)
-            elif not source.startswith("metric:"):
-                form, options = f"{', '.join(ARGUMENTS)} and the records' fields", (*ARGUMENTS, *self._columns)
-                self._functions[source] = UserFunction(
-                    load_function(source, f"{KEY}: {source}", form, options=options),
-                    kind=f"reward function {source}", key=KEY, log=config.run.folder / "feedback.log",
-                    timeout_s=max(f.timeout_s for f in feedback), concurrency=max(f.concurrency for f in feedback),
-                    retries=max(f.retries for f in feedback),
-                )  # fmt: skip
-            elif not config.environment and all(f.source in ("llm", "reward_model", "human") for f in feedback):
-                raise UserError(f"{KEY}: {source} is a number of a feedback function, and the feedback is by none")
+            elif source.startswith("metric:"):
+                _check_has_metrics(source, config)
+            else:
+                self._functions[source] = _load_reward_function(source, config, self._columns)
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[SpanFeedback]:
         """Return the feedback on the responses to a prompt, each with `outcomes`.
@@ -69,34 +63,52 @@ class OutcomeRewards:
             UserError, RunStopped: As `measure` and `UserFunction.call`.
         """
         columns = await gather_all(self._read_source(source, prompt, samples) for source in self._sources)
-        scored = []
-        for (rollout, feedback), *row in zip(samples, *columns, strict=True):
-            numbers = dict(zip(self._sources, row, strict=True))
+        scored: list[SpanFeedback] = []
+        for (rollout, feedback), *numbers in zip(samples, *columns, strict=True):
+            outcomes: dict[str, float] = {}
+            failures: list[str] = []
+            for source, number in zip(self._sources, numbers, strict=True):
+                if isinstance(number, float):
+                    outcomes[source] = number
+                elif isinstance(number, FunctionFailed):
+                    failures.append(str(number))
+
             # TRL leaves it out, too. Without an answer it pays the truncation penalty.
-            if self._pays_alone and rollout.answer_start is not None and row.count(None) == len(row):
-                row = [FunctionFailed(f"no source of {KEY} applies, and objective.span_coef=0 pays nothing else")]
-            if feedback.usable and (failed := [str(n) for n in row if isinstance(n, FunctionFailed)]):
-                feedback = replace(feedback, status="failed", reason=failed[0])
-            scored.append(replace(feedback, outcomes={k: n for k, n in numbers.items() if isinstance(n, float)}))
+            no_source_applies = numbers.count(None) == len(numbers)
+            if self._pays_alone and no_source_applies and rollout.answer_start is not None:
+                failures.append(f"no source of {KEY} applies, and objective.span_coef=0 pays nothing else")
+            if failures and feedback.usable:
+                feedback = replace(feedback, status="failed", reason=failures[0])
+            scored.append(replace(feedback, outcomes=outcomes))
         return scored
 
     async def _read_source(self, source: str, prompt: Prompt, samples: Sequence[Sample]) -> Numbers:
-        if source not in self._functions:
+        function = self._functions.get(source)
+        if function is None:
             return await gather_all(self._read_sample(source, prompt, *sample) for sample in samples)
+        rollouts = [rollout for rollout, _ in samples]
         try:
-            return await self._call(self._functions[source], prompt, [rollout for rollout, _ in samples])
+            return await self._call(function, prompt, rollouts)
         except FunctionFailed as failed:
             return [failed] * len(samples)
 
     async def _call(self, function: UserFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float | None]:
         """Call a reward function as TRL's GRPOTrainer does: with the whole responses, and chats for a chat."""
         count = len(rollouts)
-        options = {name: [prompt.payload.get(name)] * count for name in self._columns} | {
-            "prompts": [[*map(dict, prompt.messages)] if prompt.is_chat else prompt.prompt_text for _ in rollouts],
-            "completions": [list_messages(r) if prompt.is_chat else r.response_text for r in rollouts],
-            "completion_ids": [rollout.response_ids.tolist() for rollout in rollouts],
-        }
-        return await function.call(partial(read_rewards, count=count), prompt.prompt_id, **options)
+        options: dict[str, list[Any]] = {}
+        for name in self._columns:
+            options[name] = [prompt.payload.get(name)] * count
+
+        if prompt.is_chat:
+            options["prompts"] = [_copy_messages(prompt) for _ in rollouts]
+            options["completions"] = [list_messages(rollout) for rollout in rollouts]
+        else:
+            options["prompts"] = [prompt.prompt_text] * count
+            options["completions"] = [rollout.response_text for rollout in rollouts]
+        options["completion_ids"] = [rollout.response_ids.tolist() for rollout in rollouts]
+
+        read = partial(read_rewards, count=count)
+        return await function.call(read, prompt.prompt_id, **options)
 
     async def _read_sample(
         self, source: str, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback
@@ -106,18 +118,57 @@ class OutcomeRewards:
             return None  # there is no answer, or it is not trained on
         if source == "task":
             metrics = await measure(self._task, prompt, rollout.answer, self._sandbox, self._measure_limit)
-            return None if metrics.get(UNSUPPORTED) else float(metrics[self._task.score_name])
-        found = f"{KEY} pays {source}, and the feedback has {', '.join(feedback.metrics) or 'none'}"
-        return feedback.metrics.get(source.removeprefix("metric:"), FunctionFailed(found))
+            if metrics.get(UNSUPPORTED):
+                return None
+            return float(metrics[self._task.score_name])
+
+        name = source.removeprefix("metric:")
+        if name not in feedback.metrics:
+            names = ", ".join(feedback.metrics) or "none"
+            return FunctionFailed(f"{KEY} pays {source}, and the feedback has {names}")
+        return feedback.metrics[name]
+
+
+def _list_columns(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the names of the records' fields that a reward function gets."""
+    names: dict[str, None] = {}
+    for prompt in prompts:
+        names |= dict.fromkeys(prompt.payload)
+    return [name for name in names if name not in ARGUMENTS]
+
+
+def _load_reward_function(source: str, config: PolicyJob, columns: Sequence[str]) -> UserFunction:
+    """Return the function, with the largest limits of the feedback sources."""
+    feedback = config.feedback.named_sources.values()
+    form = f"{', '.join(ARGUMENTS)} and the records' fields"
+    function = load_function(source, f"{KEY}: {source}", form, options=(*ARGUMENTS, *columns))
+    timeout_s = max(entry.timeout_s for entry in feedback)
+    concurrency = max(entry.concurrency for entry in feedback)
+    retries = max(entry.retries for entry in feedback)
+    return UserFunction(
+        function,
+        kind=f"reward function {source}",
+        key=KEY,
+        log=config.run.folder / "feedback.log",
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+        retries=retries,
+    )
+
+
+def _copy_messages(prompt: Prompt) -> list[dict[str, str]]:
+    return [dict(message) for message in prompt.messages]
 
 
 def list_messages(rollout: Rollout) -> list[dict[str, str]]:
     """Return a response as chat messages: one, or the answers of a conversation and the replies between them."""
     if not rollout.conversation:
         return [{"role": "assistant", "content": rollout.response_text}]
-    pairs = [(rollout.answer_of(turn), turn.reply) for turn in rollout.conversation]
-    roles = ("assistant", "user")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)][:-1]
+    messages: list[dict[str, str]] = []
+    for turn in rollout.conversation:
+        messages.append({"role": "assistant", "content": rollout.answer_of(turn)})
+        messages.append({"role": "user", "content": turn.reply})
+    return messages[:-1]
 
 
 def read_rewards(answer: Any, *, count: int) -> list[float | None]:
@@ -132,10 +183,16 @@ def read_rewards(answer: Any, *, count: int) -> list[float | None]:
     if len(values) != count:
         found = f"more than {count}" if len(values) > count else len(values)
         raise FunctionFailed(f"returned {found} numbers for {count} completions; it needs to return one for each")
-    for value in values:  # scalars of numpy and torch have __float__, too; a text has not
-        if value is not None and not (hasattr(value, "__float__") and abs(float(value)) <= LARGEST):
+    numbers: list[float | None] = []
+    for value in values:
+        if value is None:
+            numbers.append(None)
+            continue
+        is_number = hasattr(value, "__float__")  # scalars of numpy and torch have it, too; a text has not
+        if not (is_number and abs(float(value)) <= LARGEST):
             raise FunctionFailed(f"returned {value!r:.80} among its numbers; it needs finite numbers, or None")
-    return [None if value is None else float(value) for value in values]
+        numbers.append(float(value))
+    return numbers
 
 
 async def measure(
@@ -154,6 +211,13 @@ async def measure(
             "that it does; correct one of the two methods"
         )
     return metrics
+
+
+def _check_has_metrics(source: str, config: PolicyJob) -> None:
+    feedback = config.feedback.named_sources.values()
+    has_function = any(entry.source not in ("llm", "reward_model", "human") for entry in feedback)
+    if not config.environment and not has_function:
+        raise UserError(f"{KEY}: {source} is a number of a feedback function, and the feedback is by none")
 
 
 def _check_measure(task: Task, prompts: Sequence[Prompt]) -> None:

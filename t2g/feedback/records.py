@@ -30,7 +30,7 @@ from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote, 
 from t2g.files import write_atomic
 from t2g.tasks.base import SPARSE, Task, describe_record, stable_id
 from t2g.text.quotes import locate
-from t2g.types import LABELS, USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
+from t2g.types import USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,17 @@ class AnnotatedRecord(BaseModel):
 
     def to_prompt(self) -> Prompt:
         """Return the prompt without the policy's token ids, which the record does not contain."""
-        names = ("prompt_id", "task", "payload", "data_file")
-        return Prompt(prompt_text=self.prompt, **{name: getattr(self, name) for name in names})
+        return Prompt(
+            prompt_id=self.prompt_id,
+            prompt_text=self.prompt,
+            task=self.task,
+            payload=self.payload,
+            data_file=self.data_file,
+        )
 
     def to_feedback(self) -> SpanFeedback:
-        return SpanFeedback(**{f.name: getattr(self, f.name) for f in fields(SpanFeedback) if f.name != "outcomes"})
+        names = [field.name for field in fields(SpanFeedback) if field.name != "outcomes"]
+        return SpanFeedback(**{name: getattr(self, name) for name in names})
 
     def target(self, style: StyleConfig = SPARSE) -> str:
         """Return the reward model's target: the critique if the style has one, then the quotes."""
@@ -92,19 +98,30 @@ def make_annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
 ) -> AnnotatedRecord:
     """Return the record of one judged response, with the quotes of its spans."""
-    fields = {name: value for name, value in vars(feedback).items() if name != "outcomes"}
+    values = dict(vars(feedback))
+    del values["outcomes"]
+    values["reason"] = replace_surrogates(feedback.reason)  # a user's source may write anything
+    values |= _make_quotes(response_text, feedback.spans)
     return AnnotatedRecord(
-        prompt_id=prompt.prompt_id, prompt=prompt.prompt_text, response=response_text,
-        **fields | {"reason": replace_surrogates(feedback.reason)},  # a user's source may write anything
-        **_make_quotes(response_text, feedback.spans),
-        task=prompt.task, sample_index=sample_index, payload=prompt.payload, data_file=prompt.data_file,
-    )  # fmt: skip
+        prompt_id=prompt.prompt_id,
+        prompt=prompt.prompt_text,
+        response=response_text,
+        task=prompt.task,
+        sample_index=sample_index,
+        payload=prompt.payload,
+        data_file=prompt.data_file,
+        **values,
+    )
 
 
 def _make_quotes(response: str, spans: Iterable[Span]) -> dict[str, tuple[Quote, ...]]:
     """Return the fields good and poor: the quotes of the spans."""
-    quotes = [(span.label, make_quote(response, span)) for span in spans]
-    return {name: tuple(quote for sign, quote in quotes if sign == label) for name, label in LABELS.items()}
+    good: list[Quote] = []
+    poor: list[Quote] = []
+    for span in spans:
+        quotes = good if span.label == 1 else poor
+        quotes.append(make_quote(response, span))
+    return {"good": tuple(good), "poor": tuple(poor)}
 
 
 def read_record(
@@ -126,39 +143,66 @@ def read_record(
     Raises:
         ValueError: The row is invalid.
     """
-    values, extra = translate_row(row, AnnotatedRecord.model_fields)
-    if task is not None and row.get("prompt") is None:
-        values["prompt"] = task.prompt_text(row)
-    spans, response = values.get("spans"), values.get("response")
-    if isinstance(spans, list | tuple) and isinstance(response, str):
-        values["spans"] = read_spans(list(spans), response, offsets=offsets, labels=labels)
-    payload = values.get("payload", {})
-    if not isinstance(payload, Mapping):
-        raise ValueError(f"field payload is {payload!r:.80}; it needs to be an object")
-    values["payload"] = {**extra, **payload}
-    values["prompt_id"] = str(values["prompt_id"]) if "prompt_id" in values else stable_id(str(values.get("prompt")))
+    values = _read_values(row, task, offsets, labels)
     try:
         record = AnnotatedRecord.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"field {format_first_error(error)}") from error
+
     quotes = (*record.good, *record.poor)
-    if "status" not in values and not (record.critique.strip() or quotes or record.spans):
+    has_feedback = bool(record.critique.strip() or quotes or record.spans)
+    has_status = "status" in values
+    if not has_status and not has_feedback:
         raise ValueError("has no feedback: the critique is empty, and there are neither quotes nor spans")
-    located, update = record.spans, dict[str, Any]()
+
+    spans = record.spans
+    update: dict[str, Any] = {}
     if quotes and not record.spans:
         feedback = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
-        located = feedback.spans
-        update = {name: getattr(feedback, name) for name in ("num_quotes", "num_located")}
+        spans = feedback.spans
+        update["num_quotes"] = feedback.num_quotes
+        update["num_located"] = feedback.num_located
         if not feedback.usable and record.usable:  # all quotes are lost
-            update |= {"status": feedback.status, "reason": feedback.reason}
+            update["status"] = feedback.status
+            update["reason"] = feedback.reason
     elif record.num_quotes == 0:  # unknown
-        update = dict.fromkeys(("num_quotes", "num_located"), len(located))
-    if "status" not in values:
-        update.setdefault("status", "ok" if located else "empty")
-    update |= {"spans": located, **_make_quotes(record.response, located)}
-    for flaw in _find_flaws(() if record.spans else quotes, located, record.response):
+        update["num_quotes"] = len(spans)
+        update["num_located"] = len(spans)
+    if not has_status:
+        update.setdefault("status", "ok" if spans else "empty")
+    update["spans"] = spans
+    update |= _make_quotes(record.response, spans)
+
+    located_quotes = () if record.spans else quotes
+    for flaw in _find_flaws(located_quotes, spans, record.response):
         on_flaw(flaw)
     return record.model_copy(update=update)
+
+
+def _read_values(
+    row: Mapping[str, Any], task: Task | None, offsets: OffsetUnit, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the values of the record's fields, which are not validated yet."""
+    values, extra = translate_row(row, AnnotatedRecord.model_fields)
+    if task is not None and row.get("prompt") is None:
+        values["prompt"] = task.prompt_text(row)
+
+    spans = values.get("spans")
+    response = values.get("response")
+    if isinstance(spans, list | tuple) and isinstance(response, str):
+        values["spans"] = read_spans(list(spans), response, offsets=offsets, labels=labels)
+
+    payload = values.get("payload", {})
+    if not isinstance(payload, Mapping):
+        raise ValueError(f"field payload is {payload!r:.80}; it needs to be an object")
+    values["payload"] = {**extra, **payload}
+
+    if "prompt_id" in values:
+        values["prompt_id"] = str(values["prompt_id"])
+    else:
+        prompt = str(values.get("prompt"))
+        values["prompt_id"] = stable_id(prompt)
+    return values
 
 
 def _find_flaws(quotes: Sequence[Quote], spans: Sequence[Span], response: str) -> Iterator[str]:
@@ -166,7 +210,9 @@ def _find_flaws(quotes: Sequence[Quote], spans: Sequence[Span], response: str) -
         if not quote.quote.strip():
             yield "a quote is empty"
         elif locate(response, quote.quote, quote.occurrence) is None:
-            times = f" {quote.occurrence} times" if quote.occurrence > 1 else ""
+            times = ""
+            if quote.occurrence > 1:
+                times = f" {quote.occurrence} times"
             yield f"the quote {quote.quote!r:.80} does not occur{times} in the response"
     previous: Span | None = None  # the earlier span that ends last
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -187,27 +233,33 @@ def load_annotated(config: DataConfig, task: Task | None = None) -> list[Annotat
     Raises:
         UserError: No record is left.
     """
-    records = []
+    records: list[AnnotatedRecord] = []
     flaws: list[str] = []
     invalid: list[str] = []
     for number, row in enumerate(load_records(config), start=1):
+        record_flaws: list[str] = []
         try:
-            record_flaws: list[str] = []
-            records.append(read_record(row, task, on_flaw=record_flaws.append))
-            flaws += [f"{describe_record(row, number, '')}: {flaw}" for flaw in record_flaws]
+            record = read_record(row, task, on_flaw=record_flaws.append)
         except ValueError as error:
             invalid.append(f"{describe_record(row, number, '')}: {error}")
+            continue
+        records.append(record)
+        flaws += [f"{describe_record(row, number, '')}: {flaw}" for flaw in record_flaws]
     if not records:
         raise UserError(f"{config.name}: none of its {len(invalid)} records can be used; {invalid[0]}")
+
     for kind, sentences in (("records are left out", invalid), ("flaws", flaws)):
         if sentences:
-            logger.warning("%s: %d %s; %s", config.name, len(sentences), kind, "; ".join(shorten_list(sentences)))
+            shortened = "; ".join(shorten_list(sentences))
+            logger.warning("%s: %d %s; %s", config.name, len(sentences), kind, shortened)
     return records
 
 
 def shorten_list(items: list[str]) -> list[str]:
     """Return the first five of `items`, and the number of the others, for a message."""
-    return items if len(items) <= 5 else [*items[:5], f"and {len(items) - 5} more"]
+    if len(items) <= 5:
+        return items
+    return [*items[:5], f"and {len(items) - 5} more"]
 
 
 def select_criterion(records: Sequence[AnnotatedRecord], criterion: str | None, path: str) -> list[AnnotatedRecord]:
@@ -218,7 +270,9 @@ def select_criterion(records: Sequence[AnnotatedRecord], criterion: str | None, 
     Raises:
         UserError: The records of several criteria need a name, or no record has the criterion.
     """
-    names = dict.fromkeys(name for record in records for name in record.criteria)
+    names: dict[str, None] = {}
+    for record in records:
+        names |= dict.fromkeys(record.criteria)
     if not names and criterion is None:
         return list(records)
     if criterion not in names:
@@ -230,16 +284,22 @@ def select_criterion(records: Sequence[AnnotatedRecord], criterion: str | None, 
 def _keep_criterion(record: AnnotatedRecord, criterion: str) -> AnnotatedRecord:
     result = record.criteria[criterion]
     start, end = result.critique_range
-    spans = tuple(
-        replace(span, critique_range=span.critique_range and tuple(i - start for i in span.critique_range))
-        for span in record.spans
-        if span.criterion == criterion
-    )
+    criterion_spans = [span for span in record.spans if span.criterion == criterion]
+    spans = tuple(_shift_critique_range(span, -start) for span in criterion_spans)
     status = "empty" if result.usable and not spans else result.status
     changes = {"critique": record.critique[start:end], "spans": spans, "status": status, "criteria": {}}
-    return record.model_copy(update=changes | _make_quotes(record.response, spans))
+    quotes = _make_quotes(record.response, spans)
+    return record.model_copy(update=changes | quotes)
+
+
+def _shift_critique_range(span: Span, distance: int) -> Span:
+    if not span.critique_range:
+        return span
+    start, end = span.critique_range
+    return replace(span, critique_range=(start + distance, end + distance))
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:
     """Write the records atomically to a file that `load_annotated` reads back unchanged."""
-    write_atomic(path, "".join(f"{record.model_dump_json()}\n" for record in records).encode())
+    lines = [f"{record.model_dump_json()}\n" for record in records]
+    write_atomic(path, "".join(lines).encode())

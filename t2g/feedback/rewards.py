@@ -1,16 +1,18 @@
 """Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6) or one reward per span, and their placement."""
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from t2g.config import Placement, RewardRuleConfig
 from t2g.tasks.base import stable_id
-from t2g.types import Span
+from t2g.types import LABELS, Span
 
 PER_TOKEN = RewardRuleConfig(unit="token")
 
@@ -45,11 +47,15 @@ def token_rewards(
         text "so good, so bad", spans good (0, 7), poor (12, 15), tokens "so" " good" "," " so" " bad"
         -> [1, 1, 0, 0, -1] by token, [0, 1, 0, 0, -1] by span
     """
+    by_criterion: defaultdict[str | None, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_criterion[span.criterion].append(span)
+    pay = _pay_spans if rule.unit == "span" else _pay_tokens
+
     total = np.zeros(len(offsets), np.float32)
-    for criterion in dict.fromkeys(span.criterion for span in spans):
-        own = [span for span in spans if span.criterion == criterion]
-        pay = _pay_spans if rule.unit == "span" else _pay_tokens
-        total += np.float32(weights.get(criterion, 1.0)) * pay(offsets, own, text, rule)
+    for criterion, criterion_spans in by_criterion.items():
+        weight = np.float32(weights.get(criterion, 1.0))
+        total += weight * pay(offsets, criterion_spans, text, rule)
     return total
 
 
@@ -63,35 +69,59 @@ def score_spans(
     Args:
         weights: Criterion -> factor of its rewards, by default 1.
     """
-    values = []
+    values: list[float] = []
     for span in spans:
-        value = rule.good if span.label > 0 else rule.poor[span.severity - 1]
-        values.append(weights.get(span.criterion, 1.0) * value)
-    return sum(values) / sum(map(abs, values)) if any(values) else 0.0
+        weight = weights.get(span.criterion, 1.0)
+        values.append(weight * _span_reward(span, rule))
+    if not any(values):
+        return 0.0
+    return sum(values) / sum(map(abs, values))
+
+
+def _span_reward(span: Span, rule: RewardRuleConfig) -> float:
+    if span.label == 1:
+        return rule.good
+    return rule.poor[span.severity - 1]
+
+
+def _select_label(spans: Sequence[Span], label: Literal[-1, 1]) -> list[Span]:
+    return [span for span in spans if span.label == label]
 
 
 def _pay_tokens(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
-    good = find_covered_tokens(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
+    find_covered = partial(find_covered_tokens, offsets, text=text, cover=rule.cover)
+    is_good = find_covered(_select_label(spans, 1))
+    poor_spans = _select_label(spans, -1)
     severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
     for level in (1, 2, 3):
-        poor = [span for span in spans if span.label == -1 and span.severity == level]
-        severity[find_covered_tokens(offsets, poor, text=text, cover=rule.cover)] = level
+        is_poor = find_covered([span for span in poor_spans if span.severity == level])
+        severity[is_poor] = level
+
     if rule.overlap == "poor":
-        good &= severity == 0
+        is_good &= severity == 0
     elif rule.overlap == "good":
-        severity[good] = 0
-    return (rule.good * good + np.array([0.0, *rule.poor])[severity]).astype(np.float32)
+        severity[is_good] = 0
+
+    reward_of_severity = np.array([0.0, *rule.poor])
+    rewards = rule.good * is_good + reward_of_severity[severity]
+    return rewards.astype(np.float32)
 
 
 def _pay_spans(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
-    merged = {label: _merge_spans([span for span in spans if span.label == label]) for label in (1, -1)}
+    good = _merge_spans(_select_label(spans, 1))
+    poor = _merge_spans(_select_label(spans, -1))
     paid = np.zeros(len(offsets), np.float32)
-    for label, units in merged.items():
-        yields = rule.overlap == ("poor" if label == 1 else "good")  # to spans of the other label
-        for unit in units:
-            covered = np.flatnonzero(find_covered_tokens(offsets, [unit], text=text, cover=rule.cover))
-            if covered.size and not (yields and any(_overlap(unit, other) for other in merged[-label])):
-                paid[covered[-1]] += rule.good if label == 1 else rule.poor[unit.severity - 1]
+    for span in (*good, *poor):
+        is_covered = find_covered_tokens(offsets, [span], text=text, cover=rule.cover)
+        covered = np.flatnonzero(is_covered)
+        if not covered.size:
+            continue
+
+        others = poor if span.label == 1 else good
+        is_preferred = rule.overlap == "sum" or LABELS[rule.overlap] == span.label
+        if not is_preferred and any(_overlap(span, other) for other in others):
+            continue
+        paid[covered[-1]] += _span_reward(span, rule)
     return paid
 
 
@@ -101,7 +131,9 @@ def _merge_spans(spans: Sequence[Span]) -> list[Span]:
     for span in sorted(spans, key=lambda span: span.start):
         if units and _overlap(units[-1], span):
             last = units.pop()
-            span = replace(last, end=max(last.end, span.end), severity=max(last.severity, span.severity))
+            end = max(last.end, span.end)
+            severity = max(last.severity, span.severity)
+            span = replace(last, end=end, severity=severity)
         units.append(span)
     return units
 
@@ -112,12 +144,18 @@ def _overlap(a: Span, b: Span) -> bool:
 
 def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:
     """Return whether at least one of `spans` covers a token, [R] bool."""
-    num_nonblank, starts, ends = _count_nonblank(text), offsets[:, 0], offsets[:, 1]
+    num_nonblank = _count_nonblank(text)
+    starts = offsets[:, 0]
+    ends = offsets[:, 1]
     result = np.zeros(len(offsets), bool)
     for span in spans:
-        touched = np.flatnonzero((starts < span.end) & (ends > span.start))
-        start, end = starts[touched], ends[touched]
-        shared = num_nonblank[np.minimum(end, span.end)] - num_nonblank[np.maximum(start, span.start)]
+        is_touched = (starts < span.end) & (ends > span.start)
+        touched = np.flatnonzero(is_touched)
+        start = starts[touched]
+        end = ends[touched]
+        shared_start = np.maximum(start, span.start)
+        shared_end = np.minimum(end, span.end)
+        shared = num_nonblank[shared_end] - num_nonblank[shared_start]
         token_chars = num_nonblank[end] - num_nonblank[start]
         needed = {"any": 1, "half": token_chars / 2, "all": token_chars}[cover]
         result[touched] |= (shared > 0) & (shared >= needed)
@@ -127,7 +165,8 @@ def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str
 @lru_cache(maxsize=4)  # called for each span of a text
 def _count_nonblank(text: str) -> np.ndarray:
     """Return the number of non-blank characters in text[:i], [characters + 1] int64."""
-    return np.append(0, np.cumsum([not character.isspace() for character in text], dtype=np.int64))
+    is_nonblank = [not character.isspace() for character in text]
+    return np.append(0, np.cumsum(is_nonblank, dtype=np.int64))
 
 
 def compute_step_ids(offsets: np.ndarray, text: str, pattern: str, *, starts: Sequence[int] = ()) -> np.ndarray:
@@ -143,8 +182,11 @@ def compute_step_ids(offsets: np.ndarray, text: str, pattern: str, *, starts: Se
 
         text "One. Two", tokens "One" "." " Two" EOS, sentences -> [0, 0, 1, 1]
     """
-    ends = {*starts, *(match.end() for match in re.finditer(pattern, text))} - {0, len(text)}
-    return np.searchsorted(sorted(ends), offsets[:, 0], side="right").astype(np.int32)
+    matches = re.finditer(pattern, text)
+    borders = {*starts, *(match.end() for match in matches)}
+    inner_borders = sorted(borders - {0, len(text)})
+    token_starts = offsets[:, 0]
+    return np.searchsorted(inner_borders, token_starts, side="right").astype(np.int32)
 
 
 def apply_placement(
@@ -172,16 +214,22 @@ def apply_placement(
         return rewards.astype(np.float32)
     if placement == "shuffled":
         key = int(stable_id(f"{seed}\x1f{sample_index}\x1f{prompt_id}"), 16)
-        return np.random.default_rng(key).permutation(rewards).astype(np.float32)
+        generator = np.random.default_rng(key)
+        return generator.permutation(rewards).astype(np.float32)
+
     steps = step_ids if placement == "step" else np.zeros(len(rewards))
-    first = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
+    step_changes = np.diff(steps, prepend=steps[0] - 1)
+    first = np.flatnonzero(step_changes)
+    last = np.append(first[1:], len(rewards)) - 1
     paid = np.zeros(len(rewards), np.float32)
-    paid[np.append(first[1:], len(rewards)) - 1] = np.add.reduceat(rewards.astype(np.float64), first)
+    paid[last] = np.add.reduceat(rewards.astype(np.float64), first)
     return paid
 
 
 def compute_label_shares(rewards: np.ndarray) -> dict[str, float]:
     """Return the shares of good, poor and neutral tokens in rewards [N] before placement; all 0 if N is 0."""
-    count = max(len(rewards), 1)
-    good, poor = int((rewards > 0).sum()), int((rewards < 0).sum())
-    return {"good": good / count, "poor": poor / count, "neutral": (len(rewards) - good - poor) / count}
+    good = int((rewards > 0).sum())
+    poor = int((rewards < 0).sum())
+    neutral = len(rewards) - good - poor
+    counts = {"good": good, "poor": poor, "neutral": neutral}
+    return {name: count / max(len(rewards), 1) for name, count in counts.items()}
