@@ -26,13 +26,14 @@ from t2g.feedback.sentences import claim_sentence
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate
 from t2g.text.segments import printable
-from t2g.types import MAX_FIX_CHARS, FinishReason, Severity, Span, SpanFeedback
+from t2g.types import MAX_FIX_CHARS, FeedbackStatus, FinishReason, Severity, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # of an answer, critique or execution; longer ones are rejected
 MAX_QUOTES = 256  # of each label that are located; further ones count as not located
 MAX_METRICS = 32  # of a judgement
 AT_MAX_SPANS = "at_max_spans"  # metric of an answer
-REQUIRED_KEYS, OPTIONAL_KEYS = ("critique", "good", "poor"), ("execution", "metrics")  # of a judgement as a dict
+REQUIRED_KEYS = ("critique", "good", "poor")  # of a judgement as a dict
+OPTIONAL_KEYS = ("execution", "metrics")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _SPAN = TypeAdapter(Span)
 _METRIC_NAME = Annotated[str, Field(pattern=r"^[\w.-][\w./-]{0,63}$")]
@@ -53,12 +54,18 @@ class Quote(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_text(cls, value: Any) -> Any:
-        return {"quote": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"quote": value}
+        return value
 
     @model_serializer
     def _write_short(self) -> str | dict[str, Any]:
-        details = {name: value for name, value in vars(self).items() if name != "quote" and value not in (1, None)}
-        return {"quote": self.quote, **details} if details else self.quote
+        values = dict(vars(self))
+        del values["quote"]
+        details = {name: value for name, value in values.items() if value not in (1, None)}
+        if not details:
+            return self.quote
+        return {"quote": self.quote, **details}
 
 
 def make_quote(response_text: str, span: Span) -> Quote:
@@ -80,17 +87,8 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
         ValueError: It is anything else.
     """
     plain = _to_plain(item)
-    match plain:
-        case Span() if plain.label == label:
-            validate, value = _SPAN.validate_python, replace(plain, criterion=None)
-        case (int(start), int(end)):
-            validate, value = _SPAN.validate_python, {"start": start, "end": end, "label": label}
-        case (text, occurrence):
-            validate, value = Quote.model_validate, {"quote": text, "occurrence": occurrence}
-        case _:
-            validate, value = Quote.model_validate, plain
     try:
-        piece = validate(value)
+        piece = _validate_piece(plain, label)
     except ValidationError as error:
         reason = format_first_error(error)
         raise ValueError(f"{item!r:.80} is neither a quote nor a range of the response: {reason}") from None
@@ -99,15 +97,27 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
     return piece
 
 
+def _validate_piece(plain: Any, label: Literal[-1, 1]) -> Quote | Span:
+    match plain:
+        case Span() if plain.label == label:
+            return _SPAN.validate_python(replace(plain, criterion=None))
+        case (int(start), int(end)):
+            return _SPAN.validate_python({"start": start, "end": end, "label": label})
+        case (text, occurrence):
+            return Quote.model_validate({"quote": text, "occurrence": occurrence})
+    return Quote.model_validate(plain)
+
+
 def _to_plain(item: Any) -> Any:
     """Return a piece with Python's numbers in place of NumPy's."""
     match item:
         case np.generic() | np.ndarray():
             return item.tolist()
         case Span():
-            return replace(item, **{name: _to_plain(value) for name, value in vars(item).items()})
-        case list() | tuple():
-            return type(item)(map(_to_plain, item)) if type(item) in (list, tuple) else item
+            values = {name: _to_plain(value) for name, value in vars(item).items()}
+            return replace(item, **values)
+        case list() | tuple() if type(item) in (list, tuple):
+            return type(item)(map(_to_plain, item))
         case dict():
             return {key: _to_plain(value) for key, value in item.items()}
     return item
@@ -118,15 +128,23 @@ def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *
 
     In a style without a critique the critique is left out. Fixes are left out: reward models do not write them.
     """
-    sides = {"good": good, "poor": poor}
-    answer: dict[str, Any] = {"critique": critique} if style.critique else {}
-    answer |= {name: [_drop_fix(quote).model_dump() for quote in side] for name, side in sides.items()}
+    answer: dict[str, Any] = {}
+    if style.critique:
+        answer["critique"] = critique
+    answer["good"] = _dump_quotes(good)
+    answer["poor"] = _dump_quotes(poor)
     return json.dumps(answer, ensure_ascii=False)
+
+
+def _dump_quotes(quotes: Iterable[Quote]) -> list[Any]:
+    return [_drop_fix(quote).model_dump() for quote in quotes]
 
 
 def format_answer_prefix(critique: str) -> str:
     """Return `format_answer` up to the critique's last character, without the closing quotation mark."""
-    return f'{{"critique": {json.dumps(replace_surrogates(critique), ensure_ascii=False)[:-1]}'
+    literal = json.dumps(replace_surrogates(critique), ensure_ascii=False)
+    open_literal = literal[:-1]
+    return f'{{"critique": {open_literal}'
 
 
 def parse_answer(
@@ -152,21 +170,24 @@ def parse_answer(
     Args:
         max_spans: The grammar's bound. The metric AT_MAX_SPANS is 1 if the good or the poor quotes reached it, else 0.
     """
-    kinds: dict[str, type] = ({"critique": str} if style.critique else {}) | {"good": list, "poor": list}
-    answer = load_answer(text, kinds) if finish_reason == "stop" else _load_cut_answer(text, kinds)
+    kinds: dict[str, type] = {}
+    if style.critique:
+        kinds["critique"] = str
+    kinds["good"] = list
+    kinds["poor"] = list
+
+    load = load_answer if finish_reason == "stop" else _load_cut_answer
+    answer = load(text, kinds)
     if isinstance(answer, str):
         return make_failed_feedback("unparsable", source=source, version=version, reason=answer)
-    feedback = make_feedback(
-        answer["critique"] if style.critique else "",
-        [_quote_or_none(item) for item in answer["good"]],
-        [_quote_or_none(item) for item in answer["poor"]],
-        response_text,
-        source=source,
-        version=version,
-    )
+
+    critique = answer["critique"] if style.critique else ""
+    good = [_quote_or_none(item) for item in answer["good"]]
+    poor = [_quote_or_none(item) for item in answer["poor"]]
+    feedback = make_feedback(critique, good, poor, response_text, source=source, version=version)
     if not max_spans:
         return feedback
-    is_at_limit = max(len(answer["good"]), len(answer["poor"])) >= max_spans
+    is_at_limit = max(len(good), len(poor)) >= max_spans
     return replace(feedback, metrics={AT_MAX_SPANS: float(is_at_limit)})
 
 
@@ -175,8 +196,8 @@ def _load_cut_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | s
     if len(text) > MAX_ANSWER_CHARS:
         return load_answer(text, kinds)
     answer, cut_key = load_cut_object(text)
-    missing = [key for key, kind in kinds.items() if not isinstance(answer.get(key), kind)]
-    if missing or (cut_key == "poor" and not answer["poor"]):
+    is_complete = _find_wrong_key(answer, kinds) is None
+    if not is_complete or (cut_key == "poor" and not answer["poor"]):
         return "the answer was cut at its length limit, before its first poor quote was complete"
     return answer
 
@@ -191,8 +212,18 @@ def load_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
         return "the answer is no JSON"
     if not isinstance(answer, dict):
         return "the answer is no JSON object"
-    wrong = [key for key, kind in kinds.items() if not isinstance(answer.get(key), kind)]
-    return f"the answer's {wrong[0]} is missing or no {kinds[wrong[0]].__name__}" if wrong else answer
+    wrong_key = _find_wrong_key(answer, kinds)
+    if wrong_key is not None:
+        return f"the answer's {wrong_key} is missing or no {kinds[wrong_key].__name__}"
+    return answer
+
+
+def _find_wrong_key(answer: Mapping[str, Any], kinds: Mapping[str, type]) -> str | None:
+    """Return the first key whose value is missing or has another type, or None."""
+    for key, kind in kinds.items():
+        if not isinstance(answer.get(key), kind):
+            return key
+    return None
 
 
 def _quote_or_none(item: Any) -> Quote | None:
@@ -221,12 +252,7 @@ def read_judgement(answer: Any, response_text: str, *, source: str, version: str
         case {"critique": critique, "good": good, "poor": poor, **rest} if rest.keys() <= set(OPTIONAL_KEYS):
             pass
         case dict():
-            unknown = [f"the unknown key {key!r:.40}" for key in answer if key not in (*REQUIRED_KEYS, *OPTIONAL_KEYS)]
-            missing = [f"no key {key!r}" for key in REQUIRED_KEYS if key not in answer]
-            raise ValueError(
-                f"a dict with {', '.join(unknown + missing)}; it needs {', '.join(REQUIRED_KEYS)}, and may have "
-                f"{', '.join(OPTIONAL_KEYS)}"
-            )
+            raise ValueError(_describe_wrong_keys(answer))
         case (critique, good, poor):
             rest = {}
         case _:
@@ -235,10 +261,22 @@ def read_judgement(answer: Any, response_text: str, *, source: str, version: str
     for side in (good, poor):
         if isinstance(side, str) or not isinstance(side, Iterable):
             raise ValueError(f"the good or poor pieces are {side!r:.80}; they need to be a list")
-    good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in (good, poor))
-    execution, metrics = _copy_execution(rest.get("execution", {})), read_metrics(rest.get("metrics", {}))
+    good = list(islice(good, MAX_QUOTES + 1))
+    poor = list(islice(poor, MAX_QUOTES + 1))
+    execution = _copy_execution(rest.get("execution", {}))
+    metrics = read_metrics(rest.get("metrics", {}))
     feedback = make_feedback(critique, good, poor, response_text, source=source, version=version, execution=execution)
     return replace(feedback, metrics=metrics)
+
+
+def _describe_wrong_keys(answer: Mapping[Any, Any]) -> str:
+    known_keys = (*REQUIRED_KEYS, *OPTIONAL_KEYS)
+    unknown = [f"the unknown key {key!r:.40}" for key in answer if key not in known_keys]
+    missing = [f"no key {key!r}" for key in REQUIRED_KEYS if key not in answer]
+    problems = ", ".join(unknown + missing)
+    required = ", ".join(REQUIRED_KEYS)
+    optional = ", ".join(OPTIONAL_KEYS)
+    return f"a dict with {problems}; it needs {required}, and may have {optional}"
 
 
 def read_metrics(metrics: Any) -> dict[str, float]:
@@ -266,9 +304,10 @@ def _copy_execution(execution: Any) -> dict[str, Any]:
     if reason := describe_unserializable(execution):
         raise ValueError(f"the execution needs to be plain JSON: it {reason}")
     try:
-        text = replace_surrogates(json.dumps(execution, ensure_ascii=False, allow_nan=False))
+        text = json.dumps(execution, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the execution needs to be plain JSON: {error}") from error
+    text = replace_surrogates(text)
     if len(text) > MAX_ANSWER_CHARS:
         raise ValueError(f"the execution has {len(text)} characters of JSON; it needs to be at most {MAX_ANSWER_CHARS}")
     return json.loads(text)
@@ -301,40 +340,62 @@ def make_feedback(
     for label, items in ((1, good), (-1, poor)):
         for item in items[:MAX_QUOTES]:
             piece = None if item is None else parse_piece(item, label)
-            span = _locate_quote(piece, label, response_text) if isinstance(piece, Quote) else piece
-            if span is not None and not 0 <= span.start <= span.end <= len(response_text):
-                raise ValueError(
-                    f"({span.start}, {span.end}) is no range of the response's {len(response_text)} characters"
-                )
-            if span is None or not response_text[span.start : span.end].strip():
+            span = _locate_piece(piece, label, response_text)
+            if span is None:
                 num_lost += not isinstance(piece, Span)
                 continue
+
             num_located += 1
-            if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
+            if not _has_critique_range(span, critique):
                 quote = piece if isinstance(piece, Quote) else make_quote(response_text, span)
-                span = replace(
-                    span, critique_range=claim_sentence(critique, quote.quote, quote.occurrence, label, claimed)
-                )
+                sentence = claim_sentence(critique, quote.quote, quote.occurrence, label, claimed)
+                span = replace(span, critique_range=sentence)
             spans.setdefault((span.start, span.end, label), span)
-    is_lost = num_lost > 0 and not spans
+
+    status: FeedbackStatus = "ok" if spans else "empty"
+    reason = ""
+    if num_lost and not spans:
+        status = "unparsable"
+        reason = f"none of its {num_lost} quotes occurs in the response"
     return SpanFeedback(
         critique=critique,
         spans=tuple(spans.values()),
-        status="ok" if spans else "unparsable" if is_lost else "empty",
+        status=status,
         source=source,
         version=version,
         num_quotes=len(good) + len(poor),
         num_located=num_located,
         execution=dict(execution),
-        reason=f"none of its {num_lost} quotes occurs in the response" if is_lost else "",
+        reason=reason,
     )
+
+
+def _locate_piece(piece: Quote | Span | None, label: Literal[-1, 1], response_text: str) -> Span | None:
+    """Return the span of a piece, None if it is unreadable, blank or does not occur in the response."""
+    if piece is None:
+        return None
+    span = _locate_quote(piece, label, response_text) if isinstance(piece, Quote) else piece
+    if span is None:
+        return None
+    if not 0 <= span.start <= span.end <= len(response_text):
+        raise ValueError(f"({span.start}, {span.end}) is no range of the response's {len(response_text)} characters")
+    is_blank = not response_text[span.start : span.end].strip()
+    return None if is_blank else span
 
 
 def _locate_quote(quote: Quote, label: Literal[-1, 1], response_text: str) -> Span | None:
     position = locate(response_text, quote.quote, quote.occurrence)
     if position is None:
         return None
-    return Span(start=position[0], end=position[1], label=label, severity=quote.severity, fix=quote.fix)
+    start, end = position
+    return Span(start=start, end=end, label=label, severity=quote.severity, fix=quote.fix)
+
+
+def _has_critique_range(span: Span, critique: str) -> bool:
+    if span.critique_range is None:
+        return False
+    start, end = span.critique_range
+    return 0 <= start < end <= len(critique)
 
 
 def make_failed_feedback(

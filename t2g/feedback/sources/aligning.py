@@ -12,11 +12,12 @@ async def find_spans(aligner: Aligner, prompt: Prompt, response_text: str, own: 
     The version names both: "facts:judge, judge#5f0c2a91".
     """
     aligned = await aligner.align(prompt, response_text, own.critique)
+    versions = filter(None, (own.version, aligned.version))
     return replace(
         aligned,
         critique=own.critique,
         source=own.source,
-        version=", ".join(filter(None, (own.version, aligned.version))),
+        version=", ".join(versions),
         execution=own.execution or aligned.execution,
         metrics=own.metrics or aligned.metrics,
     )

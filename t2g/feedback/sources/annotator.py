@@ -27,9 +27,10 @@ from t2g.feedback.parse import (
     replace_surrogates,
 )
 from t2g.feedback.sources.chat_client import Completion
-from t2g.tasks.base import Task
+from t2g.tasks.base import Review, Task
 from t2g.text.quotes import locate
 from t2g.text.tokenizer import Message
+from t2g.types import LABELS as _SIGNS
 from t2g.types import Prompt, Span, SpanFeedback
 
 LABELS = {1: "good", -1: "poor"}
@@ -95,30 +96,40 @@ def make_request(
     review = task.review
     writes_critique = style.critique and critique is None
     writes_spans = style.spans or critique is not None
-    pieces = f"the pieces of the response that {'your critique speaks of' if writes_critique else 'decide'}"
     questions = ""
     if critique is not None:
         notes = f"This critique of the response was written; keep to it:\n{critique}"
-        pieces = "the pieces of the response that this critique speaks of"
     else:
         notes = (task.notes(prompt, response_text) or "")[:MAX_NOTES_CHARS]
-        questions = f" {review.questions}" if review.questions else ""
-        if style.labels == "dense":
-            pieces = "every piece of the response, so that nothing of it is left out"
-        else:
-            pieces += f" ({review.sparse})"
-    form = _FORMAT.format(questions=questions) + (_CRITIQUE if writes_critique else "")
-    phrase = _PHRASE if writes_critique or critique is not None else ""
+        if review.questions:
+            questions = f" {review.questions}"
+
+    keys = ["reasoning"]
+    form = _FORMAT.format(questions=questions)
+    if writes_critique:
+        keys.append("critique")
+        form += _CRITIQUE
     if writes_spans:
-        form += _SPANS.format(pieces=pieces, severity=review.severity or _SEVERITY, phrase=phrase)
+        keys.append("spans")
+        form += _SPANS.format(
+            pieces=_describe_pieces(review, style, critique),
+            severity=review.severity or _SEVERITY,
+            phrase=_PHRASE if writes_critique or critique is not None else "",
+        )
+
     opening = f"{review.opening} {review.labels}".strip()
-    parts = (opening, task.material(prompt, response_text), notes, form)
-    return AnnotationRequest(
-        messages=(_make_message("user", "\n\n".join(part for part in parts if part)),),
-        response_text=response_text,
-        keys=("reasoning", *["critique"] * writes_critique, *["spans"] * writes_spans),
-        critique=critique,
-    )
+    parts = filter(None, (opening, task.material(prompt, response_text), notes, form))
+    message = _make_message("user", "\n\n".join(parts))
+    return AnnotationRequest(messages=(message,), response_text=response_text, keys=tuple(keys), critique=critique)
+
+
+def _describe_pieces(review: Review, style: StyleConfig, critique: str | None) -> str:
+    if critique is not None:
+        return "the pieces of the response that this critique speaks of"
+    if style.labels == "dense":
+        return "every piece of the response, so that nothing of it is left out"
+    selection = "your critique speaks of" if style.critique else "decide"
+    return f"the pieces of the response that {selection} ({review.sparse})"
 
 
 def _make_message(role: str, content: str) -> Message:
@@ -138,8 +149,10 @@ def build_answer_schema(request: AnnotationRequest) -> dict[str, Any]:
     }
     if request.has_phrases:
         span["phrase"] = text
-    spans = {"type": "array", "items": _make_object_schema(span)}
-    return _make_object_schema({key: spans if key == "spans" else text for key in request.keys})
+    properties: dict[str, Any] = dict.fromkeys(request.keys, text)
+    if "spans" in request.keys:
+        properties["spans"] = {"type": "array", "items": _make_object_schema(span)}
+    return _make_object_schema(properties)
 
 
 def _make_object_schema(properties: dict[str, Any]) -> dict[str, Any]:
@@ -156,31 +169,55 @@ def read_answer(completion: Completion, request: AnnotationRequest, *, source: s
     answer = _load(completion, request)
     faults: list[str] = []
     if isinstance(answer, str):
-        faults, cut_answer = [f"{answer[0].upper()}{answer[1:]}."], _load_cut(completion, request)
-        if not cut_answer:
-            unusable = make_failed_feedback("unparsable", source=source, version=version, reason=answer)
+        reason = answer
+        faults.append(f"{reason[0].upper()}{reason[1:]}.")
+        answer = _load_cut(completion, request)
+        if not answer:
+            unusable = make_failed_feedback("unparsable", source=source, version=version, reason=reason)
             return ParsedAnswer(feedback=unusable, faults=tuple(faults))
-        answer = cut_answer
+
     critique = answer["critique"] if "critique" in request.keys else request.critique or ""
-    faults += [] if critique.strip() or not request.has_phrases else ["The critique is empty."]
+    if request.has_phrases and not critique.strip():
+        faults.append("The critique is empty.")
+
     items = sorted(answer.get("spans", []), key=lambda item: not _is_poor(item))
-    spans: list[Span] = []
-    for item in items[: 2 * MAX_QUOTES]:
-        span, item_faults = _read_span(item, request, critique)
-        other = next((other for other in spans if span and other.start < span.end and span.start < other.end), None)
-        if span and other and (other.start, other.end, other.label) != (span.start, span.end, span.label):
-            fault = (
-                f"The {LABELS[span.label]} quote {_format_json(item['quote'])} overlaps a {LABELS[other.label]} one."
-            )
-            span, item_faults = None, [fault]
-        faults += item_faults
-        spans += [span] if span else []
-    good, poor = ([span for span in spans if span.label == label] for label in (1, -1))
+    spans, span_faults = _read_spans(items[: 2 * MAX_QUOTES], request, critique)
+    faults += span_faults
+    good = [span for span in spans if span.label == 1]
+    poor = [span for span in spans if span.label == -1]
     not_located = [None] * (len(items) - len(spans))
-    feedback = make_feedback(
-        critique, [*good, *not_located], poor, request.response_text, source=source, version=version
-    )
+    good_pieces = [*good, *not_located]
+    feedback = make_feedback(critique, good_pieces, poor, request.response_text, source=source, version=version)
     return ParsedAnswer(feedback=feedback, faults=tuple(faults))
+
+
+def _read_spans(items: Sequence[Any], request: AnnotationRequest, critique: str) -> tuple[list[Span], list[str]]:
+    """Return the spans of the entries, without those that overlap an earlier one, and the faults of the entries."""
+    spans: list[Span] = []
+    faults: list[str] = []
+    for item in items:
+        span, item_faults = _read_span(item, request, critique)
+        if span is None:
+            faults += item_faults
+            continue
+
+        other = _find_overlapping(span, spans)
+        if other is None:
+            faults += item_faults
+            spans.append(span)
+        else:
+            quote = _format_json(item["quote"])
+            faults.append(f"The {LABELS[span.label]} quote {quote} overlaps a {LABELS[other.label]} one.")
+    return spans, faults
+
+
+def _find_overlapping(span: Span, spans: Sequence[Span]) -> Span | None:
+    """Return the first of `spans` that shares characters with the span; None if that one is equal to it."""
+    for other in spans:
+        if other.start < span.end and span.start < other.end:
+            is_equal = (other.start, other.end, other.label) == (span.start, span.end, span.label)
+            return None if is_equal else other
+    return None
 
 
 def _load(completion: Completion, request: AnnotationRequest) -> dict[str, Any] | str:
@@ -196,15 +233,21 @@ def _load_cut(completion: Completion, request: AnnotationRequest) -> dict[str, A
     if completion.finish_reason != "length" or start < 0:
         return {}
     answer = load_cut_object(completion.text[start : start + MAX_ANSWER_CHARS]).values
-    is_complete = all(isinstance(answer.get(key), kind) for key, kind in _get_kinds(request).items())
+    kinds = _get_kinds(request)
+    is_complete = all(isinstance(answer.get(key), kind) for key, kind in kinds.items())
     items = answer.get("spans")
     has_poor = isinstance(items, list) and any(map(_is_poor, items))
-    return answer if is_complete and has_poor else {}
+    if not (is_complete and has_poor):
+        return {}
+    return answer
 
 
 def _get_kinds(request: AnnotationRequest) -> dict[str, type]:
     """Return the required keys of an answer and the types of their values; the reasoning is not required."""
-    return {key: list if key == "spans" else str for key in request.keys[1:]}
+    kinds: dict[str, type] = dict.fromkeys(request.keys[1:], str)
+    if "spans" in kinds:
+        kinds["spans"] = list
+    return kinds
 
 
 def _is_poor(item: Any) -> bool:
@@ -219,40 +262,54 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         return None, [f"The entry {_format_json(item)} of spans is wrong; {format_first_error(error)}."]
     if not entry.quote.strip():
         return None, ["A quote is empty."]
-    faults, critique_range = [], None
+
+    faults: list[str] = []
+    quote = _format_json(entry.quote)
     position = locate(request.response_text, entry.quote, entry.occurrence)
     if position is None:
-        times = f" {entry.occurrence} times" if locate(request.response_text, entry.quote) is not None else ""
-        faults.append(f"The quote {_format_json(entry.quote)} does not occur{times} in the response.")
+        occurs_less_often = locate(request.response_text, entry.quote) is not None
+        times = f" {entry.occurrence} times" if occurs_less_often else ""
+        faults.append(f"The quote {quote} does not occur{times} in the response.")
+
+    critique_range = None
     if request.has_phrases:
-        phrase = entry.phrase
-        critique_range = locate(critique, phrase) if isinstance(phrase, str) and phrase.strip() else None
+        critique_range = _locate_phrase(critique, entry.phrase)
         if critique_range is None:
-            faults.append(
-                f"The phrase {_format_json(phrase)} of the quote {_format_json(entry.quote)} "
-                "does not occur in the critique."
-            )
+            phrase = _format_json(entry.phrase)
+            faults.append(f"The phrase {phrase} of the quote {quote} does not occur in the critique.")
+
     if position is None:
         return None, faults
-    label: Literal[-1, 1] = 1 if entry.label == "good" else -1
+    label = _SIGNS[entry.label]
     start, end = position
     fix = entry.fix if label == -1 else None
     span = Span(start=start, end=end, label=label, severity=entry.severity, critique_range=critique_range, fix=fix)
     return span, faults
 
 
+def _locate_phrase(critique: str, phrase: Any) -> tuple[int, int] | None:
+    if not isinstance(phrase, str) or not phrase.strip():
+        return None
+    return locate(critique, phrase)
+
+
 def _format_json(value: Any) -> str:
     """Return JSON of at most 200 characters."""
     text = replace_surrogates(json.dumps(value, ensure_ascii=False))
-    return text if len(text) <= 200 else text[:200] + "..."
+    if len(text) <= 200:
+        return text
+    return text[:200] + "..."
 
 
 def make_follow_up(request: AnnotationRequest, answer: str, faults: Sequence[str]) -> tuple[Message, ...]:
     """Return the request's messages, then the answer and its faults."""
-    sentences = [*faults[:MAX_FAULTS], *([f"{len(faults) - MAX_FAULTS} more."] if len(faults) > MAX_FAULTS else [])]
-    complaint = "Your answer cannot be used as it is.\n" + "\n".join(f"- {sentence}" for sentence in sentences)
-    return (
-        *request.messages,
-        _make_message("assistant", answer[:MAX_REPEATED_CHARS] or "(nothing)"),
-        _make_message("user", f"{complaint}\nWrite the whole JSON object again, with every quote exact."),
-    )
+    lines = ["Your answer cannot be used as it is."]
+    lines += [f"- {fault}" for fault in faults[:MAX_FAULTS]]
+    num_others = len(faults) - MAX_FAULTS
+    if num_others > 0:
+        lines.append(f"- {num_others} more.")
+    lines.append("Write the whole JSON object again, with every quote exact.")
+
+    repeated = _make_message("assistant", answer[:MAX_REPEATED_CHARS] or "(nothing)")
+    complaint = _make_message("user", "\n".join(lines))
+    return (*request.messages, repeated, complaint)

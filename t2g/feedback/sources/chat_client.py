@@ -114,7 +114,9 @@ class ChatClient:
     """
 
     def __init__(self, chat: Chat, llm: LLMConfig, timeout_s: float) -> None:
-        self.chat, self._llm, self._timeout_s = chat, llm, timeout_s
+        self.chat = chat
+        self._llm = llm
+        self._timeout_s = timeout_s
         self._semaphore = PerLoop(lambda: asyncio.Semaphore(llm.concurrency))
         # Requests are spaced evenly. Retries of the endpoint's client are not counted: it follows the server's limits.
         per_minute = llm.requests_per_minute

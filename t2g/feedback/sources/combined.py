@@ -2,11 +2,12 @@
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from t2g.concurrency import gather_all
 from t2g.config import FeedbackConfig, SourceConfig
 from t2g.interfaces import FeedbackSource
-from t2g.types import CriterionResult, Prompt, Span, SpanFeedback
+from t2g.types import CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
 
 def make_source(config: FeedbackConfig, make: Callable[[SourceConfig, str], FeedbackSource]) -> FeedbackSource:
@@ -17,16 +18,23 @@ def make_source(config: FeedbackConfig, make: Callable[[SourceConfig, str], Feed
     """
     if config.sources is None:
         return make(config, config.section)
-    made = {name: make(source, f"{config.section}.sources.{name}") for name, source in config.sources.items()}
-    return CombinedFeedback(made, [name for name, source in config.sources.items() if source.required])
+    sources: dict[str, FeedbackSource] = {}
+    required: list[str] = []
+    for name, source in config.sources.items():
+        sources[name] = make(source, f"{config.section}.sources.{name}")
+        if source.required:
+            required.append(name)
+    return CombinedFeedback(sources, required)
 
 
 class CombinedFeedback(FeedbackSource):
     """The judgements of several sources, which run concurrently."""
 
     def __init__(self, sources: Mapping[str, FeedbackSource], required: Collection[str]) -> None:
-        self._sources, self._required = sources, required
-        self.name = "+".join(dict.fromkeys(source.name for source in sources.values()))
+        self._sources = sources
+        self._required = required
+        names = [source.name for source in sources.values()]
+        self.name = "+".join(dict.fromkeys(names))
         self.fleet = next((source.fleet for source in sources.values() if source.fleet), None)
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
@@ -35,7 +43,8 @@ class CombinedFeedback(FeedbackSource):
     async def combine(self, judge: Callable[[str, FeedbackSource], Awaitable[SpanFeedback]]) -> SpanFeedback:
         """Return the combination of `judge(criterion, source)` of each source."""
         answers = await gather_all(judge(name, source) for name, source in self._sources.items())
-        return combine_feedback(dict(zip(self._sources, answers, strict=True)), self._required)
+        by_criterion = dict(zip(self._sources, answers, strict=True))
+        return combine_feedback(by_criterion, self._required)
 
 
 def combine_feedback(
@@ -48,42 +57,98 @@ def combine_feedback(
     The execution is the first one. A single criterion only names its spans: it has no heading, `criteria` or curves,
     except with `names_single`.
     """
-    critique, spans, results = "", list[Span](), dict[str, CriterionResult]()
     is_named = names_single or len(answers) > 1
+    joined = _join_critiques(answers, with_headings=is_named)
+    if not is_named:
+        single = next(iter(answers.values()))
+        return replace(single, spans=joined.spans)
+
+    versions: list[str] = []
+    reasons: list[str] = []
+    metrics: dict[str, float] = {}
+    sources: dict[str, None] = {}
+    num_quotes = 0
+    num_located = 0
     for name, answer in answers.items():
-        if answer.usable and answer.critique and is_named:
-            critique += ("\n\n" if critique else "") + f"{name}:\n"
+        sources[answer.source] = None
+        versions.append(f"{name}: {answer.version}")
+        if answer.reason:
+            reasons.append(f"{name}: {answer.reason}")
+        metrics |= {f"{name}/{key}": value for key, value in answer.metrics.items()}
+        num_quotes += answer.num_quotes
+        num_located += answer.num_located
+
+    usable = [answer for answer in answers.values() if answer.usable]
+    execution = next((answer.execution for answer in usable if answer.execution), {})
+    status = _combine_status(answers, required, joined.spans)
+    agreement = _mean_agreement(usable)
+    return SpanFeedback(
+        critique=joined.critique,
+        spans=joined.spans,
+        status=status,
+        source="+".join(sources),
+        version="; ".join(versions),
+        num_quotes=num_quotes,
+        num_located=num_located,
+        execution=execution,
+        agreement=agreement,
+        reason="; ".join(reasons),
+        metrics=metrics,
+        criteria=joined.results,
+    )
+
+
+class _Joined(NamedTuple):
+    """The critiques and spans of the usable criteria, and the results of all."""
+
+    critique: str
+    spans: tuple[Span, ...]
+    results: dict[str, CriterionResult]
+
+
+def _join_critiques(answers: Mapping[str, SpanFeedback], *, with_headings: bool) -> _Joined:
+    critique = ""
+    spans: list[Span] = []
+    results: dict[str, CriterionResult] = {}
+    for name, answer in answers.items():
+        if answer.usable and answer.critique and with_headings:
+            if critique:
+                critique += "\n\n"
+            critique += f"{name}:\n"
         start = len(critique)
         if answer.usable:
             critique += answer.critique
             spans += [_name_span(span, name, start) for span in answer.spans]
-        critique_range = start, len(critique)
+        critique_range = (start, len(critique))
         results[name] = CriterionResult(status=answer.status, critique_range=critique_range, reason=answer.reason)
-    if not is_named:
-        return replace(next(iter(answers.values())), spans=tuple(spans))
-    usable = [answer for answer in answers.values() if answer.usable]
-    needed = [answer for name, answer in answers.items() if name in required] or usable or [*answers.values()]
-    status = "ok" if spans else "empty"
-    if unusable := [answer.status for answer in needed if not answer.usable]:
-        status = "failed" if "failed" in unusable else "unparsable"
-    agreements = [answer.agreement for answer in usable if answer.agreement is not None]
-    return SpanFeedback(
-        critique=critique,
-        spans=tuple(spans),
-        status=status,
-        source="+".join(dict.fromkeys(answer.source for answer in answers.values())),
-        version="; ".join(f"{name}: {answer.version}" for name, answer in answers.items()),
-        num_quotes=sum(answer.num_quotes for answer in answers.values()),
-        num_located=sum(answer.num_located for answer in answers.values()),
-        execution=next((answer.execution for answer in usable if answer.execution), {}),
-        agreement=sum(agreements) / len(agreements) if agreements else None,
-        reason="; ".join(f"{name}: {answer.reason}" for name, answer in answers.items() if answer.reason),
-        metrics={f"{name}/{key}": value for name, answer in answers.items() for key, value in answer.metrics.items()},
-        criteria=results,
-    )
+    return _Joined(critique, tuple(spans), results)
+
+
+def _combine_status(
+    answers: Mapping[str, SpanFeedback], required: Collection[str], spans: Collection[Span]
+) -> FeedbackStatus:
+    needed = [answer for name, answer in answers.items() if name in required]
+    if not needed:
+        usable = [answer for answer in answers.values() if answer.usable]
+        needed = usable or [*answers.values()]
+    unusable = [answer.status for answer in needed if not answer.usable]
+    if "failed" in unusable:
+        return "failed"
+    if unusable:
+        return "unparsable"
+    return "ok" if spans else "empty"
+
+
+def _mean_agreement(answers: Collection[SpanFeedback]) -> float | None:
+    agreements = [answer.agreement for answer in answers if answer.agreement is not None]
+    if not agreements:
+        return None
+    return sum(agreements) / len(agreements)
 
 
 def _name_span(span: Span, criterion: str, offset: int) -> Span:
     """Return the span with its criterion, and its part of the critique moved by `offset` characters."""
-    critique_range = span.critique_range and (span.critique_range[0] + offset, span.critique_range[1] + offset)
-    return replace(span, criterion=criterion, critique_range=critique_range)
+    if not span.critique_range:
+        return replace(span, criterion=criterion)
+    start, end = span.critique_range
+    return replace(span, criterion=criterion, critique_range=(start + offset, end + offset))

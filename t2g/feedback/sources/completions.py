@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
@@ -70,16 +70,23 @@ def read_completion(body: bytes, *, prompt: str) -> Completion:
         raise ValueError(f"no chat completion, {format_first_error(error)}: {body.decode(errors='replace')}") from None
     choice = parsed.choices[0]
     message = choice.message
-    usage = _read_usage(parsed.usage)
-    is_refusal = choice.finish_reason == "content_filter" or message.refusal
     texts = (message.refusal, message.content, message.reasoning_content, message.reasoning)
     text = next((text for text in texts if text and isinstance(text, str)), "")
-    return Completion(
-        text=text,
-        finish_reason="refusal" if is_refusal else "length" if choice.finish_reason == "length" else "stop",
-        prompt_tokens=estimate_tokens(prompt) if usage.prompt_tokens is None else usage.prompt_tokens,
-        output_tokens=estimate_tokens(text) if usage.completion_tokens is None else usage.completion_tokens,
-    )
+
+    usage = _read_usage(parsed.usage)
+    prompt_tokens = usage.prompt_tokens
+    if prompt_tokens is None:
+        prompt_tokens = estimate_tokens(prompt)
+    output_tokens = usage.completion_tokens
+    if output_tokens is None:
+        output_tokens = estimate_tokens(text)
+
+    finish_reason: Literal["stop", "length", "refusal"] = "stop"
+    if choice.finish_reason == "content_filter" or message.refusal:
+        finish_reason = "refusal"
+    elif choice.finish_reason == "length":
+        finish_reason = "length"
+    return Completion(text=text, finish_reason=finish_reason, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
 
 def _read_usage(usage: Any) -> _Usage:
@@ -108,9 +115,11 @@ def find_error_status(body: bytes) -> int | None:
     for name in names:
         if name.isascii() and name.isdigit() and 400 <= int(name[:9]) < 600:
             return int(name)
-    if any(RATE.search(name) for name in names):
+    if any(map(RATE.search, names)):
         return 429
-    return 503 if any(BUSY.search(name) for name in names) else 400
+    if any(map(BUSY.search, names)):
+        return 503
+    return 400
 
 
 def is_quota_exhausted(status: int, body: bytes) -> bool:
@@ -119,7 +128,9 @@ def is_quota_exhausted(status: int, body: bytes) -> bool:
     >>> is_quota_exhausted(429, b'{"error": {"code": "insufficient_quota"}}'), is_quota_exhausted(429, b"slow down")
     (True, False)
     """
-    return status == 402 or (status in (400, 403, 429) and QUOTA.search(body) is not None)
+    if status == 402:
+        return True
+    return status in (400, 403, 429) and QUOTA.search(body) is not None
 
 
 def find_reason(body: bytes) -> str:
@@ -132,8 +143,11 @@ def find_reason(body: bytes) -> str:
     """
     text = body.decode(errors="replace")
     answer = _load(body)
+    if answer is None and "<" in text:
+        words = TAG.sub(" ", text).split()
+        return " ".join(words)
     if answer is None:
-        return " ".join(TAG.sub(" ", text).split()) if "<" in text else text.strip()
+        return text.strip()
     reasons = dict.fromkeys(_find_reasons(answer, depth=8))
     return "; ".join([*reasons][:MAX_REASONS]) or text.strip()
 
@@ -155,8 +169,11 @@ def _find_reasons(value: Any, depth: int) -> Iterator[str]:
         for item in value:
             yield from _find_reasons(item, depth - 1)
     if isinstance(value, dict):
+        field = ""
         loc = value.get("loc")
-        field = f"{'.'.join(map(str, loc))}: " if isinstance(loc, list) and loc else ""
+        if isinstance(loc, list) and loc:
+            path = ".".join(map(str, loc))
+            field = f"{path}: "
         for key in REASON_KEYS:
             for reason in _find_reasons(value.get(key), depth - 1):
                 yield field + reason

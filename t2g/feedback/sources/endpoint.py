@@ -63,7 +63,8 @@ class EndpointChat(Chat):
         check_proxies()
         import openai  # noqa: F401 the import takes a second, which must not count towards a request
 
-        self._config, self._key = config, key
+        self._config = config
+        self._key = key
         self.model = config.model
         self.name = f"{config.model} at {config.url}"
         self._key_works = False
@@ -83,10 +84,12 @@ class EndpointChat(Chat):
                 started = time.monotonic()
                 try:
                     async with asyncio.timeout(limit_s):
-                        response = await super().send(*arguments, **options | {"stream": True})
+                        options["stream"] = True
+                        response = await super().send(*arguments, **options)
                 except TimeoutError:
                     raise httpx2.ReadTimeout(f"no answer within llm.request_timeout_s={limit_s:g}") from None
-                return await read_response(response, limit_s=limit_s - (time.monotonic() - started))
+                elapsed_s = time.monotonic() - started
+                return await read_response(response, limit_s=limit_s - elapsed_s)
 
         return openai.AsyncOpenAI(
             base_url=self._config.url,
@@ -110,8 +113,9 @@ class EndpointChat(Chat):
                     raise self._convert_status_error(error) from None
                 fallbacks |= further
             except openai.OpenAIError as error:
-                cause = f": {error.__cause__}" if error.__cause__ and str(error.__cause__) else ""
-                raise self._make_error("connection", f"{error}{cause}") from None
+                cause = str(error.__cause__ or "")
+                message = f"{error}: {cause}" if cause else str(error)
+                raise self._make_error("connection", message) from None
         self._key_works = True
         self._remember(fallbacks)
         if failure := response.extensions.get("failure"):  # the client does not retry once an answer has begun
@@ -122,16 +126,19 @@ class EndpointChat(Chat):
         except ValueError as error:
             raise self._make_error("answer", str(error)) from None
         # Only a refusal is masked, which goes to logs: a key may be a common word like "any" and occur in an answer.
-        is_refusal = completion.finish_reason == "refusal"
-        return replace(completion, text=self._mask(completion.text)) if is_refusal else completion
+        if completion.finish_reason == "refusal":
+            return replace(completion, text=self._mask(completion.text))
+        return completion
 
     async def _send(self, request: ChatRequest, fallbacks: Collection[str]) -> Any:
         """Return the HTTP response, see `read_response`. Raises errors of `openai`."""
-        raw = await self._client.get().chat.completions.with_raw_response.create(
+        client = self._client.get()
+        fields = self._make_fields(request, fallbacks)
+        raw = await client.chat.completions.with_raw_response.create(
             model=self.model,
             messages=list(request.messages),  # type: ignore[arg-type]
             extra_body=dict(self._config.request.extra),
-            **self._make_fields(request, fallbacks),
+            **fields,
         )
         return raw.http_response
 
@@ -167,10 +174,12 @@ class EndpointChat(Chat):
         """Return the exception of an HTTP status above 399: ChatError, or one for all requests."""
         status = error.status_code
         label = error.response.extensions.get("label", f"HTTP {status}")
-        message = self._mask(f"{label}: {find_reason(error.response.content) or error.message}")
+        reason = find_reason(error.response.content) or error.message
+        message = self._mask(f"{label}: {reason}")
         if target := error.response.headers.get("location"):
+            address = self._mask(target.partition("?")[0])
             return UserError(
-                f"llm.url={self._config.url} redirects to {self._mask(target.partition('?')[0])}; redirects are not "
+                f"llm.url={self._config.url} redirects to {address}; redirects are not "
                 "followed, because they would send the prompts there; set llm.url to the right address"
             )
         if is_quota_exhausted(status, error.response.content):
@@ -234,7 +243,9 @@ async def read_response(response: Any, *, limit_s: float) -> Any:
         status = named
     if not response.is_success:
         body = body[:MAX_ERROR_BYTES]
-    headers = {name: text for name, text in response.headers.items() if not name.startswith("content-")}
+    headers = dict(response.headers.items())
+    for name in [name for name in headers if name.startswith("content-")]:
+        del headers[name]
     if is_quota_exhausted(status, body):
         headers["x-should-retry"] = "false"
     return type(response)(status, headers=headers, content=body, request=response.request, extensions=extensions)

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ Key = tuple[str | None, str | None, str]  # prompt_id and prompt (None: not in t
 def human_paths(source: SourceConfig) -> list[Path]:
     """Return the files of human_file."""
     files = source.human_file or ()
-    return [Path(file) for file in ((files,) if isinstance(files, str) else files)]
+    if isinstance(files, str):
+        files = (files,)
+    return [Path(file) for file in files]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,29 +93,32 @@ class HumanFeedback(FeedbackSource):
             MissingLocally: A file does not exist.
             UserError: They have no judgements.
         """
-        for path in paths:
-            if not path.is_file():
-                raise MissingLocally(f"human_file={path}: there is no such file")
+        _check_files(paths)
         self._names = ", ".join(map(str, paths))
         self._task = task
-        self._offsets, self._labels = offsets, labels
+        self._offsets: OffsetUnit = offsets
+        self._labels = labels
         self.aligner = aligner
         self._failures = FailureLog()
         self._judgements: dict[Key, list[_Judgement]] = {}
         incomplete: list[str] = []
         repeated: list[str] = []
         for path in paths:
-            for line, row in read_file(path) if is_data_file(path) else read_lines(path):
+            rows = read_file(path) if is_data_file(path) else read_lines(path)
+            for line, row in rows:
                 row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
                 key = _make_key(row, task)
                 if key is None:
                     incomplete.append(line)
-                elif not self._add(key, self._read(path.name, line, row, key[2])):
+                    continue
+                _, _, response = key
+                judgement = self._read(path.name, line, row, response)
+                if not self._add(key, judgement):
                     repeated.append(line)
         if repeated:
+            message = "not used: %d judgements of a response that the same person judged before, %s"
             lines = ", ".join(shorten_list(repeated))
-            logger.warning("not used: %d judgements of a response that the same person judged before, %s",
-                           len(repeated), lines)  # fmt: skip
+            logger.warning(message, len(repeated), lines)
         if incomplete:
             count = len(incomplete)
             sentence = f"{count} lines judge no response, the first at {incomplete[0]}: response and prompt are needed"
@@ -133,7 +139,7 @@ class HumanFeedback(FeedbackSource):
 
     def check_alignment(self) -> None:
         """Raise UserError if a critique has no spans and there is no aligner to find them."""
-        judgements = [judgement for judgements in self._judgements.values() for judgement in judgements]
+        judgements = chain.from_iterable(self._judgements.values())
         lines = [judgement.line for judgement in judgements if judgement.needs_aligner]
         if lines and self.aligner is None:
             raise UserError(
@@ -153,13 +159,14 @@ class HumanFeedback(FeedbackSource):
         usable = [answer for answer in answers if answer.usable]
         if 2 * len(usable) <= len(answers):
             return next(answer for answer in answers if not answer.usable)
-        own = _join_versions(judgements)
-        aligners = [
-            answer.version.removeprefix(judgement.feedback.version)
-            for answer, judgement in zip(answers, judgements, strict=True)
-        ]
-        versions = own + "".join(dict.fromkeys(aligners))  # an aligner's begins with a comma
-        return replace(vote(usable, len(answers), response_text), version=versions)
+
+        aligner_versions: dict[str, None] = {}  # each begins with a comma
+        for answer, judgement in zip(answers, judgements, strict=True):
+            aligner_version = answer.version.removeprefix(judgement.feedback.version)
+            aligner_versions[aligner_version] = None
+        versions = _join_versions(judgements) + "".join(aligner_versions)
+        voted = vote(usable, len(answers), response_text)
+        return replace(voted, version=versions)
 
     async def _complete(self, judgement: _Judgement, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Return the feedback of a judgement, with spans by the aligner if it has none."""
@@ -171,23 +178,33 @@ class HumanFeedback(FeedbackSource):
     def is_current(self, record: AnnotatedRecord) -> bool:
         """Return whether the record still agrees with the files."""
         judgements = self._find(record.to_prompt(), record.response)
+        if not judgements:
+            return False
         # An aligner appends its version after a comma; a file's name may contain a comma, too.
-        return bool(judgements) and f"{record.version}, ".startswith(f"{_join_versions(judgements)}, ")
+        version = _join_versions(judgements)
+        return f"{record.version}, ".startswith(f"{version}, ")
 
     def needs_aligner(self, prompt: Prompt, response_text: str) -> bool:
         return any(judgement.needs_aligner for judgement in self._find(prompt, response_text))
 
     def _find(self, prompt: Prompt, response_text: str) -> list[_Judgement]:
         """Return the judgements of a response, one for each person."""
-        by_text = (prompt.prompt_id, prompt.prompt_text), (None, prompt.prompt_text)
-        found = [judgement for names in by_text for judgement in self._judgements.get((*names, response_text), ())]
-        found = found or self._judgements.get((prompt.prompt_id, None, response_text), [])
-        usable = [judgement for judgement in found if judgement.feedback.usable]
-        return list({judgement.person: judgement for judgement in reversed(usable)}.values())[::-1] or found[:1]
+        judgements: list[_Judgement] = []
+        for prompt_id in (prompt.prompt_id, None):
+            judgements += self._judgements.get((prompt_id, prompt.prompt_text, response_text), ())
+        if not judgements:
+            judgements = self._judgements.get((prompt.prompt_id, None, response_text), [])
+
+        usable = [judgement for judgement in judgements if judgement.feedback.usable]
+        if not usable:
+            return judgements[:1]
+        by_person = {judgement.person: judgement for judgement in reversed(usable)}
+        return list(by_person.values())[::-1]
 
     def _read(self, file: str, line: str, row: Record, response: str) -> _Judgement:
         # The version has a hash of the line: changes of other lines make no judgement stale.
-        digest = hashlib.blake2b(json.dumps(row, default=str).encode(errors="replace"), digest_size=4).hexdigest()
+        content = json.dumps(row, default=str).encode(errors="replace")
+        digest = hashlib.blake2b(content, digest_size=4).hexdigest()
         names = {"source": self.name, "version": f"{file}@{digest}"}
         marks: dict[str, Any] | None = {}
         try:
@@ -202,9 +219,18 @@ class HumanFeedback(FeedbackSource):
             reason = f"{line}: {error}"
             self._failures.log("line", reason)
             feedback = make_failed_feedback("failed", reason=reason, **names)
-        person = row.get("version")
-        person = f"{row.get('source')}:{person}" if isinstance(person, str) and person else digest
+
+        person = digest
+        name = row.get("version")
+        if isinstance(name, str) and name:
+            person = f"{row.get('source')}:{name}"
         return _Judgement(feedback=feedback, line=line, person=person, needs_aligner=marks is None)
+
+
+def _check_files(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise MissingLocally(f"human_file={path}: there is no such file")
 
 
 def _join_versions(judgements: Sequence[_Judgement]) -> str:
@@ -219,12 +245,14 @@ def _make_key(row: Record, task: Task) -> Key | None:
     """Return the key of the row, read by the task or under our field names; None if it is incomplete."""
     values: Record = row
     with suppress(ValueError):  # `_read` reports it
-        values = translate_row(row, FIELDS)[0]
+        values, _ = translate_row(row, FIELDS)
     names = {field: value for field, value in values.items() if isinstance(value, str)}
     response = _try_read(task.response, row) or names.get("response")
     text = _try_read(task.prompt_text, row) or names.get("prompt")
     prompt_id = task.prompt_id(row) or names.get("prompt_id")
-    return None if not response or (text is None and prompt_id is None) else (prompt_id, text, response)
+    if not response or (text is None and prompt_id is None):
+        return None
+    return prompt_id, text, response
 
 
 def _try_read(read: Callable[[Record], str | None], row: Record) -> str | None:
@@ -236,8 +264,11 @@ def _try_read(read: Callable[[Record], str | None], row: Record) -> str | None:
 
 def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
     """Return the critique, and those of good, poor and spans that the row has; None if it has none."""
-    cells = {name: _parse_cell(name, value) for name, value in row.items() if name in MARKS and value is not None}
-    fields, rest = translate_row({**row, **cells}, FIELDS)
+    cells = dict(row)
+    for name, value in row.items():
+        if name in MARKS and value is not None:
+            cells[name] = _parse_cell(name, value)
+    fields, rest = translate_row(cells, FIELDS)
     critique = fields.get("critique", rest.get("feedback"))  # the field of SLF5K
     if not isinstance(critique, str) or not critique.strip():
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")

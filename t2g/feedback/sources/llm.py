@@ -47,15 +47,20 @@ def estimate_cost(items: Iterable[tuple[Prompt, str]], config: SourceConfig, tas
         UserError: The estimate exceeds `llm.max_total_tokens`.
     """
     llm = config.llm
-    requests = (make_request(task, prompt, response_text, config.style) for prompt, response_text in items)
-    sizes = [estimate_prompt_tokens(request.messages, build_answer_schema(request)) for request in requests]
-    num_requests, prompts = llm.num_annotators * len(sizes), llm.num_annotators * sum(sizes)
+    num_requests = 0
+    prompts = 0  # tokens
+    for prompt, response_text in items:
+        request = make_request(task, prompt, response_text, config.style)
+        schema = build_answer_schema(request)
+        num_requests += llm.num_annotators
+        prompts += llm.num_annotators * estimate_prompt_tokens(request.messages, schema)
     answers = num_requests * llm.max_output_tokens
+    total = prompts + answers
     estimate = (
-        f"{llm.model}: {num_requests:,} requests, up to about {prompts + answers:,} tokens ({prompts:,} of prompts, "
+        f"{llm.model}: {num_requests:,} requests, up to about {total:,} tokens ({prompts:,} of prompts, "
         f"{answers:,} of answers), without second tries"
     )
-    if llm.max_total_tokens is not None and prompts + answers > llm.max_total_tokens:
+    if llm.max_total_tokens is not None and total > llm.max_total_tokens:
         raise UserError(
             f"{estimate}, more than llm.max_total_tokens={llm.max_total_tokens}; raise it, or judge fewer records "
             "(data.limit) under another run.name"
@@ -71,7 +76,9 @@ class LLMFeedback(FeedbackSource):
     def __init__(self, chat: Chat, config: SourceConfig, task: Task, aligner: Aligner | None = None) -> None:
         """`aligner` finds the spans of critiques with style.spans=false; none: this model finds them."""
         self.client = ChatClient(chat, config.llm, config.timeout_s)
-        self._config, self._llm, self._task = config, config.llm, task
+        self._config = config
+        self._llm = config.llm
+        self._task = task
         votes = f"x{self._llm.num_annotators}" if self._llm.num_annotators > 1 else ""
         self.version = f"{chat.model}{votes}#{self._prompt_version()}"
         self.journal_version = self.version
@@ -87,25 +94,29 @@ class LLMFeedback(FeedbackSource):
             UserError: The key or the model is wrong.
             RunStopped: MAX_LOST requests in a row got no answer.
         """
-        own = await self._annotate(make_request(self._task, prompt, response_text, self._config.style))
+        request = make_request(self._task, prompt, response_text, self._config.style)
+        own = await self._annotate(request)
         if self._config.style.spans or not own.usable:
             return own
         return await find_spans(self._aligner, prompt, response_text, own)
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """Return the spans of this critique. Otherwise as `judge`."""
-        return await self._annotate(make_request(self._task, prompt, response_text, self._config.style, critique))
+        request = make_request(self._task, prompt, response_text, self._config.style, critique)
+        return await self._annotate(request)
 
     def _prompt_version(self) -> str:
         """Return a hash of the instructions, a part of the source's version."""
         blank = Prompt(prompt_id="", prompt_text="{input}", task=self._task.name)
-        messages = make_request(self._task, blank, "{response}", self._config.style).messages
-        return hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).hexdigest()
+        request = make_request(self._task, blank, "{response}", self._config.style)
+        text = json.dumps(request.messages)
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     async def _annotate(self, request: AnnotationRequest) -> SpanFeedback:
         num_annotators = self._llm.num_annotators if "spans" in request.keys else 1
         async with self._semaphore.get():
-            answers = await asyncio.gather(*(self._ask_annotator(request, seed) for seed in range(num_annotators)))
+            judgements = [self._ask_annotator(request, seed) for seed in range(num_annotators)]
+            answers = await asyncio.gather(*judgements)
         if num_annotators == 1:
             return answers[0]
         usable = [answer for answer in answers if answer.usable]
@@ -132,7 +143,8 @@ class LLMFeedback(FeedbackSource):
             async with self.client.slot():
                 started = time.monotonic()
                 try:
-                    completion, failure = await self._complete(chat_request, left_s), None
+                    completion = await self._complete(chat_request, left_s)
+                    failure = None
                 except ChatError as error:
                     failure = error
                 left_s -= time.monotonic() - started
@@ -140,10 +152,12 @@ class LLMFeedback(FeedbackSource):
                 if not failure.is_transient:
                     break
                 continue
-            readings.append(read_answer(completion, request, source=self.name, version=self.version))
-            if not readings[-1].faults:
+            reading = read_answer(completion, request, source=self.name, version=self.version)
+            readings.append(reading)
+            if not reading.faults:
                 break
-            chat_request = replace(chat_request, messages=make_follow_up(request, completion.text, readings[-1].faults))
+            messages = make_follow_up(request, completion.text, reading.faults)
+            chat_request = replace(chat_request, messages=messages)
         if failure and not any(reading.feedback.spans for reading in readings):
             self.client.record_failure(failure)
             return make_failed_feedback("failed", source=self.name, version=self.version, reason=str(failure))
@@ -163,10 +177,13 @@ def choose_feedback(readings: Sequence[ParsedAnswer]) -> SpanFeedback:
     Without such an answer it is the feedback with most located quotes, then fewest faults, then the latest; unparsable
     if it has no span.
     """
-    if not readings[-1].faults:
-        return readings[-1].feedback
-    best = max(enumerate(readings), key=lambda item: (item[1].feedback.num_located, -len(item[1].faults), item[0]))[1]
+    latest = readings[-1]
+    if not latest.faults:
+        return latest.feedback
+    latest_first = reversed(readings)
+    best = max(latest_first, key=lambda reading: (reading.feedback.num_located, -len(reading.faults)))
     if best.feedback.spans:
         return best.feedback
-    reason = f"{len(readings)} answers, none without faults: {' '.join(best.faults)}"
+    faults = " ".join(best.faults)
+    reason = f"{len(readings)} answers, none without faults: {faults}"
     return replace(best.feedback, status="unparsable", reason=reason)

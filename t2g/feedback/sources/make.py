@@ -39,9 +39,13 @@ def make_local_source(
             return LLMFeedback(EndpointChat(config.llm), config, task, aligner)
         case "human":
             human = HumanFeedback(
-                human_paths(config), task, aligner,
-                columns=config.human_columns, offsets=config.offsets, labels=config.human_labels,
-            )  # fmt: skip
+                human_paths(config),
+                task,
+                aligner,
+                columns=config.human_columns,
+                offsets=config.offsets,
+                labels=config.human_labels,
+            )
             human.check_alignment()
             return human
         case "next_message":

@@ -14,12 +14,14 @@ from t2g.types import Prompt, SpanFeedback
 class NextMessageFeedback(FeedbackSource):
     """The critique is the field NEXT_MESSAGE of the prompt's payload. An aligner finds its spans; none: no spans."""
 
-    name, judges_turns = NEXT_MESSAGE, True
+    name = NEXT_MESSAGE
+    judges_turns = True
 
     def __init__(self, aligner: Aligner | None = None) -> None:
         self._aligner = aligner
         if aligner is not None:
-            self.fleet, self.journal_version = aligner.fleet, aligner.journal_version
+            self.fleet = aligner.fleet
+            self.journal_version = aligner.journal_version
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         critique = prompt.payload.get(NEXT_MESSAGE)

@@ -14,12 +14,16 @@ class NoisyFeedback(FeedbackSource):
     """Another source's feedback with `add_noise`, drawn from (seed, prompt_id, response): the same in every run."""
 
     def __init__(self, source: FeedbackSource, noise: NoiseConfig, *, seed: int) -> None:
-        self.name, self.judges_turns = source.name, source.judges_turns
-        self._source, self._noise, self._seed = source, noise, seed
+        self.name = source.name
+        self.judges_turns = source.judges_turns
+        self._source = source
+        self._noise = noise
+        self._seed = seed
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         feedback = await self._source.judge(prompt, response_text)
-        rng = np.random.default_rng(int(stable_id(f"{self._seed}\x1f{prompt.prompt_id}\x1f{response_text}"), 16))
+        identity = stable_id(f"{self._seed}\x1f{prompt.prompt_id}\x1f{response_text}")
+        rng = np.random.default_rng(int(identity, 16))
         return add_noise(feedback, self._noise, response_text=response_text, rng=rng)
 
 
@@ -32,16 +36,23 @@ def add_noise(
     noise level, so that a higher level changes all that a lower level changes. Critique and counts stay the same; no
     span keeps its fix.
     """
-    spans = (_apply_noise(span, noise, len(response_text), rng.random(4).tolist()) for span in feedback.spans)
-    remaining = tuple(span for span in spans if span is not None)
+    remaining: list[Span] = []
+    for span in feedback.spans:
+        draws = rng.random(4).tolist()
+        noisy = _apply_noise(span, noise, len(response_text), draws)
+        if noisy is not None:
+            remaining.append(noisy)
     status = "empty" if feedback.status == "ok" and not remaining else feedback.status
-    return replace(feedback, spans=remaining, status=status)
+    return replace(feedback, spans=tuple(remaining), status=status)
 
 
 def _apply_noise(span: Span, noise: NoiseConfig, num_chars: int, draws: list[float]) -> Span | None:
     """Return the noisy span, or None if it is dropped. draws: four numbers in [0, 1)."""
     drop, flip, move, position = draws
-    if drop < (noise.drop if span.label == 1 else max(noise.drop, noise.drop_poor)):
+    drop_share = noise.drop
+    if span.label == -1:
+        drop_share = max(noise.drop, noise.drop_poor)
+    if drop < drop_share:
         return None
     span = replace(span, fix=None)
     if flip < noise.flip:

@@ -1,6 +1,7 @@
 """Feedback from a task's own function or from a user's function, which is untrusted."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,12 +59,21 @@ class ProgramFeedback(FeedbackSource):
         self._path = paid or _path_of(function)
         self.journal_version = paid or (aligner.journal_version if aligner else "")
         self._key = key
-        self._advice = f"{section}.align=llm or reward_model finds its spans, or " if field == "source" else ""
-        self._aligner, self.fleet = aligner, aligner.fleet if aligner else None
+        self._advice = ""
+        if field == "source":
+            self._advice = f"{section}.align=llm or reward_model finds its spans, or "
+        self._aligner = aligner
+        self.fleet = aligner.fleet if aligner else None
         self._function = UserFunction(
-            function, kind="feedback function", key=key, timeout_s=timeout_s,
-            concurrency=concurrency, retries=retries, log=log, section=section,
-        )  # fmt: skip
+            function,
+            kind="feedback function",
+            key=key,
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+            retries=retries,
+            log=log,
+            section=section,
+        )
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """Return the pieces that the function names, as spans of this critique, which replaces the function's own.
@@ -74,9 +84,11 @@ class ProgramFeedback(FeedbackSource):
         own = await self.judge(prompt, response_text, critique=critique)
         if not own.usable or own.critique == critique:
             return own
-        good, poor = ([replace(s, critique_range=None) for s in own.spans if s.label == label] for label in (1, -1))
-        spans = make_feedback(critique, good, poor, response_text, source=self.name, version=self._path).spans
-        return replace(own, critique=critique, spans=spans)
+        own_spans = [replace(span, critique_range=None) for span in own.spans]
+        good = [span for span in own_spans if span.label == 1]
+        poor = [span for span in own_spans if span.label == -1]
+        aligned = make_feedback(critique, good, poor, response_text, source=self.name, version=self._path)
+        return replace(own, critique=critique, spans=aligned.spans)
 
     async def judge(self, prompt: Prompt, response_text: str, **options: Any) -> SpanFeedback:
         """Return the feedback on one response.
@@ -89,23 +101,27 @@ class ProgramFeedback(FeedbackSource):
             RunStopped: As `UserFunction.call`.
         """
         messages = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
-        options |= {"payload": prompt.payload, "messages": [*map(dict, messages)], "data_file": prompt.data_file}
+        options["payload"] = prompt.payload
+        options["messages"] = [dict(message) for message in messages]
+        options["data_file"] = prompt.data_file
+        read = partial(self._read, response_text=response_text)
+        arguments = (prompt.prompt_text, response_text)
         try:
-            feedback = await self._function.call(
-                lambda answer: self._read(answer, response_text),
-                prompt.prompt_id, prompt.prompt_text, response_text, **options,
-            )  # fmt: skip
+            feedback = await self._function.call(read, prompt.prompt_id, *arguments, **options)
         except FunctionFailed as failed:
             return make_failed_feedback("failed", source=self.name, version=self._path, reason=str(failed))
-        if isinstance(feedback, str):
-            if self._aligner is None:
-                raise UserError(
-                    f"{self._key}: the feedback function returned a critique alone, on prompt {prompt.prompt_id}: "
-                    f"{self._advice}return (critique, good pieces, poor pieces)"
-                )
-            own = make_feedback(feedback, (), (), response_text, source=self.name, version=self._path)
-            return await find_spans(self._aligner, prompt, response_text, own) if own.critique.strip() else own
-        return feedback
+        if not isinstance(feedback, str):
+            return feedback
+
+        if self._aligner is None:
+            raise UserError(
+                f"{self._key}: the feedback function returned a critique alone, on prompt {prompt.prompt_id}: "
+                f"{self._advice}return (critique, good pieces, poor pieces)"
+            )
+        own = make_feedback(feedback, (), (), response_text, source=self.name, version=self._path)
+        if not own.critique.strip():
+            return own
+        return await find_spans(self._aligner, prompt, response_text, own)
 
     def _read(self, answer: Any, response_text: str) -> SpanFeedback | str:
         """Return the feedback, or a critique alone, whose spans the aligner finds. FunctionFailed for anything else."""
@@ -120,4 +136,6 @@ class ProgramFeedback(FeedbackSource):
 def _path_of(function: FeedbackFunction) -> str:
     """Return where a function comes from; for a closure the function that made it."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '?')}:{name.partition('.<locals>')[0]}"
+    module = getattr(function, "__module__", "?")
+    outer_name = name.partition(".<locals>")[0]
+    return f"{module}:{outer_name}"

@@ -66,11 +66,17 @@ class UserFunction:
             log: File for the first traceback of each kind; its folder is created if needed.
             section: Section of the config that has timeout_s.
         """
-        self._function, self._kind, self._key = function, kind, key
-        self._timeout_s, self._section = timeout_s, section
+        self._function = function
+        self._kind = kind
+        self._key = key
+        self._timeout_s = timeout_s
+        self._section = section
         self._retries = retries
-        self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
-        self._num_timeouts, self._timed_out_at = 0, -math.inf  # since the last answer; time of the last counted timeout
+        self._failures = FailureLog()
+        self._log = log
+        self._logged_types: set[str] = set()  # of errors
+        self._num_timeouts = 0  # since the last answer
+        self._timed_out_at = -math.inf  # of the last counted timeout
         self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))
 
     async def call(self, read: Callable[[Any], Result], prompt_id: str, *arguments: Any, **options: Any) -> Result:
@@ -88,7 +94,8 @@ class UserFunction:
         async with self._calls.get():
             self._check_timeouts()
             WATCHDOG.start()
-            call = partial(self._function, *arguments, **select_options(self._function, options))
+            accepted = select_options(self._function, options)
+            call = partial(self._function, *arguments, **accepted)
             answer = await self._call_once(call, read, prompt_id)
             for attempt in range(self._retries):
                 if not isinstance(answer, FunctionFailed) or not answer.was_raised:
@@ -98,7 +105,8 @@ class UserFunction:
                 answer = await self._call_once(call, read, prompt_id)
         if isinstance(answer, FunctionFailed):
             reason = mask_secrets(f"the {self._kind} {answer}")
-            self._failures.log(reason.partition(":")[0], f"{self._key}: {reason}, on prompt {prompt_id}")
+            kind = reason.partition(":")[0]
+            self._failures.log(kind, f"{self._key}: {reason}, on prompt {prompt_id}")
             self._check_timeouts()
             raise FunctionFailed(reason)
         return answer
@@ -111,7 +119,8 @@ class UserFunction:
             answer = await asyncio.wait_for(self._start_call(call, read, prompt_id), self._timeout_s)
         except TimeoutError:
             if started >= self._timed_out_at:  # concurrent calls that time out together count once
-                self._num_timeouts, self._timed_out_at = self._num_timeouts + 1, time.monotonic()
+                self._num_timeouts += 1
+                self._timed_out_at = time.monotonic()
             return FunctionFailed(f"gave no answer within {self._section}.timeout_s={self._timeout_s:g}")
         self._num_timeouts = 0
         return answer
@@ -148,27 +157,32 @@ class UserFunction:
             except BaseException as error:  # noqa: BLE001 as above
                 return self._make_failed(error)
 
-        if not any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__))):
+        call_method = type(self._function).__call__
+        is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(call_method)
+        if not is_async:
             return run_in_thread(answer)
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer_async(), self._loop))
+        future = asyncio.run_coroutine_threadsafe(answer_async(), self._loop)
+        return asyncio.wrap_future(future)
 
     def _make_failed(self, error: BaseException) -> FunctionFailed:
         if isinstance(error, FunctionFailed):
             return error
         message = mask_secrets(traceback.format_exception_only(error)[-1].strip())  # str(error) may raise
-        reason = f"raised {shorten(printable(message))}{self._log_traceback(error)}"
+        reference = self._log_traceback(error)
+        reason = f"raised {shorten(printable(message))}{reference}"
         return FunctionFailed(reason, was_raised=True)
 
     def _log_traceback(self, error: BaseException) -> str:
         """Write the traceback of the first error of its type to the log; return a reference to it, or ''."""
         kind = type(error).__name__
-        if self._log is None or kind in self._kinds:
+        if self._log is None or kind in self._logged_types:
             return ""
-        self._kinds.add(kind)
+        self._logged_types.add(kind)
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
+            text = "".join(traceback.format_exception(error))
             with self._log.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(mask_secrets("".join(traceback.format_exception(error))))
+                file.write(mask_secrets(text))
         except OSError:
             return ""
         return f" (traceback in {self._log})"
@@ -211,8 +225,10 @@ def check_function(function: Any, key: str, form: str, *, num_arguments: int, op
         raise UserError(f"{key} has the type {type(function).__name__}; it needs to be a function")
     text = getattr(function, "__name__", "")
     try:
-        text += str(signature := inspect.signature(function))
-        signature.bind(*range(num_arguments), **select_options(function, dict.fromkeys(options)))
+        signature = inspect.signature(function)
+        text += str(signature)
+        accepted = select_options(function, dict.fromkeys(options))
+        signature.bind(*range(num_arguments), **accepted)
     except (TypeError, ValueError) as error:  # a built-in class has no signature
         raise UserError(f"{key} cannot be called with {form}, but is {text}: {error}") from None
 
@@ -225,14 +241,19 @@ def describe_error(error: BaseException) -> str:
 def select_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the keyword arguments that the function takes."""
     parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in options.items() if takes_all or name in parameters}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_all:
+        return dict(options)
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 def shorten(text: str) -> str:
     """Return at most MAX_REASON_CHARS characters, cut at a blank."""
     cut = text[:MAX_REASON_CHARS]
-    return text if text == cut else f"{cut.rpartition(' ')[0] or cut} …"
+    if text == cut:
+        return text
+    cut_at_blank = cut.rpartition(" ")[0] or cut
+    return f"{cut_at_blank} …"
 
 
 def run_in_thread(call: Callable[[], Result]) -> Awaitable[Result]:

@@ -26,20 +26,29 @@ def majority(labels: np.ndarray, num_annotators: int) -> np.ndarray:
 
     majority([[1, -1, 0], [1, 1, 0], [1, -1, -1]], 3) == [1, -1, 0]
     """
-    good, poor = (2 * (np.asarray(labels) == label).sum(axis=0) > num_annotators for label in (1, -1))
-    return (good.astype(np.int8) - poor).astype(np.int8)
+    labels = np.asarray(labels)
+    num_good = (labels == 1).sum(axis=0)
+    num_poor = (labels == -1).sum(axis=0)
+    is_good = 2 * num_good > num_annotators
+    is_poor = 2 * num_poor > num_annotators
+    return is_good.astype(np.int8) - is_poor.astype(np.int8)
 
 
 def f1(a: np.ndarray, b: np.ndarray) -> float:
     """Return 2 |same label| / (|a labelled| + |b labelled|) over characters; 1 if nothing is labelled."""
     num_labelled = np.count_nonzero(a) + np.count_nonzero(b)
-    return 1.0 if num_labelled == 0 else float(2 * np.count_nonzero((a == b) & (a != 0)) / num_labelled)
+    if num_labelled == 0:
+        return 1.0
+    is_same = (a == b) & (a != 0)
+    return float(2 * np.count_nonzero(is_same) / num_labelled)
 
 
 def agreement(labels: np.ndarray) -> float | None:
     """Return the mean F1 over all pairs of annotators, `labels` [n, C]; None for fewer than two."""
     scores = [f1(a, b) for a, b in combinations(labels, 2)]
-    return sum(scores) / len(scores) if scores else None
+    if not scores:
+        return None
+    return sum(scores) / len(scores)
 
 
 def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
@@ -50,9 +59,14 @@ def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
 
     kappa([1, 1, -1, 0], [1, 0, -1, 0]) == (3/4 - 5/16) / (1 - 5/16)
     """
-    same = float(np.mean(np.asarray(a) == b))
-    chance = sum(float(np.mean(np.asarray(a) == label) * np.mean(np.asarray(b) == label)) for label in (-1, 0, 1))
-    return None if chance == 1 else (same - chance) / (1 - chance)
+    a = np.asarray(a)
+    b = np.asarray(b)
+    same = float(np.mean(a == b))
+    chances = [float(np.mean(a == label) * np.mean(b == label)) for label in (-1, 0, 1)]
+    chance = sum(chances)
+    if chance == 1:
+        return None
+    return (same - chance) / (1 - chance)
 
 
 def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, int]]:
@@ -60,12 +74,15 @@ def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, in
 
     find_labelled_runs([1, 1, 1, 0, -1], "ab cd") == [(0, 2, 1), (4, 5, -1)]
     """
-    runs, start = [], 0
+    runs: list[tuple[int, int, int]] = []
+    start = 0
     for label, group in groupby(np.asarray(labels).tolist()):
         end = start + len(list(group))
         piece = text[start:end]
         if label and piece.strip():
-            runs.append((end - len(piece.lstrip()), start + len(piece.rstrip()), label))
+            first = end - len(piece.lstrip())
+            last = start + len(piece.rstrip())
+            runs.append((first, last, label))
         start = end
     return runs
 
@@ -79,27 +96,38 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
     """
     labels = np.stack([label_characters(answer.spans, len(response_text)) for answer in answers])
     winner = majority(labels, num_annotators)
-    nonblank = np.array([not character.isspace() for character in response_text], bool)
-    closest = max(range(len(answers)), key=lambda i: (f1(labels[i, nonblank], winner[nonblank]), -i))
-    spans = []
+    is_nonblank = np.array([not character.isspace() for character in response_text], bool)
+    similarities = [f1(own[is_nonblank], winner[is_nonblank]) for own in labels]
+    closest = answers[similarities.index(max(similarities))]
+
+    spans: list[Span] = []
     for start, end, label in find_labelled_runs(winner, response_text):
-        by_annotator = [
-            [span for span in answer.spans if span.label == label and _overlap(span, start, end) > 0]
-            for answer in answers
-        ]
-        severities = [max(span.severity for span in matches) for matches in by_annotator if matches]
-        cited = max(by_annotator[closest], key=lambda span: _overlap(span, start, end), default=None)
-        critique_range = cited.critique_range if cited else None
+        severities: list[int] = []
+        for answer in answers:
+            matches = _find_matches(answer, start, end, label)
+            if matches:
+                severities.append(max(span.severity for span in matches))
+
+        critique_range = None
+        matches = _find_matches(closest, start, end, label)
+        if matches:
+            cited = max(matches, key=lambda span: _overlap(span, start, end))
+            critique_range = cited.critique_range
         severity = median_low(severities)
         spans.append(Span(start=start, end=end, label=label, severity=severity, critique_range=critique_range))
+
     return replace(
-        answers[closest],
+        closest,
         spans=tuple(spans),
         status="ok" if spans else "empty",
         num_quotes=sum(answer.num_quotes for answer in answers),
         num_located=sum(answer.num_located for answer in answers),
-        agreement=agreement(labels[:, nonblank]),
+        agreement=agreement(labels[:, is_nonblank]),
     )
+
+
+def _find_matches(answer: SpanFeedback, start: int, end: int, label: int) -> list[Span]:
+    return [span for span in answer.spans if span.label == label and _overlap(span, start, end) > 0]
 
 
 def _overlap(span: Span, start: int, end: int) -> int:

@@ -79,9 +79,11 @@ class Watchdog:
         is_free = signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL
         if is_free:  # faulthandler needs no interpreter lock
             faulthandler.register(DUMP_SIGNAL, file=tracebacks_in, all_threads=True)
-        arguments = (os.getpid(), signals_out, SIGNAL_LIMIT_S, tracebacks_out, int(DUMP_SIGNAL) if is_free else 0)
+        dump_signal = int(DUMP_SIGNAL) if is_free else 0
+        arguments = (os.getpid(), signals_out, SIGNAL_LIMIT_S, tracebacks_out, dump_signal)
+        command = [sys.executable, "-I", "-S", watchdog_process.__file__, *map(str, arguments)]
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", watchdog_process.__file__, *map(str, arguments)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             bufsize=0,
@@ -125,8 +127,9 @@ class Watchdog:
             report["limit_s"] = max(0.0, first.deadline - time.monotonic()) + MARGIN_S
             report["sentence"] = format_sentence(calls)
             report["log"] = str(first.log.resolve()) if first.log else None
+        line = json.dumps(report) + "\n"
         with suppress(OSError, ValueError):  # the watchdog was killed, is slow, or this process ends
-            os.write(self._process.stdin.fileno(), json.dumps(report).encode() + b"\n")
+            os.write(self._process.stdin.fileno(), line.encode())
 
 
 def format_sentence(calls: list[WatchedCall]) -> str:
@@ -135,7 +138,8 @@ def format_sentence(calls: list[WatchedCall]) -> str:
     functions = " or ".join(dict.fromkeys(call.function for call in calls))
     prompts = list(dict.fromkeys(call.prompt_id for call in reversed(calls)))
     named = ", ".join(prompts[:MAX_NAMED])
-    others = f" or {len(prompts) - MAX_NAMED} others" if len(prompts) > MAX_NAMED else ""
+    num_others = len(prompts) - MAX_NAMED
+    others = f" or {num_others} others" if num_others > 0 else ""
     where = f" (tracebacks in {latest.log})" if latest.log else ""
     return printable(
         f"{functions} blocks the whole process, on prompt {named}{others}: it holds Python's interpreter lock beyond "

@@ -31,7 +31,8 @@ def watch(parent: int, signals_fd: int, signal_limit_s: float) -> dict[str, Any]
         signal_limit_s: Seconds without a report that are allowed after a signal to stop.
     """
     report: dict[str, Any] = {"limit_s": None}
-    silent_s, rest = 0.0, b""
+    silent_s = 0.0
+    rest = b""
     while os.getppid() == parent:
         readable, _, _ = select.select([0, signals_fd], [], [], TICK_S)
         if 0 in readable:
@@ -95,6 +96,11 @@ if __name__ == "__main__":
     for number in STOP_SIGNALS:  # the parent decides
         signal.signal(number, signal.SIG_IGN)
     parent = int(sys.argv[1])
-    last_report = watch(parent, int(sys.argv[2]), float(sys.argv[3]))
+    signals_fd = int(sys.argv[2])
+    signal_limit_s = float(sys.argv[3])
+    tracebacks_fd = int(sys.argv[4])
+    dump_signal = int(sys.argv[5])
+    last_report = watch(parent, signals_fd, signal_limit_s)
     if last_report is not None:
-        end(parent, last_report, read_tracebacks(parent, int(sys.argv[4]), int(sys.argv[5])))
+        tracebacks = read_tracebacks(parent, tracebacks_fd, dump_signal)
+        end(parent, last_report, tracebacks)
