@@ -24,19 +24,29 @@ def max_microbatches(rollout: RolloutConfig, learner: LearnerConfig) -> int:
 
 def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int, sharing: GpuSharing) -> list[str]:
     """Return the sizes of one step of PPO and of the run."""
-    samples = samples_per_step(rollout)
-    updates = learner.num_epochs * learner.minibatches_per_epoch
-    return [
-        f"step: {count(rollout.prompts_per_step, 'prompt')} x {count(rollout.samples_per_prompt, 'sample')} = "
-        f"{count(samples, 'sample')}, {format_sampling(rollout)}",
-        f"update: {count(learner.num_epochs, 'epoch')} x {count(learner.minibatches_per_epoch, 'minibatch')} = "
-        f"{count(updates, 'optimizer step')} a step, each of at most "
-        f"{count(max_microbatches(rollout, learner), 'microbatch')} of {learner.tokens_per_microbatch} tokens "
-        f"on each of {count(learner.workers, 'rank')}",
-        f"weights: by {learner.sync_transport}, into engines of {rollout.dtype}"
-        + ("; engines and ranks time-share the GPUs" if sharing == "alternate" else ""),
-        f"run: {count(num_steps, 'step')}, {count(num_steps * samples, 'sample')} in all",
-    ]
+    num_samples = samples_per_step(rollout)
+    prompts = count(rollout.prompts_per_step, "prompt")
+    samples_of_prompt = count(rollout.samples_per_prompt, "sample")
+    samples = count(num_samples, "sample")
+    step = f"step: {prompts} x {samples_of_prompt} = {samples}, {format_sampling(rollout)}"
+
+    epochs = count(learner.num_epochs, "epoch")
+    minibatches = count(learner.minibatches_per_epoch, "minibatch")
+    updates = count(learner.num_epochs * learner.minibatches_per_epoch, "optimizer step")
+    microbatches = count(max_microbatches(rollout, learner), "microbatch")
+    ranks = count(learner.workers, "rank")
+    update = (
+        f"update: {epochs} x {minibatches} = {updates} a step, each of at most {microbatches} of "
+        f"{learner.tokens_per_microbatch} tokens on each of {ranks}"
+    )
+
+    weights = f"weights: by {learner.sync_transport}, into engines of {rollout.dtype}"
+    if sharing == "alternate":
+        weights += "; engines and ranks time-share the GPUs"
+
+    steps = count(num_steps, "step")
+    all_samples = count(num_steps * num_samples, "sample")
+    return [step, update, weights, f"run: {steps}, {all_samples} in all"]
 
 
 def format_sampling(rollout: RolloutConfig) -> str:
@@ -45,8 +55,10 @@ def format_sampling(rollout: RolloutConfig) -> str:
 
 def format_objective(objective: ObjectiveConfig) -> str:
     paid = [f"{entry.weight:g} x {entry.source}" for entry in objective.outcome_rewards]
-    outcome_rewards = f", outcome rewards {', '.join(paid)}" if paid else ""
-    return f"objective: rewards at {objective.rewards.placement}, advantages {objective.advantages}{outcome_rewards}"
+    text = f"objective: rewards at {objective.rewards.placement}, advantages {objective.advantages}"
+    if paid:
+        text += f", outcome rewards {', '.join(paid)}"
+    return text
 
 
 def format_turns(environment: str | None, rollout: RolloutConfig) -> list[str]:
@@ -58,32 +70,38 @@ def format_turns(environment: str | None, rollout: RolloutConfig) -> list[str]:
 
 def format_sft(options: SFTOptions) -> str:
     """Return the settings of supervised training; the number of steps depends on data that is not read yet."""
-    return (
-        f"{options.num_epochs:g} epochs, {count(options.batch_size, 'example')} an optimizer step "
-        f"(steps = {options.num_epochs:g} x examples / {options.batch_size}), {count(options.workers, 'rank')}"
-    )
+    examples = count(options.batch_size, "example")
+    ranks = count(options.workers, "rank")
+    steps = f"steps = {options.num_epochs:g} x examples / {options.batch_size}"
+    return f"{options.num_epochs:g} epochs, {examples} an optimizer step ({steps}), {ranks}"
 
 
 def format_process(section: str, process: ProcessConfig) -> str:
-    return (
-        f"{section}: {count(process.num_processes, 'actor')}, each {process.cpus:g} CPU, {process.gpus:g} GPU, "
-        f"{count(process.threads, 'thread')}, about {process.memory_gib:g} GiB"
-    )
+    actors = count(process.num_processes, "actor")
+    devices = f"{process.cpus:g} CPU, {process.gpus:g} GPU"
+    threads = count(process.threads, "thread")
+    return f"{section}: {actors}, each {devices}, {threads}, about {process.memory_gib:g} GiB"
 
 
 def format_resources(processes: Mapping[str, ProcessConfig]) -> list[str]:
     """Return one line for each role, then the sum."""
     if not processes:
         return ["no own engines, and no Ray"]
-    cpus, gpus, memory_gib = (
-        sum(process.num_processes * getattr(process, field) for process in processes.values())
-        for field in ("cpus", "gpus", "memory_gib")
-    )
-    lines = [format_process(section, process) for section, process in processes.items()]
+    lines: list[str] = []
+    cpus = 0.0
+    gpus = 0.0
+    memory_gib = 0.0
+    for section, process in processes.items():
+        lines.append(format_process(section, process))
+        cpus += process.num_processes * process.cpus
+        gpus += process.num_processes * process.gpus
+        memory_gib += process.num_processes * process.memory_gib
     return [*lines, f"together: {cpus:g} CPU, {gpus:g} GPU, about {memory_gib:g} GiB"]
 
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun: "1 post", "4,000 posts", "2 minibatches"."""
-    plural = "" if number == 1 else "es" if noun.endswith("batch") else "s"
-    return f"{number:,} {noun}{plural}"
+    if number == 1:
+        return f"{number:,} {noun}"
+    ending = "es" if noun.endswith("batch") else "s"
+    return f"{number:,} {noun}{ending}"

@@ -106,8 +106,10 @@ class EngineConfig(ProcessConfig):
     @classmethod
     def check_engine_args(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         for why, patterns in RESERVED_ARGUMENTS.items():
-            if taken := [name for name in arguments if any(fnmatchcase(name, pattern) for pattern in patterns)]:
-                raise ValueError(f"{taken[0]} cannot be set: {why}; remove it")
+            for name in arguments:
+                is_reserved = any(fnmatchcase(name, pattern) for pattern in patterns)
+                if is_reserved:
+                    raise ValueError(f"{name} cannot be set: {why}; remove it")
         return arguments
 
     @field_validator("gpu_memory_utilization")

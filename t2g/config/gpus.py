@@ -7,7 +7,9 @@ from t2g.config.learning import LearnerConfig
 
 def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, sharing: GpuSharing) -> None:
     """Raise ValueError if learner.sync_transport or cluster.gpu_sharing cannot work on these GPUs."""
-    transport, engine, rank, workers = learner.sync_transport, rollout.gpus, learner.gpus, rollout.workers
+    transport = learner.sync_transport
+    engine = rollout.gpus
+    rank = learner.gpus
     got = f"got rollout.gpus={engine:g} and learner.gpus={rank:g}"
     if (transport == "ipc") != (sharing != "none"):
         raise ValueError(
@@ -30,13 +32,20 @@ def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, sharing: GpuShari
             f"learner.sync_transport=nccl needs a whole GPU for each engine and rank, {got}; or take "
             "cluster.gpu_sharing=split"
         )
-    fits = engine == rank == 1 if sharing == "alternate" else engine > 0.5 and abs(engine + rank - 1) < 1e-6
-    if transport == "ipc" and not (
-        fits and workers.min == workers.max == learner.workers and rollout.labels == learner.labels
-    ):
+    if transport != "ipc":
+        return
+    workers = rollout.workers
+    is_one_to_one = workers.min == workers.max == learner.workers and rollout.labels == learner.labels
+    if not (_fits_one_gpu(engine, rank, sharing) and is_one_to_one):
         raise ValueError(
             f"cluster.gpu_sharing={sharing} needs one engine and one rank on each GPU: rollout.gpus above 0.5 and "
             "below 1, learner.gpus the rest of 1 (with alternate 1 and 1), rollout.workers from min to max as many as "
             f"learner.workers, the same labels; {got}, {workers.min} to {workers.max} engines and "
             f"learner.workers={learner.workers}"
         )
+
+
+def _fits_one_gpu(engine: float, rank: float, sharing: GpuSharing) -> bool:
+    if sharing == "alternate":
+        return engine == rank == 1
+    return engine > 0.5 and abs(engine + rank - 1) < 1e-6

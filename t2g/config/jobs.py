@@ -183,7 +183,8 @@ class PolicyJob(SyncedJob, JobConfig):
         In the task code, severity 1 means "works, could be improved", for which the paper's release pays nothing.
         A single sample of a prompt has no group to compare with.
         """
-        rollout, learner = info.data.get("rollout"), info.data.get("learner")  # None if the section is invalid
+        rollout = info.data.get("rollout")  # None if the section is invalid
+        learner = info.data.get("learner")
         changes: dict[str, Any] = {}
         if info.data.get("task") == "code" and "poor" not in objective.rewards.model_fields_set:
             changes["rewards.poor"] = (0.0, -1.0, -1.0)
@@ -345,13 +346,20 @@ class DemoJob(SyncedJob):
         return {"rollout": rollout, **learner.roles(self.objective), "reward_engine": self.reward_engine}
 
     def describe_work(self) -> list[str]:
+        posts = count(self.world.num_train, "post")
+        base_policy = format_sft(self.policy_sft)
+        responses = count(self.annotate, "response")
+        reward_model = format_sft(self.reward_sft)
+        arms = count(len(self.arms), "arm")
+        names = ", ".join(self.arms)
+        steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         return [
-            f"world: {count(self.world.num_train, 'post')} to train on, {self.world.num_heldout} held out",
-            f"base policy: {format_sft(self.policy_sft)}",
-            f"stage 1: {count(self.annotate, 'response')} sampled, {self.planted:g} planted for each, then annotated",
-            f"stage 2: reward model, {format_sft(self.reward_sft)}",
-            f"stage 3: {count(len(self.arms), 'arm')} ({', '.join(self.arms)}), one by one, each",
-            *format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing),
+            f"world: {posts} to train on, {self.world.num_heldout} held out",
+            f"base policy: {base_policy}",
+            f"stage 1: {responses} sampled, {self.planted:g} planted for each, then annotated",
+            f"stage 2: reward model, {reward_model}",
+            f"stage 3: {arms} ({names}), one by one, each",
+            *steps,
         ]
 
     @model_validator(mode="before")
@@ -368,7 +376,8 @@ class DemoJob(SyncedJob):
         for section, windows in WINDOWS.items():
             set_values = values.get(section, {})
             if isinstance(set_values, dict):
-                values = {**values, section: {key: ceil(scale * n) for key, n in windows.items()} | set_values}
+                defaults = {key: ceil(scale * window) for key, window in windows.items()}
+                values = {**values, section: defaults | set_values}
         return values
 
 

@@ -11,9 +11,10 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
 
-MAX_DEPTH, MAX_VALUES = 50, 10_000  # bounds of a YAML document
+MAX_DEPTH = 50  # of nested values in a YAML document
+MAX_VALUES = 10_000  # of a YAML document
 FILE_NAME = "config.yaml"  # the resolved config in the run folder
 JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a driver
 QUOTES = (
@@ -66,7 +68,12 @@ def load(
     Raises:
         UserError: One sentence per problem, with the line of the file or, if the file alone is valid, `origin`.
     """
-    values, lines = read_yaml(file) if isinstance(file, Path) else (_check_texts(file, lambda keys: "config"), {})
+    lines: dict[Keys, int] = {}
+    if isinstance(file, Path):
+        values, lines = read_yaml(file)
+    else:
+        values = _check_texts(file, lambda keys: "config")
+
     merged: Any = values
     try:
         parsed = [_override(text) for text in overrides]
@@ -74,44 +81,97 @@ def load(
             merged = with_value_at(merged, keys, value)
     except UserError as error:
         raise UserError(f"{origin}: {error}") from None
+
     resources: Mapping[str, float] = {}
-    if chosen_keys := list(auto_keys(merged)):
-        if have is None:
-            names = ", ".join(map(dotted_key, chosen_keys))
-            raise UserError(
-                f"{names}: got auto, but this job needs values: the resources of the processes are not known here"
-            )
-        cluster = merged.get("cluster")
-        resources = have(cluster.get("address") if isinstance(cluster, Mapping) else None)
-        if resources.get("GPU") == inf:
-            resources = {**resources, "GPU": count_auto(merged, "gpus")}
+    chosen_keys = list(auto_keys(merged))
+    if chosen_keys:
+        resources = _read_resources(merged, chosen_keys, have)
         merged = resolve_auto(merged, resources)
         values = resolve_auto(values, {})
+
     context = path_context(environ, cwd)
     try:
         config = schema.model_validate(merged, context=context)
-        if chosen_keys:
-            logger.warning(format_auto(config, chosen_keys, resources))
-        return config
     except ValidationError as error:
-        gaps = [detail["loc"] for detail in _collect_errors(schema, values, context) if detail["type"] == "missing"]
-        for keys, value in parsed:
-            if any(keys == gap[: len(keys)] or gap == keys[: len(gap)] for gap in gaps):
-                values = with_value_at(values, keys, value)  # a missing value would hide other errors of the file
-        file_errors = [(detail["loc"], detail["msg"]) for detail in _collect_errors(schema, values, context)]
+        inputs = _Inputs(file, values, lines, parsed, origin)
+        raise UserError(_format_problems(schema, error, inputs, context)) from None
+    if chosen_keys:
+        logger.warning(format_auto(config, chosen_keys, resources))
+    return config
 
-        def format_origin(detail: ErrorDetails) -> str:
-            sections = [detail["loc"][:length] for length in range(len(detail["loc"]), 0, -1)]
-            if (detail["loc"], detail["msg"]) not in file_errors or any(keys in sections for keys, _ in parsed):
-                return f"{origin}: "
-            name = file if isinstance(file, Path) else "config"
-            return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{name}: ")
 
-        counts = Counter(keys for keys, _ in parsed)
-        split = [keys for keys in counts if counts[keys] > 1]  # a shell makes {a:1,b:2} two arguments
-        is_split = any(detail["loc"][: len(keys)] == keys for keys in split for detail in error.errors())
-        advice = QUOTES if is_split else ""
-        raise UserError("\n".join(format_errors(schema, error, format_origin)) + advice) from None
+def _read_resources(
+    values: Mapping[str, Any],
+    chosen_keys: Sequence[Keys],
+    have: Callable[[str | None], Mapping[str, float]] | None,
+) -> Mapping[str, float]:
+    """Return the resources from which the values of `chosen_keys` are derived, see `load`."""
+    if have is None:
+        names = ", ".join(map(dotted_key, chosen_keys))
+        raise UserError(
+            f"{names}: got auto, but this job needs values: the resources of the processes are not known here"
+        )
+    cluster = values.get("cluster")
+    address = cluster.get("address") if isinstance(cluster, Mapping) else None
+    resources = have(address)
+    if resources.get("GPU") == inf:
+        return {**resources, "GPU": count_auto(values, "gpus")}
+    return resources
+
+
+class _Inputs(NamedTuple):
+    """The values of a config, and where they come from."""
+
+    file: Path | Mapping[str, Any]
+    values: Mapping[str, Any]  # of the file
+    lines: Mapping[Keys, int]  # of the file
+    overrides: Sequence[tuple[Keys, Any]]
+    origin: str  # of the overrides
+
+
+def _format_problems(schema: type[BaseModel], error: ValidationError, inputs: _Inputs, context: PathContext) -> str:
+    """Return one sentence per line for each problem, see `load`."""
+    file_errors = _find_file_errors(schema, inputs, context)
+    overridden = [keys for keys, _ in inputs.overrides]
+
+    def format_origin(detail: ErrorDetails) -> str:
+        place = detail["loc"]
+        sections = [place[:length] for length in range(len(place), 0, -1)]
+        is_overridden = any(keys in sections for keys in overridden)
+        if is_overridden or (place, detail["msg"]) not in file_errors:
+            return f"{inputs.origin}: "
+
+        for keys in sections:
+            if keys in inputs.lines:
+                return f"{inputs.file}:{inputs.lines[keys]}: "
+        name = inputs.file if isinstance(inputs.file, Path) else "config"
+        return f"{name}: "
+
+    sentences = format_errors(schema, error, format_origin)
+    advice = QUOTES if _has_split_override(error, overridden) else ""
+    return "\n".join(sentences) + advice
+
+
+def _find_file_errors(
+    schema: type[BaseModel], inputs: _Inputs, context: PathContext
+) -> list[tuple[tuple[int | str, ...], str]]:
+    """Return place and message of the errors that the file alone has."""
+    values = inputs.values
+    errors = _collect_errors(schema, values, context)
+    gaps = [detail["loc"] for detail in errors if detail["type"] == "missing"]
+    for keys, value in inputs.overrides:
+        if any(keys == gap[: len(keys)] or gap == keys[: len(gap)] for gap in gaps):
+            values = with_value_at(values, keys, value)  # a missing value would hide other errors of the file
+    errors = _collect_errors(schema, values, context)
+    return [(detail["loc"], detail["msg"]) for detail in errors]
+
+
+def _has_split_override(error: ValidationError, overridden: Sequence[Keys]) -> bool:
+    """Return whether a key with an error was given twice: a shell makes {a:1,b:2} two arguments."""
+    counts = Counter(overridden)
+    repeated = [keys for keys, number in counts.items() if number > 1]
+    places = [detail["loc"] for detail in error.errors()]
+    return any(place[: len(keys)] == keys for keys in repeated for place in places)
 
 
 def format_auto(config: BaseModel, keys: Sequence[Keys], resources: Mapping[str, float]) -> str:
@@ -119,9 +179,14 @@ def format_auto(config: BaseModel, keys: Sequence[Keys], resources: Mapping[str,
     chosen = flatten(config.model_dump(mode="json"))
     if not resources.get("GPU"):
         keys = [key for key in keys if key[-1] != "memory_gib"]  # estimated from the model, once its shape is read
+    cpus = resources.get("CPU", 1)
     gpus = f"{resources['GPU']:g} GPUs" if resources.get("GPU") else "no GPU"
-    values = ", ".join(f"{key}={format_value(chosen.get(key))}" for key in map(dotted_key, keys))
-    return f"auto ({resources.get('CPU', 1):g} CPUs, {gpus}): {values}"
+    formatted: list[str] = []
+    for key in map(dotted_key, keys):
+        value = format_value(chosen.get(key))
+        formatted.append(f"{key}={value}")
+    values = ", ".join(formatted)
+    return f"auto ({cpus:g} CPUs, {gpus}): {values}"
 
 
 def path_context(environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> PathContext:
@@ -155,15 +220,19 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key: {"a": {"b": 1}} -> {"a.b": 1}; lists and empty sections count as values."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        inner = isinstance(value, Mapping) and value
-        flat |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{key}.")
+        else:
+            flat[key] = value
     return flat
 
 
 def identity_values(config: BaseModel) -> dict[str, Any]:
     """Return JSON values by dotted key, for the keys that cannot change on resume."""
+    schema = type(config)
     values = flatten(config.model_dump(mode="json"))
-    return {key: value for key, value in values.items() if not can_change_on_resume(type(config), key)}
+    return {key: value for key, value in values.items() if not can_change_on_resume(schema, key)}
 
 
 def default_values(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
@@ -191,7 +260,8 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{file}:{line}: broken YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{file}: broken YAML: {' '.join(str(error).split())}") from None
+        message = " ".join(str(error).split())
+        raise UserError(f"{file}: broken YAML: {message}") from None
     if values is None:
         return {}, {}
     if not isinstance(values, dict):
@@ -199,14 +269,17 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     lines: dict[Keys, int] = {}
     for keys, line in _key_lines((), node):
         if keys in lines:
-            raise UserError(f"{file}:{line}: {dotted_key(keys)} is given twice, first in line {lines[keys]}")
+            first_line = lines[keys]
+            raise UserError(f"{file}:{line}: {dotted_key(keys)} is given twice, first in line {first_line}")
         lines[keys] = line
-    return _check_texts(values, lambda keys: f"{file}:{lines.get(keys, 1)}"), lines
+    checked = _check_texts(values, lambda keys: f"{file}:{lines.get(keys, 1)}")
+    return checked, lines
 
 
 def _check_texts(values: Mapping[str, Any], find_origin: Callable[[Keys], str]) -> dict[str, Any]:
     """Return the values, or raise UserError for texts that a config may not hold."""
-    if problems := [f"{find_origin(keys)}: {sentence}" for keys, sentence in text_problems(values)]:
+    problems = [f"{find_origin(keys)}: {sentence}" for keys, sentence in text_problems(values)]
+    if problems:
         raise UserError("\n".join(problems))
     return {**values}
 
@@ -216,20 +289,29 @@ def _parse(text: str) -> tuple[yaml.Node | None, Any]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         height, size = _measure_nesting(node, {}) if node else (0, 0)
+        is_too_large = height > MAX_DEPTH or size > MAX_VALUES
     except RecursionError:  # also an alias inside its own anchor
-        height, size = MAX_DEPTH + 1, 0
-    if height > MAX_DEPTH or size > MAX_VALUES:
+        is_too_large = True
+    if is_too_large:
         raise ValueError(f"more than {MAX_DEPTH} nested values, or more than {MAX_VALUES} with aliases expanded")
     return node, yaml.safe_load(text)
 
 
 def _measure_nesting(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """Return the nesting depth and the number of values, aliases expanded."""
-    if id(node) not in known:
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        inner = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
-        extents = [_measure_nesting(part, known) for part in inner]
-        known[id(node)] = 1 + max((height for height, _ in extents), default=0), 1 + sum(size for _, size in extents)
+    if id(node) in known:
+        return known[id(node)]
+    inner_nodes = node.value if isinstance(node, yaml.CollectionNode) else []
+    if isinstance(node, yaml.MappingNode):
+        inner_nodes = chain.from_iterable(node.value)
+
+    inner_height = 0
+    size = 1
+    for inner_node in inner_nodes:
+        height, inner_size = _measure_nesting(inner_node, known)
+        inner_height = max(inner_height, height)
+        size += inner_size
+    known[id(node)] = (1 + inner_height, size)
     return known[id(node)]
 
 
@@ -252,9 +334,10 @@ def _override(text: str) -> tuple[Keys, Any]:
         node, parsed = _parse(value)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"{name}: {mask_secrets(value)!r} is not valid YAML{QUOTES}") from None
-    written = Counter(inner for inner, _ in _key_lines(keys, node))
-    if twice := next((inner for inner, count in written.items() if count > 1), None):
-        raise UserError(f"{dotted_key(twice)} is given twice")
+    counts = Counter(inner for inner, _ in _key_lines(keys, node))
+    for inner, number in counts.items():
+        if number > 1:
+            raise UserError(f"{dotted_key(inner)} is given twice")
     for _, sentence in text_problems({name: parsed}):
         raise UserError(sentence)
     return keys, parsed

@@ -12,8 +12,10 @@ from t2g.config.feedback import EngineConfig
 from t2g.config.jobs import PolicyJob, RewardJob
 from t2g.errors import UserError
 
-EVALUATION, SERVER = "evaluation", "server"  # folders in that of the run
-POLICY, MODEL = "policy", "model"  # folders of trained models: of PPO; of supervised training
+EVALUATION = "evaluation"  # folders in that of the run
+SERVER = "server"
+POLICY = "policy"  # folders of trained models: of PPO; of supervised training
+MODEL = "model"
 Kind = Literal["policy", "reward"]
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     file = folder / loading.FILE_NAME
     if not file.is_file():
         raise UserError(f"{folder}: it has no {loading.FILE_NAME}; name the folder of a run, such as runs/my-run")
-    return loading.read_yaml(file)[0]
+    values, _ = loading.read_yaml(file)
+    return values
 
 
 def kind_of_run(folder: Path) -> Kind:
@@ -44,18 +47,19 @@ def evaluation_values(folder: Path) -> dict[str, Any]:
     the run's feedback source. A reward model is measured on the run's held-out records.
     """
     folder = folder.absolute()
-    return _policy_values(folder) if kind_of_run(folder) == "policy" else _reward_values(folder)
+    if kind_of_run(folder) == "policy":
+        return _policy_values(folder)
+    return _reward_values(folder)
 
 
 def serving_values(folder: Path) -> dict[str, Any]:
     """Return the values of jobs.serve for the run's policy, on engines as those of the run."""
-    folder, values = folder.absolute(), read_run(folder)
-    engine = {key: value for key, value in values.get("rollout", {}).items() if key in EngineConfig.model_fields}
-    return {
-        "run": {"root": str(folder), "name": SERVER},
-        "model": {"policy": str(find_model(folder, POLICY, MODEL))},
-        "engine": engine,
-    }
+    values = read_run(folder)
+    folder = folder.absolute()
+    rollout = values.get("rollout", {})
+    engine = {key: value for key, value in rollout.items() if key in EngineConfig.model_fields}
+    model = str(find_model(folder, POLICY, MODEL))
+    return {"run": {"root": str(folder), "name": SERVER}, "model": {"policy": model}, "engine": engine}
 
 
 def find_model(folder: Path, *names: str) -> Path:
@@ -64,9 +68,10 @@ def find_model(folder: Path, *names: str) -> Path:
     Raises:
         UserError: There is none. The message names the best checkpoint, if the run has one.
     """
-    found = next((folder / name for name in names if (folder / name / "config.json").is_file()), None)
-    if found is not None:
-        return found
+    for name in names:
+        model = folder / name
+        if (model / "config.json").is_file():
+            return model
     best = folder / "checkpoints" / "best"
     more = (
         f"; {best} is its best policy so far, which a config of your own (--config) can name" if best.is_dir() else ""
@@ -78,36 +83,50 @@ def _policy_values(folder: Path) -> dict[str, Any]:
     run = loading.load(PolicyJob, folder / loading.FILE_NAME)
     if run.environment is not None:
         raise UserError(f"{folder}: environment={run.environment} replies to the policy; an evaluation has no turns")
-    data = (run.eval_data or run.data).model_dump(mode="json")
     if run.eval_data is None:
         logger.warning(
             "the run has no eval_data: its policy is measured on the prompts of its training; data.path=FILE takes "
             "others"
         )
+    data = (run.eval_data or run.data).model_dump(mode="json")
     limits = [limit for limit in (data["limit"], run.eval.num_prompts) if limit]
-    too_long = "truncate" if data["too_long"] == "skip" else data["too_long"]
+    data["limit"] = min(limits)
+    if data["too_long"] == "skip":
+        data["too_long"] = "truncate"
+
+    base = run.model.model_dump(mode="json")
     trained = {"policy": str(find_model(folder, POLICY)), "thinking_tags": run.model.thinking_tags}
+    cluster = run.cluster.model_dump(mode="json", exclude={"gpu_sharing"})  # the ranks are not there
+    rollout = run.rollout.model_dump(mode="json")
+    rollout["samples_per_prompt"] = run.eval.samples_per_prompt
+    sandbox = run.feedback.sandbox.model_dump(mode="json")
+    feedback = run.feedback.model_dump(mode="json", exclude={"noise"})
+    rewards = run.objective.rewards.model_dump(mode="json")
     return {
         "run": {"root": str(folder), "name": EVALUATION, "seed": run.run.seed},
-        "cluster": run.cluster.model_dump(mode="json", exclude={"gpu_sharing"}),  # the ranks are not there
+        "cluster": cluster,
         "task": run.task,
-        "policies": {"base": run.model.model_dump(mode="json"), "policy": trained},
-        "data": data | {"limit": min(limits), "too_long": too_long},
-        "rollout": run.rollout.model_dump(mode="json") | {"samples_per_prompt": run.eval.samples_per_prompt},
-        "sandbox": run.feedback.sandbox.model_dump(mode="json"),
-        "feedback": run.feedback.model_dump(mode="json", exclude={"noise"}),
-        "rewards": run.objective.rewards.model_dump(mode="json"),
+        "policies": {"base": base, "policy": trained},
+        "data": data,
+        "rollout": rollout,
+        "sandbox": sandbox,
+        "feedback": feedback,
+        "rewards": rewards,
     }
 
 
 def _reward_values(folder: Path) -> dict[str, Any]:
     run = loading.load(RewardJob, folder / loading.FILE_NAME)
     model = str(find_model(folder, MODEL))
+    cluster = run.cluster.model_dump(mode="json")
+    engine = run.engine.model_dump(mode="json")
+    data = run.eval_data.model_dump(mode="json")
+    data["limit"] = run.eval_data.limit or run.eval_records
     return {
         "run": {"root": str(folder), "name": EVALUATION, "seed": run.run.seed},
-        "cluster": run.cluster.model_dump(mode="json"),
+        "cluster": cluster,
         "task": run.task,
-        "feedback": {"source": "reward_model", "reward_model": model, "engine": run.engine.model_dump(mode="json")},
-        "data": run.eval_data.model_dump(mode="json") | {"limit": run.eval_data.limit or run.eval_records},
+        "feedback": {"source": "reward_model", "reward_model": model, "engine": engine},
+        "data": data,
         "criterion": run.criterion,
     }

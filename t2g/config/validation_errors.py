@@ -2,11 +2,12 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -42,52 +43,77 @@ def format_errors(
     Args:
         format_origin: Returns the origin of an error, "policy.yaml:7: ", which begins its sentence.
     """
-    sentences = [
-        format_origin(detail) + mask_secrets(_format_error(schema, detail["loc"], detail))
-        for detail in error.errors()
-        if detail["type"] != "default_factory_not_called"  # reports only that another field of the section is invalid
-    ]
-    return list(dict.fromkeys(sentences))
+    sentences: dict[str, None] = {}
+    for detail in error.errors():
+        if detail["type"] == "default_factory_not_called":  # another field of the section is invalid, and reported
+            continue
+        sentence = mask_secrets(_format_error(schema, detail["loc"], detail))
+        sentences[format_origin(detail) + sentence] = None
+    return list(sentences)
 
 
 def format_first_error(error: ValidationError) -> str:
     """Return the first error about data other than a config: "spans.0.start: Input should be a valid integer"."""
     detail = error.errors(include_url=False, include_input=False)[0]
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{dotted_key(detail['loc'])}: {message}" if detail["loc"] else message
+    if not detail["loc"]:
+        return message
+    return f"{dotted_key(detail['loc'])}: {message}"
 
 
 def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
-    name, kind, needs = dotted_key(keys), detail["type"], detail["msg"]
-    field = next(reversed(find_fields(schema, keys)), None)
-    about = (field.description or "") if field else ""
+    name = dotted_key(keys)
+    kind = detail["type"]
+    needs = detail["msg"]
+    fields = find_fields(schema, keys)
+    field = fields[-1] if fields else None
+    about = (field and field.description) or ""
     removed = REMOVED_KEYS.get(re.sub(r".*(?=\.health\.)", "", name))  # `health` has no section of its own
     if kind == "extra_forbidden" and removed:
         return f"{name} was {removed}"
     if kind == "extra_forbidden":
         near = _nearest_key(schema, keys)
-        return f"{name} is unknown" + (f"; did you mean {near}?" if near else "")
+        advice = f"; did you mean {near}?" if near else ""
+        return f"{name} is unknown{advice}"
     if kind == "missing":
-        return f"{name} is missing" + (f"; it needs: {about}" if about else "")
+        advice = f"; it needs: {about}" if about else ""
+        return f"{name} is missing{advice}"
     if kind == "value_error":
         needs = needs.removeprefix("Value error, ")
-        return needs if name in needs else f"{name}: {needs}"
+        if name in needs:
+            return needs
+        return f"{name}: {needs}"
     if detail["input"] == "none" and field and type(None) in get_args(field.annotation):
         return f"{name}: got the text none, needs null for no value"
     needs = re.sub(r"^\w+ should (be |have |match )?", "", needs)  # "Input should be a valid number"
-    needs = re.sub(r"valid dictionary or instance of \w+", "mapping of keys", needs.replace("valid tuple", "list"))
-    return f"{name}: got {format_value(detail['input'])}, needs {needs}" + (f" ({about})" if about else "")
+    needs = needs.replace("valid tuple", "list")
+    needs = re.sub(r"valid dictionary or instance of \w+", "mapping of keys", needs)
+    sentence = f"{name}: got {format_value(detail['input'])}, needs {needs}"
+    return f"{sentence} ({about})" if about else sentence
 
 
 def _nearest_key(schema: type[BaseModel], keys: Keys) -> str:
     """Return the known key nearest to an unknown one: a sibling, else keys elsewhere with nearly the same last name."""
-    leaf, inside = str(keys[-1]), find_fields(schema, keys[:-1])
-    section = section_type(inside[-1].annotation) or mapped_section_type(inside[-1].annotation) if inside else schema
-    if siblings := get_close_matches(leaf, section.model_fields if section else (), n=1):
-        return dotted_key((*keys[:-1], siblings[0]))
-    known = [key.rpartition(".") for key, info in list_fields(schema).items() if section_type(info.annotation) is None]
-    close = get_close_matches(leaf, sorted({name for _, _, name in known}), n=1, cutoff=0.8)
-    return " or ".join("".join(key) for key in known if key[-1] in close)
+    *parents, last_key = keys
+    leaf = str(last_key)
+    section: type[BaseModel] | None = schema
+    parent_fields = find_fields(schema, parents)
+    if parent_fields:
+        annotation = parent_fields[-1].annotation
+        section = section_type(annotation) or mapped_section_type(annotation)
+    siblings = section.model_fields if section else ()
+    nearest_siblings = get_close_matches(leaf, siblings, n=1)
+    if nearest_siblings:
+        return dotted_key((*parents, nearest_siblings[0]))
+
+    by_leaf: defaultdict[str, list[str]] = defaultdict(list)
+    for key, info in list_fields(schema).items():
+        if section_type(info.annotation) is None:
+            by_leaf[key.rpartition(".")[2]].append(key)
+    nearest = get_close_matches(leaf, sorted(by_leaf), n=1, cutoff=0.8)
+    if not nearest:
+        return ""
+    return " or ".join(by_leaf[nearest[0]])
 
 
 @cache
@@ -116,15 +142,28 @@ def find_fields(schema: type[BaseModel], keys: Sequence[str | int]) -> list[Fiel
 
 def mapped_section_type(annotation: object) -> type[BaseModel] | None:
     """Return the section of `dict[str, Section]` or `tuple[Section, ...]`, each perhaps with `| None`."""
-    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    last = [inner for option in options if get_origin(option) in (dict, tuple) for inner in get_args(option)]
-    return next(filter(None, map(section_type, last)), None)
+    for option in _list_options(annotation):
+        if get_origin(option) not in (dict, tuple):
+            continue
+        for inner in get_args(option):
+            section = section_type(inner)
+            if section is not None:
+                return section
+    return None
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:
     """Return the section of `Section` or `Section | None`; None for a plain value and for a dict of sections."""
-    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+    for option in _list_options(annotation):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _list_options(annotation: object) -> tuple[Any, ...]:
+    if isinstance(annotation, UnionType):
+        return get_args(annotation)
+    return (annotation,)
 
 
 def dotted_key(keys: Keys) -> str:
@@ -135,4 +174,6 @@ def dotted_key(keys: Keys) -> str:
 def format_value(value: object) -> str:
     """Return a value as JSON without secrets, at most 80 characters."""
     text = mask_secrets(json.dumps(value, ensure_ascii=False, default=str))
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:77] + "..."
