@@ -74,8 +74,10 @@ class Target:
 
     def __init__(self, arms: Arms, data: PolicyData, fleets: Fleets) -> None:
         job = arms.reference
-        prompts = data.eval_prompts[: job.eval.num_prompts]
-        samples = job.run.folder / "samples"
+        num_prompts = job.eval.num_prompts
+        prompts = data.eval_prompts[:num_prompts]
+        folder = job.run.folder
+        samples = folder / "samples"
         self._tokenizer = data.tokenizer
         self._sampling = make_sampling(job, "reference", 0, num_samples=1)
         self._source = partial(make_rollout_source, job, data)
@@ -88,15 +90,16 @@ class Target:
             judged = asyncio.run(sampling)
 
             shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
-            job.run.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             groups: list[Group] = []
             for response in judged:
                 sample = (response.rollout, response.feedback)
-                groups.append(Group(prompt=response.prompt, samples=(sample,)))
+                group = Group(prompt=response.prompt, samples=(sample,))
+                groups.append(group)
             write_groups(samples, {0: groups})
             return {}
 
-        once(job.run.folder, job, make)
+        once(folder, job, make)
         prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
         groups = read_groups(samples, prompts_by_id)[0]
         self.responses = [JudgedResponse(group.prompt, *group.samples[0]) for group in groups]
@@ -145,7 +148,8 @@ class Target:
         measuring = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
         content = asyncio.run(measuring) | retained
         text = json.dumps(content, indent=1)
-        write_atomic(arm.run.folder / TARGETING_FILE, text.encode())
+        file = arm.run.folder / TARGETING_FILE
+        write_atomic(file, text.encode())
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -177,7 +181,8 @@ class Session:
                 raise Stopped
             summary = self._train(arm, method.is_baseline, target, data, identity_fields)
 
-        is_measured = (arm.run.folder / TARGETING_FILE).exists()
+        targeting_file = arm.run.folder / TARGETING_FILE
+        is_measured = targeting_file.exists()
         if target and method.is_trained and not is_measured:
             feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
             target.measure_exported(arm, feedback)
@@ -202,17 +207,19 @@ class Session:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
             after: After = partial(target.measure, arm) if target else lambda *_: None
             summary = train(arm, data, rollouts, feedback, self.stop, after, **fields)
-        shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
+        checkpoints = arm.run.folder / "checkpoints"
+        shutil.rmtree(checkpoints, ignore_errors=True)  # tens of runs; the numbers stay
         return summary
 
     def score(self, name: str, arm: PolicyJob) -> float | None:
         """Make a run and return its score; None if it diverged."""
+        folder = arm.run.folder
         try:
             self.run(name, arm, data=self.search_data)
         except Diverged as error:
-            logger.warning("%s diverged: %s", arm.run.folder, error)
+            logger.warning("%s diverged: %s", folder, error)
             return None
-        shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
+        shutil.rmtree(folder / "policy", ignore_errors=True)
         return load_run(arm).score
 
     def find_lr(self, name: str) -> tuple[Scores, float]:
@@ -260,7 +267,8 @@ def engine_groups(arms: Arms) -> list[list[str]]:
     for name, method in arms.methods.items():
         if method.procedure == "base":
             continue
-        feedback = arms.arm(name, 0).feedback.model_dump_json()
+        arm = arms.arm(name, 0)
+        feedback = arm.feedback.model_dump_json()
         groups.setdefault(feedback, []).append(name)
     return [*groups.values()]
 
@@ -325,9 +333,11 @@ def has_all(arms: Arms, names: Sequence[str], results: Results) -> bool:
     (only_lr,) = config.lr_grid
 
     def has(name: str, seed: int) -> bool:
-        lr = only_lr if arms.methods[name].is_trained else None
+        method = arms.methods[name]
+        lr = only_lr if method.is_trained else None
         arm = arms.arm(name, seed, lr)
-        return results.find(arm, **arms.identity_extras(name)) is not None
+        found = results.find(arm, **arms.identity_extras(name))
+        return found is not None
 
     if config.noise:
         return False
@@ -361,22 +371,23 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
     assert config is not None
     model = arms.reward_model(method)
     at = arms.reward_folder(model, seed)
-    style = arms.arm(method, seed).feedback.style
+    arm = arms.arm(method, seed)
+    style = arm.feedback.style
     run = arms.job.run.make_part(root=at.parent, name=at.name, seed=seed)
-    weights = at.parent / "weights" / str(seed)
+    weights = at.parent / "weights"
     changes: dict[str, Any] = {
         "run": run,
-        "model.policy": str(weights),
+        "model.policy": str(weights / str(seed)),
         "sft.num_epochs": config.num_epochs,
         "style": style,
         "eval_records": config.eval_records,
     }
     if style.labels == "dense":
         dense = arms.job.run.folder / "rewards" / "dense-records"
-        data_name = Path(sparse.data.path).name
-        eval_name = Path(sparse.eval_data.path).name
-        changes["data.path"] = str(dense / data_name)
-        changes["eval_data.path"] = str(dense / eval_name)
+        data_path = dense / Path(sparse.data.path).name
+        eval_path = dense / Path(sparse.eval_data.path).name
+        changes["data.path"] = str(data_path)
+        changes["eval_data.path"] = str(eval_path)
     return with_overrides(sparse, changes)
 
 
@@ -420,9 +431,10 @@ def relabel(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
 # ------------------------------------------------------------------------------------------------------------- figures
 def load_run(arm: PolicyJob) -> Run:
     """Load a finished run."""
-    path = arm.run.folder / TARGETING_FILE
+    folder = arm.run.folder
+    path = folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
-    records = read_records(arm.run.folder / METRICS_FILE)
+    records = read_records(folder / METRICS_FILE)
     return read_run(records, targeting)
 
 
@@ -463,10 +475,12 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
     }
     folder = arms.job.run.folder
     numbers = json.dumps(summary, indent=1)
-    write_atomic(folder / "compare.json", numbers.encode())
+    numbers_file = folder / "compare.json"
+    write_atomic(numbers_file, numbers.encode())
     text = tables(summary)
-    write_atomic(folder / "compare.md", f"{text}\n".encode())
+    table_file = folder / "compare.md"
+    write_atomic(table_file, f"{text}\n".encode())
     print(text)
     if runs:
         write_comparison(folder, summary, runs)
-    print_outputs(report=folder / "report.html", numbers=folder / "compare.json")
+    print_outputs(report=folder / "report.html", numbers=numbers_file)
