@@ -22,7 +22,7 @@ from t2g.errors import RunStopped
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import make_sampling, measure
-from t2g.loop.steps import split_teacher_gap, teacher_contrast, teacher_critiques
+from t2g.loop.teacher import split_teacher_gap, teacher_contrast, teacher_critiques
 from t2g.study.paired import Draws, compare, mean_of, with_interval
 from t2g.study.targeting import sample_and_judge
 from t2g.types import JudgedResponse, Prompt

@@ -11,6 +11,18 @@ from t2g.runs import metrics as m
 Step = Mapping[str, float | None]
 RECALL_STEPS = 3  # window of the mean recall of a fault class
 EARLY_SHARE = 0.25  # of alarms.max_kl; the first steps of every run double a smaller KL
+_BOUNDED = (
+    m.KL,
+    m.ENTROPY,
+    m.LENGTH,
+    m.TRUNCATED_SHARE,
+    m.UNANSWERED_SHARE,
+    m.FAILED_SHARE,
+    m.NEUTRAL_SHARE,
+    m.LOCATED_RATE,
+    m.TEACHER_CONTRAST,
+    m.TEACHER_SHARE,
+)
 
 
 def find_alarms(history: Sequence[Step], config: AlarmConfig, *, truncation_penalty: float = 0.0) -> list[str]:
@@ -23,27 +35,58 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig, *, truncation_pena
         truncation_penalty: The run's objective.truncation_penalty, for the advice.
     """
     sentences = _find_reward_hacking(history, config.hacking_evaluations)
-    recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
-    criteria = [name for name in history[-1] if name.startswith(m.CRITERION_FAILED)] if history else []
-    names = (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.UNANSWERED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE)
-    for name in (*names, m.LOCATED_RATE, m.TEACHER_CONTRAST, m.TEACHER_SHARE, *recalls, *criteria):
-        values = [step[name] for step in history if step.get(name) is not None]
-        if not values or history[-1].get(name) is None:
+    if not history:
+        return sentences
+
+    last_step = history[-1]
+    recalls = [name for name in last_step if name.startswith(m.RECALL)]
+    criteria = [name for name in last_step if name.startswith(m.CRITERION_FAILED)]
+    for name in (*_BOUNDED, *recalls, *criteria):
+        if last_step.get(name) is None:
             continue
+        values = _read_values(history, name)
         if name in recalls:  # a step has few faults of a class: a single fault would raise an alarm
-            values = [fmean(values[max(0, end - RECALL_STEPS) : end]) for end in range(1, len(values) + 1)]
+            values = _average_recent(values)
         first = next(filter(None, values), 0.0)
-        *before, last = [_format_alarm(name, value, first, config, truncation_penalty) for value in values[-2:]]
+        alarms = [_format_alarm(name, value, first, config, truncation_penalty) for value in values[-2:]]
+        *before, last = alarms
         if last and not any(before):
             sentences.append(last)
-    kls = [0.0, *(step[m.KL] for step in history if step.get(m.KL) is not None)]
-    is_early = history and history[-1].get(m.KL) is not None and EARLY_SHARE * config.max_kl < kls[-1] <= config.max_kl
-    if is_early and kls[-1] > 2 * kls[-2]:
-        sentences.append(
-            f"the KL to the reference doubled within a step, from {kls[-2]:.1f} to {kls[-1]:.1f} nats per sequence, on "
-            f"its way to alarms.max_kl={config.max_kl:g}: lower learner.policy.lr or raise objective.kl_coef"
-        )
-    return sentences
+    return sentences + _find_doubled_kl(history, config.max_kl)
+
+
+def _read_values(history: Sequence[Step], name: str) -> list[float]:
+    """Return the known values of a metric, oldest first."""
+    values = []
+    for step in history:
+        value = step.get(name)
+        if value is not None:
+            values.append(value)
+    return values
+
+
+def _average_recent(values: Sequence[float]) -> list[float]:
+    """Return for each value the mean of the last RECALL_STEPS values up to it."""
+    means = []
+    for end in range(1, len(values) + 1):
+        start = max(0, end - RECALL_STEPS)
+        means.append(fmean(values[start:end]))
+    return means
+
+
+def _find_doubled_kl(history: Sequence[Step], max_kl: float) -> list[str]:
+    """Return the alarm of a KL that doubled within the last step and is near its bound."""
+    if history[-1].get(m.KL) is None:
+        return []
+    previous, last = [0.0, *_read_values(history, m.KL)][-2:]
+    is_near_bound = EARLY_SHARE * max_kl < last <= max_kl
+    has_doubled = last > 2 * previous
+    if not (is_near_bound and has_doubled):
+        return []
+    return [
+        f"the KL to the reference doubled within a step, from {previous:.1f} to {last:.1f} nats per sequence, on "
+        f"its way to alarms.max_kl={max_kl:g}: lower learner.policy.lr or raise objective.kl_coef"
+    ]
 
 
 def _find_reward_hacking(history: Sequence[Step], count: int) -> list[str]:
@@ -55,22 +98,46 @@ def _find_reward_hacking(history: Sequence[Step], count: int) -> list[str]:
     if not history or history[-1].get(m.HELD_OUT_SCORE) is None or m.HELD_OUT_ERROR not in history[-1]:
         return []  # no evaluation, or the score is the feedback's own, which has no standard error
     pairs = m.pair_evaluations(history, m.HELD_OUT_SCORE)
-    errors = [step.get(m.HELD_OUT_ERROR) for step in history if step.get(m.HELD_OUT_SCORE) is not None]
-    errors = [inf if error is None else error for error in errors[-len(pairs) :]]  # None: not known
-    start, found, before = 0, False, False
-    for end, ((a, b), (c, d)) in enumerate(pairwise(pairs), start=1):
-        start = start if a < c and b > d else end
+    errors = _read_errors(history)[-len(pairs) :]
+
+    # `start` is the evaluation from which on the reward rises and the score falls in every one.
+    start = 0
+    noise = 0.0
+    is_found = False
+    was_found = False
+    for end, (earlier, later) in enumerate(pairwise(pairs), start=1):
+        earlier_reward, earlier_score = earlier
+        reward, score = later
+        is_drifting = earlier_reward < reward and earlier_score > score
+        if not is_drifting:
+            start = end
         noise = 2 * hypot(errors[start], errors[end])
-        found, before = end - start >= count and pairs[start][1] - d > noise, found
-    if not found or before:
+        _, start_score = pairs[start]
+        was_found = is_found
+        is_found = end - start >= count and start_score - score > noise
+    if not is_found or was_found:
         return []
-    (first_reward, first_score), (last_reward, last_score) = pairs[start], pairs[-1]
+
+    num_evaluations = len(pairs) - start
+    first_reward, first_score = pairs[start]
+    last_reward, last_score = pairs[-1]
     return [
-        f"suspected reward hacking: the training reward rose over {end - start + 1} evaluations ({first_reward:.3f} to "
+        f"suspected reward hacking: the training reward rose over {num_evaluations} evaluations ({first_reward:.3f} to "
         f"{last_reward:.3f}) while the held-out score fell ({first_score:.4f} to {last_score:.4f}), by more than 2 "
         f"standard errors ({noise:.4f}): the policy may earn rewards without being better; read samples.jsonl for what "
         "is paid, and compare it with the policy of checkpoints/best"
     ]
+
+
+def _read_errors(history: Sequence[Step]) -> list[float]:
+    """Return the standard error of each evaluation, infinity where it is not known."""
+    errors = []
+    for step in history:
+        if step.get(m.HELD_OUT_SCORE) is None:
+            continue
+        error = step.get(m.HELD_OUT_ERROR)
+        errors.append(inf if error is None else error)
+    return errors
 
 
 def _format_alarm(name: str, value: float, first: float, config: AlarmConfig, truncation_penalty: float) -> str:
@@ -125,25 +192,31 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig, tr
                 f"teacher/contrast is {value:.2f} nats: the teacher makes poor tokens likelier, or good ones less "
                 "likely than poor ones; it does not follow critiques and will not help: train without objective.teacher"
             )
-        case _ if name.startswith(m.RECALL) and value < config.min_fault_recall:
-            return (
-                f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor (mean of up "
-                f"to {RECALL_STEPS} steps), below alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy "
-                "will find out; annotate its responses with jobs.annotate (checkpoint.export=true keeps the policy), "
-                "with annotate.planted where the task can, and train the reward model on them (jobs.train_reward)"
-            )
-        case _ if name.startswith(m.CRITERION_FAILED) and value > config.max_failed_share:
-            return (
-                f"{value:.0%} of the responses have no usable feedback of criterion "
-                f"{name.removeprefix(m.CRITERION_FAILED)}, above alarms.max_failed_share="
-                f"{config.max_failed_share:.0%}: look at feedback.criteria in samples.jsonl"
-            )
         case m.FAILED_SHARE if value > config.max_failed_share:
             return (
                 f"{value:.0%} of the responses have no usable feedback, above alarms.max_failed_share="
                 f"{config.max_failed_share:.0%}: read the reasons in dropped.jsonl, and a function's tracebacks in "
                 "feedback.log; feedback.timeout_s and feedback.retries may help"
             )
+    return _format_class_alarm(name, value, config)
+
+
+def _format_class_alarm(name: str, value: float, config: AlarmConfig) -> str:
+    """Return the alarm of a metric of one fault class or criterion, "" for a value within its bounds."""
+    if name.startswith(m.RECALL) and value < config.min_fault_recall:
+        fault_class = name.removeprefix(m.RECALL)
+        return (
+            f"the feedback calls {value:.0%} of the faults of class {fault_class} poor (mean of up "
+            f"to {RECALL_STEPS} steps), below alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy "
+            "will find out; annotate its responses with jobs.annotate (checkpoint.export=true keeps the policy), "
+            "with annotate.planted where the task can, and train the reward model on them (jobs.train_reward)"
+        )
+    if name.startswith(m.CRITERION_FAILED) and value > config.max_failed_share:
+        criterion = name.removeprefix(m.CRITERION_FAILED)
+        return (
+            f"{value:.0%} of the responses have no usable feedback of criterion {criterion}, "
+            f"above alarms.max_failed_share={config.max_failed_share:.0%}: look at feedback.criteria in samples.jsonl"
+        )
     return ""
 
 

@@ -9,15 +9,21 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import numpy as np
 from pydantic_core import to_json
 
 from t2g.errors import UserError
-from t2g.feedback.conversations import CONVERSATION_FIELDS, NEXT_MESSAGE, read_conversation, split_conversation
+from t2g.feedback.conversations import (
+    CONVERSATION_FIELDS,
+    NEXT_MESSAGE,
+    AssistantTurn,
+    read_conversation,
+    split_conversation,
+)
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.interfaces import FeedbackSource
@@ -28,6 +34,11 @@ from t2g.types import FeedbackStatus, Prompt
 
 STATUSES: tuple[FeedbackStatus, ...] = get_args(FeedbackStatus)
 MAX_REASONS = 5  # kinds of failure in a summary
+_MEANS = {  # key of a summary -> its text
+    "spans_per_response": "{:.1f} spans each",
+    "located_share": "{:.0%} of the quotes located",
+    "agreement": "agreement {:.2f}",
+}
 SampleResponses = Callable[[Prompt], Awaitable[Sequence[str | None]]]  # by sample_index; None: no answer
 
 
@@ -55,8 +66,8 @@ def record_keys(record: AnnotatedRecord) -> tuple[str, str]:
     A given or planted response is identified by its text: a changed text is judged anew at any position in the file.
     A sampled response is identified by its index, because its text is not known in advance.
     """
-    prompt = record.prompt_id, record.prompt, record.payload
-    return _make_key(*prompt, record.response), _make_key(*prompt, record.sample_index)
+    make_key = partial(_make_key, record.prompt_id, record.prompt, record.payload)
+    return make_key(record.response), make_key(record.sample_index)
 
 
 def _make_key(prompt_id: str, prompt_text: str, payload: dict[str, Any], response: str | int) -> str:
@@ -74,23 +85,45 @@ def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
     samples = []
     num_responses: Counter[str] = Counter()  # by prompt id
     for number, record in enumerate(records, start=1):
-        text, payload, messages, response, problem = "", {}, (), None, ""
-        try:
-            text, payload = task.prompt_text(record), task.payload(record)
-            messages = tuple(task.policy_messages(record))
-            response = task.response(record)
-            if response is None:
-                problem = f"{describe_record(record, number)} has no response; it has {', '.join(record)}"
-        except ValueError as error:
-            problem = f"{describe_record(record, number)}: {error}"
-        prompt_id = task.prompt_id(record) or stable_id(text or f"record {number}")
+        fields = _read_record(record, number, task)
+        prompt_id = task.prompt_id(record) or stable_id(fields.text or f"record {number}")
         prompt = Prompt(
-            prompt_id=prompt_id, prompt_text=text, task=task.name, payload=payload, messages=messages,
+            prompt_id=prompt_id,
+            prompt_text=fields.text,
+            task=task.name,
+            payload=fields.payload,
+            messages=fields.messages,
             data_file=getattr(record, "file", ""),
-        )  # fmt: skip
-        samples.append(Sample(prompt, num_responses[prompt_id], response, problem))
+        )
+        samples.append(Sample(prompt, num_responses[prompt_id], fields.response, fields.problem))
         num_responses[prompt_id] += 1
     return samples
+
+
+@dataclass(kw_only=True)
+class _RecordFields:
+    """What a task reads from a record; the fields before a problem have their values."""
+
+    text: str = ""
+    payload: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, str], ...] = ()
+    response: str | None = None
+    problem: str = ""
+
+
+def _read_record(record: Record, number: int, task: Task) -> _RecordFields:
+    fields = _RecordFields()
+    try:
+        text = task.prompt_text(record)
+        fields.payload = task.payload(record)
+        fields.text = text
+        fields.messages = tuple(task.policy_messages(record))
+        fields.response = task.response(record)
+        if fields.response is None:
+            fields.problem = f"{describe_record(record, number)} has no response; it has {', '.join(record)}"
+    except ValueError as error:
+        fields.problem = f"{describe_record(record, number)}: {error}"
+    return fields
 
 
 def merge_judgements(samples: Sequence[Sample]) -> list[Sample]:
@@ -99,10 +132,12 @@ def merge_judgements(samples: Sequence[Sample]) -> list[Sample]:
     num_responses: Counter[str] = Counter()  # by prompt id
     for sample in samples:
         prompt_id = sample.prompt.prompt_id
-        key = id(sample) if sample.problem else (prompt_id, sample.prompt.prompt_text, sample.response)
-        if key not in merged:
-            merged[key] = replace(sample, sample_index=num_responses[prompt_id])
-            num_responses[prompt_id] += 1
+        response_key = (prompt_id, sample.prompt.prompt_text, sample.response)
+        key = id(sample) if sample.problem else response_key
+        if key in merged:
+            continue
+        merged[key] = replace(sample, sample_index=num_responses[prompt_id])
+        num_responses[prompt_id] += 1
     return list(merged.values())
 
 
@@ -117,9 +152,10 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
     samples: list[Sample] = []
     num_responses: Counter[str] = Counter()  # by prompt id
     for number, record in enumerate(records, start=1):
-        where, own_id, group = describe_record(record, number), task.prompt_id(record), ""
-        common: dict[str, Any] = {"task": task.name, "data_file": getattr(record, "file", "")}
-        whole = Prompt(prompt_id=own_id or stable_id(where), prompt_text="", **common)
+        where = describe_record(record, number)
+        own_id = task.prompt_id(record)
+        make_prompt = partial(Prompt, task=task.name, data_file=getattr(record, "file", ""))
+        whole = make_prompt(prompt_id=own_id or stable_id(where), prompt_text="")
         try:
             turns = [*split_conversation(*read_conversation(record))]
         except ValueError as error:
@@ -127,23 +163,51 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             continue
         if not turns:
             samples.append(Sample(whole, 0, problem=f"{where} has no message by the assistant", is_left_out=True))
+
         others = {name: value for name, value in task.payload(record).items() if name not in CONVERSATION_FIELDS}
+        group = ""
         for turn in turns:
-            text, payload = format_chat(turn.history), {**others, NEXT_MESSAGE: turn.critique}
+            text = format_chat(turn.history)
             prompt_id = f"{own_id}/{turn.number}" if own_id else stable_id(text)
-            prompt = Prompt(prompt_id=prompt_id, prompt_text=text, payload=payload, messages=turn.history, **common)
-            has_user = any(message["role"] == "user" for message in turn.history)
-            group = group or (text if has_user else "")
-            parts = {"message by a user before it": has_user, "text": turn.response.strip(), "reply": turn.critique}
-            subject = f"{where}: the assistant's turn {turn.number}"
-            lacks = [f"{subject} has no {name}" for name, part in parts.items() if not part]
-            if turn.problem:
-                lacks = [f"{subject} is not understood: {turn.problem}"]
-            samples.append(
-                Sample(prompt, num_responses[prompt_id], turn.response, "".join(lacks[:1]), bool(lacks), group)
+            prompt = make_prompt(
+                prompt_id=prompt_id,
+                prompt_text=text,
+                payload={**others, NEXT_MESSAGE: turn.critique},
+                messages=turn.history,
             )
-            num_responses[prompt_id] += not lacks
+            if not group and _has_user(turn):
+                group = text
+            problem = _find_turn_problem(turn, where)
+            sample = Sample(
+                prompt,
+                sample_index=num_responses[prompt_id],
+                response=turn.response,
+                problem=problem,
+                is_left_out=bool(problem),
+                group=group,
+            )
+            samples.append(sample)
+            if not problem:
+                num_responses[prompt_id] += 1
     return samples
+
+
+def _has_user(turn: AssistantTurn) -> bool:
+    return any(message["role"] == "user" for message in turn.history)
+
+
+def _find_turn_problem(turn: AssistantTurn, where: str) -> str:
+    """Return why a turn of the conversation `where` cannot be used, in a sentence; "" if it can."""
+    subject = f"{where}: the assistant's turn {turn.number}"
+    if turn.problem:
+        return f"{subject} is not understood: {turn.problem}"
+    if not _has_user(turn):
+        return f"{subject} has no message by a user before it"
+    if not turn.response.strip():
+        return f"{subject} has no text"
+    if not turn.critique:
+        return f"{subject} has no reply"
+    return ""
 
 
 def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, seed: int) -> list[Sample]:
@@ -158,15 +222,19 @@ def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, s
     planted = []
     last_of_prompt = {sample.prompt.prompt_id: sample for sample in samples if not sample.problem}
     for number, last in enumerate(last_of_prompt.values()):
-        rng = np.random.default_rng(int(stable_id(f"{seed}/{last.prompt.prompt_id}"), 16))
-        for index in range(int((number + 1) * per_prompt) - int(number * per_prompt)):
-            response = task.plant_faults(last.prompt, rng)
+        prompt = last.prompt
+        prompt_seed = stable_id(f"{seed}/{prompt.prompt_id}")
+        rng = np.random.default_rng(int(prompt_seed, 16))
+        num_before = int(number * per_prompt)
+        num_with_this = int((number + 1) * per_prompt)
+        for index in range(num_with_this - num_before):
+            response = task.plant_faults(prompt, rng)
             if response is None:
                 raise UserError(
                     f"annotate.planted={per_prompt:g}: task {task.name} plants no faults for prompt "
-                    f"{last.prompt.prompt_id}; set it to 0, or give the task a method plant_faults (task tiny has one)"
+                    f"{prompt.prompt_id}; set it to 0, or give the task a method plant_faults (task tiny has one)"
                 )
-            planted.append(Sample(last.prompt, last.sample_index + 1 + index, response))
+            planted.append(Sample(prompt, last.sample_index + 1 + index, response))
     return planted
 
 
@@ -184,12 +252,13 @@ class ConcurrencyLimit:
     async def run(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Wait for a slot and await `work(*args)`, unless the limit is closed by then."""
         async with self._slots:
-            if self._is_open:
-                self.num_in_flight += 1
-                try:
-                    await work(*args)
-                finally:
-                    self.num_in_flight -= 1
+            if not self._is_open:
+                return
+            self.num_in_flight += 1
+            try:
+                await work(*args)
+            finally:
+                self.num_in_flight -= 1
 
 
 async def annotate(
@@ -216,15 +285,18 @@ async def annotate(
             made = make_failed_feedback("unparsable", source=feedback.name, version="", reason=NO_ANSWER)
         else:
             made = await feedback.judge(sample.prompt, response)
-        on_record(sample, make_annotated_record(sample.prompt, response or "", made, sample_index=sample.sample_index))
+        record = make_annotated_record(sample.prompt, response or "", made, sample_index=sample.sample_index)
+        on_record(sample, record)
 
     async def sample_and_judge(sample: Sample) -> None:
-        response, prompt = sample.response, sample.prompt
+        response = sample.response
         if response is None:
             assert sample_responses is not None, "samples without a response need sample_responses"
-            if prompt.prompt_id not in sampled:
-                sampled[prompt.prompt_id] = asyncio.ensure_future(sample_responses(prompt))
-            response = (await sampled[prompt.prompt_id])[sample.sample_index]
+            prompt_id = sample.prompt.prompt_id
+            if prompt_id not in sampled:
+                sampled[prompt_id] = asyncio.ensure_future(sample_responses(sample.prompt))
+            responses = await sampled[prompt_id]
+            response = responses[sample.sample_index]
         await limit.run(judge, sample, response)
 
     await asyncio.gather(*map(sample_and_judge, samples))
@@ -242,10 +314,12 @@ def select_heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
     Selects texts whose hash is below `share`, so that other data do not change the selection. Texts are used because
     a prompt with two ids must not be on both sides. At least one is selected and at most all but one; none of one.
     """
-    order = sorted((int(stable_id(prompt), 16) / 2**64, prompt) for prompt in set(prompts))
-    count = sum(fraction < share for fraction, _ in order)
-    count = min(max(count, 1), len(order) - 1)
-    return {prompt for _, prompt in order[: max(count, 0)]}
+    by_hash = [(int(stable_id(prompt), 16) / 2**64, prompt) for prompt in set(prompts)]
+    by_hash.sort()
+    num_below = sum(fraction < share for fraction, _ in by_hash)
+    count = min(max(num_below, 1), len(by_hash) - 1)
+    selected = by_hash[: max(count, 0)]
+    return {prompt for _, prompt in selected}
 
 
 def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) -> dict[str, Any]:
@@ -261,42 +335,63 @@ def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) 
         agreement: mean over records with several annotators; None without one.
         reasons, left_out: [(count, first example)], most frequent first; left_out only if there is any.
     """
-    usable = [record for record in records if record.usable]
-    statuses = Counter(record.status for record in records)
-    num_quotes = sum(record.num_quotes for record in records)
-    modes = Counter(record.execution["mode"] for record in records if "mode" in record.execution)
-    agreements = [record.agreement for record in usable if record.agreement is not None]
-    return {
-        "records": len(records),
-        **{status: statuses[status] for status in STATUSES},
-        "failed_share": 1 - len(usable) / len(records),
-        "spans_per_response": sum(len(record.spans or ()) for record in usable) / len(usable) if usable else None,
-        "located_share": sum(record.num_located for record in records) / num_quotes if num_quotes else None,
-        "agreement": sum(agreements) / len(agreements) if agreements else None,
-        **{f"sandbox_{mode}_share": count / modes.total() for mode, count in sorted(modes.items())},
-        "reasons": group_reasons(r.reason or f"status {r.status}" for r in records if not r.usable),
-        **({"left_out": reasons} if (reasons := group_reasons(left_out)) else {}),
-    }
+    statuses: Counter[str] = Counter()
+    modes: Counter[str] = Counter()
+    agreements = []
+    reasons = []
+    num_usable = 0
+    num_spans = 0
+    num_quotes = 0
+    num_located = 0
+    for record in records:
+        statuses[record.status] += 1
+        num_quotes += record.num_quotes
+        num_located += record.num_located
+        if "mode" in record.execution:
+            modes[record.execution["mode"]] += 1
+        if not record.usable:
+            reasons.append(record.reason or f"status {record.status}")
+            continue
+        num_usable += 1
+        num_spans += len(record.spans or ())
+        if record.agreement is not None:
+            agreements.append(record.agreement)
+
+    summary: dict[str, Any] = {"records": len(records)}
+    for status in STATUSES:
+        summary[status] = statuses[status]
+    summary["failed_share"] = 1 - num_usable / len(records)
+    summary["spans_per_response"] = _divide(num_spans, num_usable)
+    summary["located_share"] = _divide(num_located, num_quotes)
+    summary["agreement"] = _divide(sum(agreements), len(agreements))
+    for mode, count in sorted(modes.items()):
+        summary[f"sandbox_{mode}_share"] = count / modes.total()
+    summary["reasons"] = group_reasons(reasons)
+    reasons_left_out = group_reasons(left_out)
+    if reasons_left_out:
+        summary["left_out"] = reasons_left_out
+    return summary
+
+
+def _divide(total: float, count: int) -> float | None:
+    return total / count if count else None
 
 
 def group_reasons(reasons: Iterable[str]) -> list[tuple[int, str]]:
     """Return (count, first example) of the most frequent kinds; reasons of one kind differ only in their numbers."""
     kinds: dict[str, list[str]] = {}
     for reason in reasons:
-        kinds.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
-    largest = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
-    return [(len(kind), kind[0]) for kind in largest]
+        kind = re.sub(r"\d+", "#", reason)
+        kinds.setdefault(kind, []).append(reason)
+    most_frequent = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
+    return [(len(examples), examples[0]) for examples in most_frequent]
 
 
 def format_summary(summary: dict[str, Any]) -> str:
     """Return the lines that describe a result of `summarize` to a user."""
     counts = ", ".join(f"{summary[status]} {status}" for status in STATUSES if summary[status])
     line = f"{summary['records']} records: {counts}"
-    for name, template in (
-        ("spans_per_response", "{:.1f} spans each"),
-        ("located_share", "{:.0%} of the quotes located"),
-        ("agreement", "agreement {:.2f}"),
-    ):
+    for name, template in _MEANS.items():
         if summary[name] is not None:
             line += "; " + template.format(summary[name])
     lines = [f"{count} x {reason}" for count, reason in summary["reasons"]]

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Self
 
 from t2g.concurrency import cancel_all, wait_unless_stopped
@@ -41,18 +42,23 @@ class Producer:
         outcome_rewards: OutcomeRewards | None = None,
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        self._config, self._prompts, self._rollouts, self._feedback = config, prompts, rollouts, feedback
-        self._restored, self._outcome_rewards = dict(finished), outcome_rewards
+        self._config = config
+        self._prompts = prompts
+        self._rollouts = rollouts
+        self._feedback = feedback
+        self._restored = dict(finished)
+        self._outcome_rewards = outcome_rewards
+        self._on_phase = on_phase
         self._steps: dict[int, list[asyncio.Task[Group]]] = {}
         self._sampled_at: dict[int, float] = {}  # time of a step's latest response
         self._unsampled: dict[int, set[str]] = {}  # ids of a step's prompts that wait for responses
-        self._taken_step, self._on_phase = 0, on_phase
+        self._taken_step = 0
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await cancel_all([task for tasks in self._steps.values() for task in tasks])
+        await cancel_all([*chain.from_iterable(self._steps.values())])
 
     def admit(self, step: int) -> None:
         """Start to sample a step's prompts, unless they were started before.
@@ -63,15 +69,19 @@ class Producer:
             return
         rollout = self._config.rollout
         indices = select_prompts(
-            num_prompts=len(self._prompts), per_step=rollout.prompts_per_step, step=step, seed=self._config.run.seed
+            num_prompts=len(self._prompts),
+            per_step=rollout.prompts_per_step,
+            step=step,
+            seed=self._config.run.seed,
         )
         finished = {group.prompt.prompt_id: group for group in self._restored.pop(step, ())}
         self._sampled_at[step] = 0.0
         self._steps[step] = []
-        self._unsampled[step] = {self._prompts[i].prompt_id for i in indices}
-        for i, count in Counter(indices).items():
-            sampling = make_sampling(self._config, "train", step, num_samples=count * rollout.samples_per_prompt)
-            group = self._make_group(step, self._prompts[i], sampling, finished)
+        self._unsampled[step] = {self._prompts[index].prompt_id for index in indices}
+        for index, count in Counter(indices).items():
+            num_samples = count * rollout.samples_per_prompt
+            sampling = make_sampling(self._config, "train", step, num_samples=num_samples)
+            group = self._make_group(step, self._prompts[index], sampling, finished)
             self._steps[step].append(asyncio.ensure_future(group))
 
     async def _make_group(self, step: int, prompt: Prompt, sampling: Sampling, finished: Mapping[str, Group]) -> Group:
@@ -81,9 +91,10 @@ class Producer:
         judgements: dict[int, asyncio.Task[SpanFeedback]] = {}
 
         def start_judging(rollout: Rollout) -> None:
-            if rollout.sample_index not in judgements:
-                judgement = asyncio.ensure_future(judge_answer(self._feedback, prompt, rollout))
-                judgements[rollout.sample_index] = judgement
+            if rollout.sample_index in judgements:
+                return
+            judgement = judge_answer(self._feedback, prompt, rollout)
+            judgements[rollout.sample_index] = asyncio.ensure_future(judgement)
 
         try:
             rollouts = await self._rollouts.sample(prompt, sampling, start_judging)
@@ -91,9 +102,11 @@ class Producer:
             self._on_sampled(step, prompt)
             for rollout in rollouts:
                 start_judging(rollout)
-            feedback = await asyncio.gather(*(judgements[rollout.sample_index] for rollout in rollouts))
+            in_order = [judgements[rollout.sample_index] for rollout in rollouts]
+            feedback = await asyncio.gather(*in_order)
             if self._outcome_rewards is not None:
-                feedback = await self._outcome_rewards.score(prompt, [*zip(rollouts, feedback, strict=True)])
+                samples = [*zip(rollouts, feedback, strict=True)]
+                feedback = await self._outcome_rewards.score(prompt, samples)
         except SamplingFailed as error:
             self._on_sampled(step, prompt)
             return Group(prompt=prompt, samples=(), failure=str(error))
@@ -119,28 +132,47 @@ class Producer:
         groups = await wait_unless_stopped(self._steps[step], stop)
         del self._steps[step]
         del self._unsampled[step]
-        unsampled = {group.prompt.prompt_id: group.failure for group in groups if not group.samples}
         generate_s = max(0.0, self._sampled_at.pop(step) - started)
+
         responses: list[JudgedResponse] = []
+        unsampled: dict[str, str] = {}
         for group in groups:
-            responses += [JudgedResponse(group.prompt, *sample) for sample in group.samples]
-        rollout = self._config.rollout
+            if not group.samples:
+                unsampled[group.prompt.prompt_id] = group.failure
+            for rollout, feedback in group.samples:
+                responses.append(JudgedResponse(group.prompt, rollout, feedback))
+
+        per_prompt = self._config.rollout.samples_per_prompt
+        num_requested = self._config.rollout.prompts_per_step * per_prompt
         return JudgedStep(
             responses=tuple(responses),
             generate_s=generate_s,
             feedback_s=time.monotonic() - started - generate_s,
             unsampled=unsampled,
-            num_unsampled=rollout.prompts_per_step * rollout.samples_per_prompt - len(responses),
+            num_unsampled=num_requested - len(responses),
         )
 
     def collect_finished(self) -> dict[int, list[Group]]:
         """Return the finished groups of unfinished steps, by step; prompts that could not be sampled are left out."""
         finished = {step: list(groups) for step, groups in self._restored.items()}
         for step, tasks in self._steps.items():
-            done = [t.result() for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
-            finished[step] = [group for group in done if group.samples]
+            finished[step] = _select_sampled(tasks)
         return {step: groups for step, groups in finished.items() if groups}
 
     def count_waiting(self) -> int:
         """Return the number of samples in `collect_finished`."""
-        return sum(len(group.samples) for groups in self.collect_finished().values() for group in groups)
+        count = 0
+        for groups in self.collect_finished().values():
+            for group in groups:
+                count += len(group.samples)
+        return count
+
+
+def _select_sampled(tasks: Sequence[asyncio.Task[Group]]) -> list[Group]:
+    """Return the results of the tasks that succeeded and have samples."""
+    groups = []
+    for task in tasks:
+        has_result = task.done() and not task.cancelled() and task.exception() is None
+        if has_result and task.result().samples:
+            groups.append(task.result())
+    return groups

@@ -8,7 +8,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,19 +69,27 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int) -> list[J
     usable = [response for response in judged.responses if response.feedback.usable]
     num_requested = len(judged.responses) + judged.num_unsampled
     lost_share = 1 - len(usable) / num_requested
-    if lost_share > config.feedback.max_failed_share or not usable:
-        feedbacks = [response.feedback for response in judged.responses]
-        counts = Counter(feedback.status for feedback in feedbacks)
-        reasons = [feedback.reason for feedback in feedbacks if feedback.reason and not feedback.usable]
-        reason = f"; the first: {reasons[0]}" if reasons else ""
-        unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
-        raise RunStopped(
-            f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
-            f"({unsampled}{counts['failed']} failed, {counts['unparsable']} unparsable) from feedback.source="
-            f"{config.feedback.describe()}; "
-            f"feedback.max_failed_share allows {config.feedback.max_failed_share:.0%}{reason}"
-        )
-    return usable
+    max_share = config.feedback.max_failed_share
+    if usable and lost_share <= max_share:
+        return usable
+
+    counts: Counter[str] = Counter()
+    first_reason = ""
+    for response in judged.responses:
+        feedback = response.feedback
+        counts[feedback.status] += 1
+        if not feedback.usable:
+            first_reason = first_reason or feedback.reason
+    num_failed = counts["failed"]
+    num_unparsable = counts["unparsable"]
+    reason = f"; the first: {first_reason}" if first_reason else ""
+    unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
+    raise RunStopped(
+        f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
+        f"({unsampled}{num_failed} failed, {num_unparsable} unparsable) from feedback.source="
+        f"{config.feedback.describe()}; "
+        f"feedback.max_failed_share allows {max_share:.0%}{reason}"
+    )
 
 
 def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
@@ -115,8 +124,12 @@ async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
     if not rollout.conversation:
         return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start or 0)
     positions = judged_characters(rollout)
-    judged = await feedback.judge(prompt, "".join(rollout.response_text[i] for i in positions))
-    spans = (replace(s, start=int(positions[s.start]), end=int(positions[s.end - 1]) + 1) for s in judged.spans)
+    transcript = "".join(rollout.response_text[position] for position in positions)
+    judged = await feedback.judge(prompt, transcript)
+    spans = []
+    for span in judged.spans:
+        last = positions[span.end - 1]
+        spans.append(replace(span, start=int(positions[span.start]), end=int(last) + 1))
     return replace(judged, spans=tuple(spans), metrics=rollout.metrics | judged.metrics)
 
 
@@ -131,22 +144,27 @@ async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
             reason = NO_ANSWER if turn.answer_start is None else ""
             return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=reason)
         payload = prompt.payload | {NEXT_MESSAGE: turn.reply}
-        judged = await feedback.judge(
-            replace(prompt, messages=(*opening, *history), payload=payload), rollout.answer_of(turn)
-        )
+        turn_prompt = replace(prompt, messages=(*opening, *history), payload=payload)
+        judged = await feedback.judge(turn_prompt, rollout.answer_of(turn))
         return shift_spans(judged, turn.answer_start or 0)
 
     opening = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
     messages = list_messages(rollout)
-    judgements = await gather_all(judge(turn, messages[: 2 * i]) for i, turn in enumerate(rollout.conversation))
+    works = []
+    for index, turn in enumerate(rollout.conversation):
+        history = messages[: 2 * index]
+        works.append(judge(turn, history))
+    judgements = await gather_all(works)
     by_turn = {f"turn_{number}": judgement for number, judgement in enumerate(judgements, start=1)}
     return combine_feedback(by_turn, required=by_turn, names_single=True)
 
 
 def shift_spans(feedback: SpanFeedback, offset: int) -> SpanFeedback:
     """Return the feedback with its spans `offset` characters later; `critique_range` counts the critique and stays."""
-    spans = (replace(span, start=span.start + offset, end=span.end + offset) for span in feedback.spans)
-    return replace(feedback, spans=tuple(spans)) if offset else feedback
+    if not offset:
+        return feedback
+    spans = [replace(span, start=span.start + offset, end=span.end + offset) for span in feedback.spans]
+    return replace(feedback, spans=tuple(spans))
 
 
 async def sample_held_out(
@@ -155,7 +173,10 @@ async def sample_held_out(
     """Return responses to the held-out prompts; seeds are the same in every evaluation and for every method."""
     sampling = make_sampling(config, "eval", 0, num_samples=config.eval.samples_per_prompt)
     groups = await gather_all(rollouts.sample(prompt, sampling) for prompt in prompts)
-    return [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
+    pairs = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        pairs += [(prompt, rollout) for rollout in group]
+    return pairs
 
 
 async def compute_held_out_metrics(
@@ -173,36 +194,77 @@ async def compute_held_out_metrics(
     and 0 without a span. It is a rate, because a count would grow with the length of the response. A conversation
     whose environment failed has no measure. The first responses are written to samples.jsonl with their feedback.
     """
-    limit = asyncio.Semaphore(config.feedback.sandbox.max_concurrent)
-    measurable = [pair for pair in pairs if not pair[1].failure]
-    if not all(task.can_measure(prompt) for prompt, _ in pairs):
-        measurable = []
-
-    async def measure_turns(prompt: Prompt, rollout: Rollout) -> list[dict[str, float]]:
-        answers = map(rollout.answer_of, rollout.turns)
-        return await gather_all(measure(task, prompt, answer, config.feedback.sandbox, limit) for answer in answers)
-
-    by_turn = await gather_all(measure_turns(*pair) for pair in measurable)
-    rows = [turns[-1] for turns in by_turn]
+    measured = await _measure_held_out(config, task, pairs)
     logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
-    judged = await gather_all(judge_answer(feedback, p, r) for p, r in (logged if rows else pairs))
-    samples = [JudgedResponse(*pair, feedback) for pair, feedback in zip(logged, judged, strict=False)]
+    judged_pairs = logged if measured else pairs
+    feedbacks = await gather_all(judge_answer(feedback, prompt, rollout) for prompt, rollout in judged_pairs)
+    samples = []
+    for (prompt, rollout), judgement in zip(logged, feedbacks, strict=False):
+        samples.append(JudgedResponse(prompt, rollout, judgement))
     log.write_samples(step, "eval", samples)
-    metrics = {"eval/length_mean": float(np.mean([r.policy_mask.sum() for _, r in pairs]))}
-    if rows:
-        metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        if config.environment:
-            metrics["eval/failed_share"] = 1 - len(rows) / len(pairs)
-            for number in range(1, config.rollout.max_turns):
-                after = [turns[:number][-1][task.score_name] for turns in by_turn]
-                metrics[f"eval/{task.score_name}_turn_{number}"] = float(np.mean(after))
-        scores: dict[str, list[float]] = {}
-        for (prompt, _), row in zip(measurable, rows, strict=True):
-            scores.setdefault(prompt.prompt_id, []).append(row[task.score_name])
-        deviation = np.std([*map(np.mean, scores.values())], ddof=1) if len(scores) > 1 else np.inf
-        error = float(deviation / np.sqrt(len(scores)))
-        return metrics | {"eval/score": metrics[f"eval/{task.score_name}"], "eval/score_se": error}
-    usable = [f for f in judged if f.usable]
-    scores_of_spans = [score_spans(f.spans, config.objective.rewards, config.feedback.weights) for f in usable]
-    score = float(np.mean(scores_of_spans)) if usable else float("-inf")
-    return metrics | {"eval/score": score, "eval/failed_share": 1 - len(usable) / len(judged)}
+
+    lengths = [rollout.policy_mask.sum() for _, rollout in pairs]
+    metrics = {"eval/length_mean": float(np.mean(lengths))}
+    if measured:
+        return metrics | _average_measures(config, task, measured, num_responses=len(pairs))
+
+    usable = [judgement for judgement in feedbacks if judgement.usable]
+    score = partial(score_spans, rule=config.objective.rewards, weights=config.feedback.weights)
+    scores = [score(judgement.spans) for judgement in usable]
+    metrics["eval/score"] = float(np.mean(scores)) if scores else float("-inf")
+    metrics["eval/failed_share"] = 1 - len(usable) / len(feedbacks)
+    return metrics
+
+
+class _Measured(NamedTuple):
+    """The task's measures of one held-out response."""
+
+    prompt_id: str
+    by_turn: list[dict[str, float]]  # after each turn
+
+    @property
+    def final(self) -> dict[str, float]:
+        return self.by_turn[-1]
+
+
+async def _measure_held_out(config: PolicyJob, task: Task, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[_Measured]:
+    """Return the measures of the responses whose environment did not fail; [] if the task cannot measure a prompt."""
+    if not all(task.can_measure(prompt) for prompt, _ in pairs):
+        return []
+    sandbox = config.feedback.sandbox
+    limit = asyncio.Semaphore(sandbox.max_concurrent)
+
+    async def measure_turns(prompt: Prompt, rollout: Rollout) -> _Measured:
+        answers = map(rollout.answer_of, rollout.turns)
+        by_turn = await gather_all(measure(task, prompt, answer, sandbox, limit) for answer in answers)
+        return _Measured(prompt.prompt_id, by_turn)
+
+    works = [measure_turns(prompt, rollout) for prompt, rollout in pairs if not rollout.failure]
+    return await gather_all(works)
+
+
+def _average_measures(
+    config: PolicyJob, task: Task, measured: Sequence[_Measured], *, num_responses: int
+) -> dict[str, float]:
+    """Return the means of the task's measures, and the standard error of its score over prompts."""
+    score_name = task.score_name
+    metrics: dict[str, float] = {}
+    for name in measured[0].final:
+        metrics[f"eval/{name}"] = float(np.mean([response.final[name] for response in measured]))
+    if config.environment:
+        metrics["eval/failed_share"] = 1 - len(measured) / num_responses
+        for number in range(1, config.rollout.max_turns):
+            scores = []
+            for response in measured:
+                last_turn = response.by_turn[:number][-1]
+                scores.append(last_turn[score_name])
+            metrics[f"eval/{score_name}_turn_{number}"] = float(np.mean(scores))
+
+    scores_by_prompt: dict[str, list[float]] = {}
+    for response in measured:
+        scores_by_prompt.setdefault(response.prompt_id, []).append(response.final[score_name])
+    prompt_means = [*map(np.mean, scores_by_prompt.values())]
+    deviation = np.std(prompt_means, ddof=1) if len(prompt_means) > 1 else np.inf
+    metrics["eval/score"] = metrics[f"eval/{score_name}"]
+    metrics["eval/score_se"] = float(deviation / np.sqrt(len(prompt_means)))
+    return metrics

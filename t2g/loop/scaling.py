@@ -48,13 +48,29 @@ def compute_target_workers(steps: Sequence[StepLoad], *, current: int, joining: 
     3
     """
     size = min(max(current, workers.min), workers.max)
-    last = steps[-WINDOW_STEPS:]
-    if size != current or joining or len(last) < WINDOW_STEPS or any(step.num_workers != current for step in last):
+    window = steps[-WINDOW_STEPS:]
+    if size != current or joining or len(window) < WINDOW_STEPS:
         return size
-    seconds = sum(step.seconds for step in last)
-    learner_idle = sum(step.seconds * step.learner_idle for step in last) / seconds
-    rollout_idle = sum(step.seconds * step.rollout_idle for step in last) / seconds
-    buffered = sum(step.buffered for step in last) / WINDOW_STEPS
-    if learner_idle >= MIN_LEARNER_IDLE and buffered < MAX_BACKLOG_STEPS:
-        return min(size + 1, workers.max) if rollout_idle < MAX_ROLLOUT_IDLE else size
-    return max(size - 1, workers.min) if rollout_idle * current >= MIN_SPARE_WORKERS else size
+    if any(step.num_workers != current for step in window):
+        return size
+
+    seconds = 0.0
+    learner_idle_s = 0.0
+    rollout_idle_s = 0.0
+    buffered = 0.0
+    for step in window:
+        seconds += step.seconds
+        learner_idle_s += step.seconds * step.learner_idle
+        rollout_idle_s += step.seconds * step.rollout_idle
+        buffered += step.buffered
+    learner_idle = learner_idle_s / seconds
+    rollout_idle = rollout_idle_s / seconds
+    backlog_steps = buffered / WINDOW_STEPS
+
+    if learner_idle >= MIN_LEARNER_IDLE and backlog_steps < MAX_BACKLOG_STEPS:
+        engines_are_busy = rollout_idle < MAX_ROLLOUT_IDLE
+        return min(size + 1, workers.max) if engines_are_busy else size
+    idle_workers = rollout_idle * current
+    if idle_workers >= MIN_SPARE_WORKERS:
+        return max(size - 1, workers.min)
+    return size

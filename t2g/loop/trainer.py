@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from t2g.algo.kl import adapt_kl_coef
 from t2g.concurrency import finish_in_thread
@@ -29,12 +31,15 @@ from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, Rol
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
 from t2g.loop.producer import Producer
+from t2g.loop.step_metrics import fault_recall, step_metrics, sync_metrics
+from t2g.loop.teacher import teacher_critiques, teacher_metrics
 from t2g.runs.checkpoint import CheckpointStore, FileHashes
 from t2g.runs.identity import Identity, check_identity, save_identity
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.text.transcript import find_answer_tokens, rollout_offsets
 from t2g.types import (
+    JudgedResponse,
     Prompt,
     Rollout,
     ScoredRollout,
@@ -44,6 +49,7 @@ from t2g.types import (
     TokenStats,
     TrainSample,
     UpdateResult,
+    WeightSyncResult,
 )
 
 logger = logging.getLogger(__name__)
@@ -60,6 +66,17 @@ class TrainerState:
     policy_version: int = 0
     kl_coef: float
     wall_s: float = 0.0  # seconds of all sessions up to this state
+
+
+class _Learned(NamedTuple):
+    """The result of a step's update."""
+
+    samples: list[TrainSample]
+    stats: list[TokenStats]  # before the update
+    kl: float  # to the reference, nats per sequence
+    kl_coef: float  # in the update; `_advance` adapts it for the next one
+    result: UpdateResult
+    seconds: float
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,7 +127,8 @@ class Trainer:
         folder, saved = checkpoint
         check_identity(folder, self.identity)
         self.state = TrainerState(**saved)
-        self._finished = read_groups(folder / "buffer", {prompt.prompt_id: prompt for prompt in self.prompts})
+        prompts_by_id = {prompt.prompt_id: prompt for prompt in self.prompts}
+        self._finished = read_groups(folder / "buffer", prompts_by_id)
         self.learner.load(folder / "learner")
         self.history = self.log.truncate(self.state.step + 1)
         return self.state
@@ -132,11 +150,21 @@ class Trainer:
     async def _run(self) -> TrainerState:
         await self._give_gpus_to("engines")
         await self.sync.push(self.state.policy_version)
-        recovered = {} if self.lost_at is None else {"recovery/learner_s": time.monotonic() - self.lost_at}
+        recovered: dict[str, float] = {}
+        if self.lost_at is not None:
+            recovered["recovery/learner_s"] = time.monotonic() - self.lost_at
         if self.state.step == 0 and self.eval_prompts:
             self._log(0, await self._evaluate(step=0))
-        inputs = self.prompts, self.rollouts, self.train_feedback, self._finished, self._outcome_rewards, self.on_phase
-        async with Producer(self.config, *inputs) as producer:
+        producer = Producer(
+            self.config,
+            self.prompts,
+            self.rollouts,
+            self.train_feedback,
+            finished=self._finished,
+            outcome_rewards=self._outcome_rewards,
+            on_phase=self.on_phase,
+        )
+        async with producer:
             saved = self.state.step
             try:
                 while self.state.step < self.config.num_steps and await self._step(producer, recovered):
@@ -145,7 +173,8 @@ class Trainer:
                         await self._checkpoint(producer)
                         saved = self.state.step
             except (RunStopped, UserError, asyncio.CancelledError) as error:
-                if self._learner_is_at_state and self.state.step > saved and not isinstance(error, LearnerLost):
+                can_save = self._learner_is_at_state and not isinstance(error, LearnerLost)
+                if can_save and self.state.step > saved:
                     await self._checkpoint(producer)
                 raise
             if self.state.step > saved:
@@ -159,81 +188,132 @@ class Trainer:
 
     async def _step(self, producer: Producer, recovered: dict[str, float]) -> bool:
         """Run one step. Returns False if `stop()` was set before the update: the step then has no effect."""
-        started, self._busy_s = time.monotonic(), 0.0
-        step, max_staleness = self.state.step + 1, self.config.rollout.max_staleness
+        started = time.monotonic()
+        self._busy_s = 0.0
+        step = self.state.step + 1
         await self._give_gpus_to("engines")
-        for admitted in range(step, min(step + max_staleness, self.config.num_steps) + 1):
-            producer.admit(admitted)
         try:
-            judged = await producer.take(step, self.stop)
+            judged = await self._take_step(step, producer)
         except Stopped:
             return False
-        try:
-            usable = sampling.select_usable(judged, self.config, step=step)
-        except RunStopped:  # a resume drops these lines
-            self.log.write_samples(step, "train", judged.responses)
-            self.log.write_dropped(step, sampling.make_dropped_records(judged))
-            raise
-        scored = [self._score(rollout, feedback) for _, rollout, feedback in usable]
-        ages = steps.token_staleness(
-            [s.rollout for s in scored], policy_version=self.state.policy_version, max_staleness=max_staleness
-        )
+        usable = self._select_usable(step, judged)
+        prompts = [response.prompt for response in usable]
+        scored = [self._score(response.rollout, response.feedback) for response in usable]
+        ages = self._compute_ages([response.rollout for response in usable])
 
         self._learner_is_at_state = False
-        self.on_phase("learning")
-        learn_started = time.monotonic()
-        await self._give_gpus_to("learner")
-        samples, stats, kl, result = await self._learn(step, scored, [prompt for prompt, _, _ in usable])
-        learn_s = time.monotonic() - learn_started
-        self.on_phase("weight sync")
-        await self._give_gpus_to("engines")
-        synced = await self.sync.push(result.policy_version)
+        learned = await self._learn(step, scored, prompts)
+        synced = await self._push_weights(learned.result.policy_version)
 
-        kl_coef = self.state.kl_coef
-        self._advance(step, result.policy_version, len(judged.responses), kl)
-        metrics = steps.step_metrics(judged.responses, scored, stats, self.config.objective, kl=kl, kl_coef=kl_coef)
-        metrics |= (
-            steps.fault_recall(self.task, judged.responses) | result.metrics | steps.sync_metrics(synced) | recovered
-        )
+        self._advance(step, learned.result.policy_version, len(judged.responses), learned.kl)
+        metrics = self._collect_metrics(judged.responses, scored, learned, synced)
+        metrics |= recovered
         metrics |= await self.extra_metrics()
         step_s = time.monotonic() - started
+        busy_share = (self._busy_s + synced.seconds) / step_s
         metrics |= {
             "samples": float(self.state.num_samples),
-            "staleness/mean": float(ages.mean()),
-            "staleness/max": float(ages.max()),
+            **_staleness_metrics(ages),
             "buffer/samples": float(producer.count_waiting()),
-            "dropped/samples": float(len(judged.responses) - len(scored) + judged.num_unsampled),
-            "dropped/prompts": float(len(judged.unsampled)),
-            "idle/learner": max(0.0, 1 - (self._busy_s + synced.seconds) / step_s),
-            "time/generate_s": judged.generate_s,
-            "time/feedback_s": judged.feedback_s,
-            "time/learn_s": learn_s,
+            **_drop_metrics(judged),
+            "idle/learner": max(0.0, 1 - busy_share),
+        }
+        metrics |= _time_metrics(judged, learned)
+        metrics |= {
             "time/step_s": step_s,
             "speed/tokens_per_s": len(ages) / step_s,
         }
         try:
-            if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
+            if self._is_evaluated(step):
                 metrics |= await self._evaluate(step=step)
         finally:  # the step is finished even if its evaluation fails
-            self.log.write_samples(
-                step, "train", judged.responses, scored, self.tokenizer, steps.make_token_columns(samples, stats)
-            )
-            self.log.write_dropped(step, sampling.make_dropped_records(judged))
-            self._log(step, metrics)
-            self._learner_is_at_state = True
+            self._write_step(step, metrics, judged, scored, learned)
         return True
 
-    async def _learn(
-        self, step: int, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]
-    ) -> tuple[list[TrainSample], list[TokenStats], float, UpdateResult]:
-        """Update the policy; return samples, statistics before the update, KL (nats per sequence) and result.
+    def _compute_ages(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        version = self.state.policy_version
+        max_staleness = self.config.rollout.max_staleness
+        return steps.token_staleness(rollouts, policy_version=version, max_staleness=max_staleness)
 
-        The statistics are those of the update's own forward pass where `Learner.forward` leaves them out.
+    async def _push_weights(self, policy_version: int) -> WeightSyncResult:
+        self.on_phase("weight sync")
+        await self._give_gpus_to("engines")
+        return await self.sync.push(policy_version)
+
+    def _write_step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        judged: sampling.JudgedStep,
+        scored: Sequence[ScoredRollout],
+        learned: _Learned,
+    ) -> None:
+        """Write the logs of a finished step."""
+        columns = steps.make_token_columns(learned.samples, learned.stats)
+        self.log.write_samples(step, "train", judged.responses, scored, self.tokenizer, columns)
+        self.log.write_dropped(step, sampling.make_dropped_records(judged))
+        self._log(step, metrics)
+        self._learner_is_at_state = True
+
+    async def _take_step(self, step: int, producer: Producer) -> sampling.JudgedStep:
+        """Return the judged responses of the step; those of the next steps may be sampled from now on.
+
+        Raises:
+            Stopped: `stop()` was set.
         """
-        stats = await self._call(self.learner.forward, [s.rollout for s in scored])
+        last = min(step + self.config.rollout.max_staleness, self.config.num_steps)
+        for admitted in range(step, last + 1):
+            producer.admit(admitted)
+        return await producer.take(step, self.stop)
+
+    def _select_usable(self, step: int, judged: sampling.JudgedStep) -> list[JudgedResponse]:
+        """Return the responses to train on. If there are too few, the step is logged before the run stops.
+
+        Raises:
+            RunStopped: See `sampling.select_usable`.
+        """
+        try:
+            return sampling.select_usable(judged, self.config, step=step)
+        except RunStopped:  # a resume drops these lines
+            self.log.write_samples(step, "train", judged.responses)
+            self.log.write_dropped(step, sampling.make_dropped_records(judged))
+            raise
+
+    def _collect_metrics(
+        self,
+        responses: Sequence[JudgedResponse],
+        scored: Sequence[ScoredRollout],
+        learned: _Learned,
+        synced: WeightSyncResult,
+    ) -> dict[str, float]:
+        """Return the metrics of the step's data, update and weight sync."""
+        objective = self.config.objective
+        metrics = step_metrics(responses, scored, learned.stats, objective, kl=learned.kl, kl_coef=learned.kl_coef)
+        metrics |= fault_recall(self.task, responses)
+        metrics |= learned.result.metrics
+        metrics |= sync_metrics(synced)
+        return metrics
+
+    def _is_evaluated(self, step: int) -> bool:
+        if not self.eval_prompts:
+            return False
+        return step % self.config.eval.every == 0 or step == self.config.num_steps
+
+    async def _learn(self, step: int, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> _Learned:
+        """Update the policy.
+
+        The returned statistics are those of the update's own forward pass where `Learner.forward` leaves them out.
+        """
+        self.on_phase("learning")
+        started = time.monotonic()
+        await self._give_gpus_to("learner")
+        objective = self.config.objective
+        kl_coef = self.state.kl_coef
+        seed = self.config.run.seed
+        stats = await self._call(self.learner.forward, [response.rollout for response in scored])
         steps.check_finite(step, scored, stats)
-        objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
         teacher = await self._score_teacher(scored, stats, prompts) if objective.teacher else ()
+
         samples = steps.make_train_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed, teacher=teacher)
         batch = make_train_batch(
             samples,
@@ -245,8 +325,10 @@ class Trainer:
         result = await self._call(self.learner.update, batch)
         stats = list(result.stats) or stats
         if teacher:
-            result = replace(result, metrics=result.metrics | steps.teacher_metrics(scored, teacher, stats))
-        return samples, stats, steps.step_kl(scored, stats), result
+            result = replace(result, metrics=result.metrics | teacher_metrics(scored, teacher, stats))
+        kl = steps.step_kl(scored, stats)
+        seconds = time.monotonic() - started
+        return _Learned(samples=samples, stats=stats, kl=kl, kl_coef=kl_coef, result=result, seconds=seconds)
 
     async def _score_teacher(
         self, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats], prompts: Sequence[Prompt]
@@ -259,27 +341,30 @@ class Trainer:
         rule = self.config.objective.teacher
         assert rule is not None
         max_tokens = self.config.revision_window - self.config.rollout.max_new_tokens
-        critiques = steps.teacher_critiques(
-            [s.rollout.prompt_id for s in scored],
-            [s.feedback.critique for s in scored],
-            shuffled=rule.critique == "shuffled",
-        )
-        teacher_ids = [
-            encode_teacher_prompt(self.task, prompt, critique, self.tokenizer, max_tokens) if critique else None
-            for prompt, critique in zip(prompts, critiques, strict=True)
-        ]
-        queries = [
-            TeacherQuery(prompt_ids=ids, response_ids=s.rollout.response_ids, top_ids=t.top_ids)
-            for s, t, ids in zip(scored, stats, teacher_ids, strict=True)
-            if ids is not None
-        ]
+        prompt_ids = [response.rollout.prompt_id for response in scored]
+        own_critiques = [response.feedback.critique for response in scored]
+        critiques = teacher_critiques(prompt_ids, own_critiques, shuffled=rule.critique == "shuffled")
+
+        queries: list[TeacherQuery] = []
+        has_query: list[bool] = []
+        for response, token_stats, prompt, critique in zip(scored, stats, prompts, critiques, strict=True):
+            teacher_ids = None
+            if critique:
+                teacher_ids = encode_teacher_prompt(self.task, prompt, critique, self.tokenizer, max_tokens)
+            has_query.append(teacher_ids is not None)
+            if teacher_ids is not None:
+                response_ids = response.rollout.response_ids
+                query = TeacherQuery(prompt_ids=teacher_ids, response_ids=response_ids, top_ids=token_stats.top_ids)
+                queries.append(query)
+
         if not queries and rule.weight == 1:
             raise RunStopped(
                 f"no response of the step has a critique for objective.teacher that fits into a prompt of {max_tokens} "
                 "tokens, and objective.teacher.weight=1 trains on nothing else; set it below 1"
             )
-        teacher_stats = iter(await self._call(self.learner.score_teacher, queries) if queries else ())
-        return [None if ids is None else next(teacher_stats) for ids in teacher_ids]
+        scores = await self._call(self.learner.score_teacher, queries) if queries else []
+        remaining = iter(scores)
+        return [next(remaining) if has else None for has in has_query]
 
     async def _call(self, call: Callable[..., Result], *args: Any) -> Result:
         """Call the learner in a thread, so that requests go on meanwhile.
@@ -293,22 +378,34 @@ class Trainer:
             self._busy_s += time.monotonic() - started
 
     def _score(self, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
+        objective = self.config.objective
+        rule = objective.rewards
+        text = rollout.response_text
         offsets = rollout_offsets(self.tokenizer, rollout)
-        objective, rule = self.config.objective, self.config.objective.rewards
-        reward_by = partial(token_rewards, offsets, text=rollout.response_text, weights=self.config.feedback.weights)
-        by_criterion = {name: [s for s in feedback.spans if s.criterion == name] for name in feedback.criteria}
+        reward_by = partial(token_rewards, offsets, text=text, weights=self.config.feedback.weights)
+        by_token = reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"}))
+        turn_starts = [turn.characters[0] for turn in rollout.turns]
+        step_ids = compute_step_ids(offsets, text, self.task.step_pattern, starts=turn_starts)
+
+        outcome_reward = 0.0
+        for entry in objective.outcome_rewards:
+            outcome_reward += entry.weight * feedback.outcomes.get(entry.source, 0.0)
+
+        criterion_rewards: dict[str, float] = {}
+        for name in feedback.criteria:
+            spans = [span for span in feedback.spans if span.criterion == name]
+            criterion_rewards[name] = float(reward_by(spans, rule=rule).sum())
+
         return ScoredRollout(
             rollout=rollout,
             feedback=feedback,
             token_rewards=reward_by(feedback.spans, rule=rule),
-            by_token=reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"})),
-            step_ids=compute_step_ids(
-                offsets, rollout.response_text, self.task.step_pattern, starts=[t.characters[0] for t in rollout.turns]
-            ),
-            outcome_reward=sum(e.weight * feedback.outcomes.get(e.source, 0.0) for e in objective.outcome_rewards),
+            by_token=by_token,
+            step_ids=step_ids,
+            outcome_reward=outcome_reward,
             truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
             answer_tokens=find_answer_tokens(offsets, rollout),
-            criterion_rewards={name: float(reward_by(spans, rule=rule).sum()) for name, spans in by_criterion.items()},
+            criterion_rewards=criterion_rewards,
         )
 
     def _advance(self, step: int, policy_version: int, num_samples: int, kl: float) -> None:
@@ -316,7 +413,11 @@ class Trainer:
         kl_coef = self.state.kl_coef
         if objective.kl_target is not None:
             kl_coef = adapt_kl_coef(
-                kl_coef, kl=kl, target=objective.kl_target, num_samples=num_samples, horizon=objective.kl_horizon
+                kl_coef,
+                kl=kl,
+                target=objective.kl_target,
+                num_samples=num_samples,
+                horizon=objective.kl_horizon,
             )
         self.state = replace(
             self.state,
@@ -352,7 +453,8 @@ class Trainer:
         self.on_phase("checkpoint")
         await self._give_gpus_to("learner")
         now = time.monotonic()
-        self.state, self._since = replace(self.state, wall_s=self.state.wall_s + now - self._since), now
+        self.state = replace(self.state, wall_s=self.state.wall_s + now - self._since)
+        self._since = now
         groups = producer.collect_finished()
         self.on_checkpoint(self.state.step)
 
@@ -376,8 +478,31 @@ class Trainer:
         Raises:
             UserError: The checkpoint cannot be written.
         """
-        if (sealing := self._sealing) is not None:
-            # A cancellation here keeps `_sealing`: the next checkpoint would remove the files of an unfinished one.
-            await asyncio.wait([sealing])
-            self._sealing = None
-            sealing.result()
+        sealing = self._sealing
+        if sealing is None:
+            return
+        # A cancellation here keeps `_sealing`: the next checkpoint would remove the files of an unfinished one.
+        await asyncio.wait([sealing])
+        self._sealing = None
+        sealing.result()
+
+
+def _staleness_metrics(ages: np.ndarray) -> dict[str, float]:
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+
+
+def _drop_metrics(judged: sampling.JudgedStep) -> dict[str, float]:
+    """Return the numbers of responses that are not trained on, and of prompts without a response."""
+    num_unusable = sum(not response.feedback.usable for response in judged.responses)
+    return {
+        "dropped/samples": float(num_unusable + judged.num_unsampled),
+        "dropped/prompts": float(len(judged.unsampled)),
+    }
+
+
+def _time_metrics(judged: sampling.JudgedStep, learned: _Learned) -> dict[str, float]:
+    return {
+        "time/generate_s": judged.generate_s,
+        "time/feedback_s": judged.feedback_s,
+        "time/learn_s": learned.seconds,
+    }

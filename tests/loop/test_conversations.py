@@ -26,7 +26,8 @@ from t2g.feedback.sources.program import ProgramFeedback
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.loop.annotation import make_turn_samples
 from t2g.loop.sampling import judge_answer
-from t2g.loop.steps import make_train_samples, step_kl, step_metrics, token_staleness
+from t2g.loop.step_metrics import step_metrics
+from t2g.loop.steps import make_train_samples, step_kl, token_staleness
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.text.thinking import NO_ANSWER
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample

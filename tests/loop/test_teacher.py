@@ -19,7 +19,8 @@ from t2g.algo.kl import top_k_kl
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, PolicyJob
 from t2g.data.prompts import encode_teacher_prompt, make_prompts
 from t2g.errors import RunStopped
-from t2g.loop.steps import make_train_samples, teacher_contrast, teacher_critiques, teacher_metrics
+from t2g.loop.steps import make_train_samples
+from t2g.loop.teacher import teacher_contrast, teacher_critiques, teacher_metrics
 from t2g.tasks.base import get_task
 from t2g.types import DistillationSample, Prompt, SpanFeedback, TeacherQuery, TeacherStats
 

@@ -28,7 +28,8 @@ from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop.annotation import ConcurrencyLimit, Sample, annotate
 from t2g.loop.sampling import judge_answer, measure, shift_spans
-from t2g.loop.steps import check_truncation_penalty, fault_recall, make_train_samples, step_metrics
+from t2g.loop.step_metrics import fault_recall, step_metrics
+from t2g.loop.steps import check_truncation_penalty, make_train_samples
 from t2g.sandbox import SandboxConfig
 from t2g.study.targeting import THINKING, criticisms, mentions
 from t2g.tasks.prompts_only import PromptsTask

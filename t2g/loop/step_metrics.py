@@ -1,0 +1,271 @@
+"""The metrics of one step that the driver computes, see `t2g.runs.metrics`."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from t2g.config import ObjectiveConfig
+from t2g.feedback.rewards import compute_label_shares
+from t2g.runs import metrics as m
+from t2g.tasks.base import Task
+from t2g.types import (
+    JudgedResponse,
+    PolicyTurn,
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    Span,
+    SpanFeedback,
+    TokenStats,
+    WeightSyncResult,
+)
+
+Judged = Sequence[tuple[Prompt, Rollout, SpanFeedback]]
+
+
+class _TokenNumbers(NamedTuple):
+    """Numbers of the step's sampled tokens, [N] each."""
+
+    deltas: np.ndarray  # of answer tokens alone
+    rewards: np.ndarray
+    gaps: np.ndarray  # |learner - engine|, nats
+    entropies: np.ndarray
+
+
+def step_metrics(
+    judged: Judged,
+    scored: Sequence[ScoredRollout],
+    stats: Sequence[TokenStats],
+    objective: ObjectiveConfig,
+    *,
+    kl: float,
+    kl_coef: float,
+) -> dict[str, float]:
+    """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of answer tokens or of samples."""
+    responses = [JudgedResponse(*response) for response in judged]
+    tokens = _collect_tokens(scored, stats)
+    metrics = {f"tokens/{label}_share": share for label, share in compute_label_shares(tokens.deltas).items()}
+    metrics |= _source_metrics(responses)
+    metrics |= _criterion_metrics(responses, scored)
+    metrics |= _unanswered_metrics(responses)
+    metrics |= _conversation_metrics(responses)
+    metrics |= _outcome_metrics(scored, objective)
+    metrics |= _reward_metrics(scored, tokens.rewards, objective)
+    metrics["policy/kl"] = kl
+    metrics["policy/kl_coef"] = kl_coef
+    metrics["policy/entropy"] = float(tokens.entropies.mean())
+    metrics |= _length_metrics(responses)
+    metrics["gap/logprob_mean"] = float(tokens.gaps.mean())
+    metrics["gap/p95"] = float(np.quantile(tokens.gaps, 0.95))
+    metrics[m.FAILED_SHARE] = 1 - len(scored) / len(responses)
+    metrics |= _quote_metrics(responses)
+    return metrics
+
+
+def _collect_tokens(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> _TokenNumbers:
+    deltas = []
+    rewards = []
+    gaps = []
+    entropies = []
+    for response, token_stats in zip(scored, stats, strict=True):
+        mask = response.rollout.policy_mask
+        gap = token_stats.old_logprobs - response.rollout.rollout_logprobs
+        deltas.append(response.deltas[response.answer_tokens])
+        rewards.append(response.rewards[mask])
+        gaps.append(gap[mask])
+        entropies.append(token_stats.entropy[mask])
+    return _TokenNumbers(
+        deltas=np.concatenate(deltas),
+        rewards=np.concatenate(rewards),
+        gaps=np.abs(np.concatenate(gaps)),
+        entropies=np.concatenate(entropies),
+    )
+
+
+def _source_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
+    """Return the shares of feedback sources and sandbox modes, and the means of a feedback function's own numbers."""
+    sources: Counter[str] = Counter()
+    modes: Counter[str] = Counter()
+    own_metrics = []
+    for response in responses:
+        feedback = response.feedback
+        sources[feedback.source] += 1
+        if "mode" in feedback.execution:
+            modes[feedback.execution["mode"]] += 1
+        own_metrics.append(feedback.metrics)
+
+    metrics: dict[str, float] = {}
+    for source, count in sorted(sources.items()):
+        metrics[f"feedback/source/{source}"] = count / sources.total()
+    for mode, count in sorted(modes.items()):
+        metrics[f"sandbox/{mode}_share"] = count / modes.total()
+    return metrics | _means(m.FEEDBACK_METRICS, own_metrics)
+
+
+def _criterion_metrics(responses: Sequence[JudgedResponse], scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Return for each criterion the share of failures and the mean reward.
+
+    A response without an answer is not judged: it has no criteria, and counts as a reward of 0. A conversation that has
+    fewer turns than others does not count for the turns that it lacks.
+    """
+    failed: dict[str, list[bool]] = {}
+    for response in responses:
+        for name, result in response.feedback.criteria.items():
+            failed.setdefault(name, []).append(not result.usable)
+
+    metrics: dict[str, float] = {}
+    for name, failures in failed.items():
+        metrics[f"{m.CRITERION_FAILED}{name}"] = float(np.mean(failures))
+        rewards = []
+        for response in scored:
+            criteria = response.feedback.criteria
+            if name in criteria or not criteria:
+                rewards.append(response.criterion_rewards.get(name, 0.0))
+        if rewards:
+            metrics[f"{m.CRITERION_REWARD}{name}"] = float(np.mean(rewards))
+    return metrics
+
+
+def _unanswered_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
+    """Return the share of responses without an answer; {} unless the model thinks."""
+    if not any(_has_thinking(response.rollout) for response in responses):
+        return {}
+    unanswered = [response.rollout.answer_start is None for response in responses]
+    return {m.UNANSWERED_SHARE: float(np.mean(unanswered))}
+
+
+def _has_thinking(rollout: Rollout) -> bool:
+    return any(turn.answer_start != turn.characters[0] for turn in rollout.turns)
+
+
+def _conversation_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
+    """Return the metrics of conversations with an environment; {} without one."""
+    num_turns = []
+    is_window_full = []
+    is_unpaid = []
+    for response in responses:
+        rollout = response.rollout
+        if not rollout.conversation:
+            continue
+        num_turns.append(len(rollout.turns))
+        is_window_full.append(rollout.is_window_full)
+        for span in response.feedback.spans:
+            is_paid = any(_overlaps(span, turn) for turn in rollout.turns)
+            is_unpaid.append(not is_paid)
+
+    if not num_turns:
+        return {}
+    return {
+        m.TURNS: float(np.mean(num_turns)),
+        "turns/window_share": float(np.mean(is_window_full)),
+        "turns/unpaid_share": float(np.mean(is_unpaid)) if is_unpaid else 0.0,
+    }
+
+
+def _overlaps(span: Span, turn: PolicyTurn) -> bool:
+    start, end = turn.characters
+    return span.start < end and start < span.end
+
+
+def _outcome_metrics(scored: Sequence[ScoredRollout], objective: ObjectiveConfig) -> dict[str, float]:
+    """Return the means of the outcome rewards, in sum and by source; {} without `objective.outcome_rewards`."""
+    if not objective.outcome_rewards:
+        return {}
+    outcome_rewards = [response.outcome_reward for response in scored]
+    outcomes = [response.feedback.outcomes for response in scored]
+    return {m.OUTCOME_MEAN: float(np.mean(outcome_rewards))} | _means(m.OUTCOME_REWARD, outcomes)
+
+
+def _reward_metrics(
+    scored: Sequence[ScoredRollout], token_rewards: np.ndarray, objective: ObjectiveConfig
+) -> dict[str, float]:
+    totals = []
+    response_rewards = []
+    for response in scored:
+        span_reward = objective.span_coef * response.token_rewards.sum()
+        totals.append(span_reward + response.truncation_penalty + response.outcome_reward)
+        response_rewards.append(response.rewards.sum())
+    return {
+        m.TOTAL_REWARD: float(np.mean(totals)),
+        "reward/token_mean": float(token_rewards.mean()),
+        "reward/response_mean": float(np.mean(response_rewards)),
+    }
+
+
+def _length_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
+    lengths = []
+    is_truncated = []
+    for response in responses:
+        lengths.append(response.rollout.policy_mask.sum())
+        is_truncated.append(response.rollout.is_truncated)
+    return {
+        "response/length_mean": float(np.mean(lengths)),
+        m.TRUNCATED_SHARE: float(np.mean(is_truncated)),
+    }
+
+
+def _quote_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
+    """Return the share of feedback without spans, and the share of quotes that occur in their response."""
+    num_empty = 0
+    num_quotes = 0
+    num_located = 0
+    for response in responses:
+        feedback = response.feedback
+        num_quotes += feedback.num_quotes
+        num_located += feedback.num_located
+        if feedback.status == "empty" and not feedback.reason:
+            num_empty += 1
+    return {
+        "feedback/empty_share": num_empty / len(responses),
+        m.LOCATED_RATE: num_located / num_quotes if num_quotes else 1.0,
+    }
+
+
+def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return for each name the mean over the rows that have it."""
+    values_by_name: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values_by_name.setdefault(name, []).append(value)
+    return {f"{prefix}{name}": float(np.mean(values)) for name, values in sorted(values_by_name.items())}
+
+
+def fault_recall(task: Task, judged: Judged) -> dict[str, float]:
+    """Return how well the feedback finds the faults that the task knows.
+
+    Returns:
+        For each fault class the share that overlaps a poor span; `feedback/faults_praised` is the share of all faults
+        that overlaps a good span, which is rewarded instead of penalised.
+    """
+    recalled: dict[str, list[bool]] = {}
+    praised = []
+    for prompt, rollout, feedback in judged:
+        answer_start = rollout.answer_start
+        if answer_start is None or not feedback.usable:
+            continue
+        for kind, fault_start, fault_end in task.faults(prompt, rollout.answer):
+            start = answer_start + fault_start
+            end = answer_start + fault_end
+            labels = {span.label for span in feedback.spans if span.start < end and start < span.end}
+            recalled.setdefault(f"{m.RECALL}{kind}", []).append(-1 in labels)
+            praised.append(1 in labels)
+
+    shares = {name: float(np.mean(hits)) for name, hits in sorted(recalled.items())}
+    if praised:
+        shares["feedback/faults_praised"] = float(np.mean(praised))
+    return shares
+
+
+def sync_metrics(result: WeightSyncResult) -> dict[str, float]:
+    """Return the metrics of a weight sync."""
+    metrics = {f"sync/{name}_s": seconds for name, seconds in result.timings.items()}
+    metrics |= {
+        "time/sync_s": result.seconds,
+        "sync/bytes": float(result.bytes),
+        "sync/probe_gap": result.probe_gap,
+        "sync/calls": float(result.num_calls),
+        "sync/missed": float(len(result.missed)),
+    }
+    return metrics
