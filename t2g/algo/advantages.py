@@ -22,10 +22,13 @@ def combine_rewards(
     outcome_rewards is [B] and is paid at each row's last token with mask 1; the other tensors are [B, R]. k1 is the KL
     estimate of `t2g.algo.kl.kl_k1` to the reference.
     """
-    rewards = span_coef * token_rewards - kl_coef * kl_k1(logprobs, ref_logprobs)
+    kl = kl_k1(logprobs, ref_logprobs)
+    rewards = span_coef * token_rewards - kl_coef * kl
     keep = mask.bool()
     num_left = keep.long().flip(1).cumsum(1).flip(1)  # unmasked tokens from t to the end
-    return torch.where(keep, rewards + outcome_rewards[:, None] * (num_left == 1), 0)
+    is_last = num_left == 1
+    rewards = rewards + outcome_rewards[:, None] * is_last
+    return torch.where(keep, rewards, 0)
 
 
 def gae(
@@ -45,18 +48,23 @@ def gae(
     [[0.5, 1.0, 0.0]]
     """
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
-        raise ValueError(
-            f"gae needs three [B, R] tensors of one shape, got {[list(x.shape) for x in (rewards, values, mask)]}"
-        )
-    keep, discounts = mask.bool(), torch.as_tensor(gamma, dtype=rewards.dtype).expand_as(rewards)
+        shapes = [list(tensor.shape) for tensor in (rewards, values, mask)]
+        raise ValueError(f"gae needs three [B, R] tensors of one shape, got {shapes}")
+    keep = mask.bool()
+    discounts = torch.as_tensor(gamma, dtype=rewards.dtype).expand_as(rewards)
     advantages = torch.zeros_like(values)
-    advantage = next_value = values.new_zeros(len(values))
+    advantage = values.new_zeros(len(values))
+    next_value = values.new_zeros(len(values))
     for t in reversed(range(rewards.shape[1])):
-        td_error = rewards[:, t] + discounts[:, t] * next_value - values[:, t]
-        advantage = torch.where(keep[:, t], td_error + discounts[:, t] * lam * advantage, advantage)
-        next_value = torch.where(keep[:, t], values[:, t], next_value)
-        advantages[:, t] = torch.where(keep[:, t], advantage, 0)
-    return advantages, torch.where(keep, advantages + values, 0)
+        is_kept = keep[:, t]
+        discount = discounts[:, t]
+        value = values[:, t]
+        td_error = rewards[:, t] + discount * next_value - value
+        advantage = torch.where(is_kept, td_error + discount * lam * advantage, advantage)
+        next_value = torch.where(is_kept, value, next_value)
+        advantages[:, t] = torch.where(is_kept, advantage, 0)
+    returns = torch.where(keep, advantages + values, 0)
+    return advantages, returns
 
 
 def group_advantages(
@@ -82,20 +90,25 @@ def group_advantages(
     [[1.0, 1.5], [-0.5, 0.0], [-0.5, -1.5]]
     """
     # In float64: otherwise normalising would amplify rounding errors between equal returns and their mean.
-    returns, _ = gae(rewards.double(), torch.zeros_like(rewards, dtype=torch.float64), mask, gamma, 1.0)
+    no_values = torch.zeros_like(rewards, dtype=torch.float64)
+    returns, _ = gae(rewards.double(), no_values, mask, gamma, 1.0)
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
         rows = (groups == group).nonzero().squeeze(1)
         lengths = mask[rows].sum(1).long()
+        last_positions = (lengths[:, None] - 1).clamp(min=0)
         positions = torch.arange(int(lengths.max()))
-        extended = returns[rows].gather(1, positions.minimum((lengths[:, None] - 1).clamp(min=0)))
+        extended = returns[rows].gather(1, positions.minimum(last_positions))
         difference = extended - extended.mean(0)
         if normalise:
-            difference = difference / (difference.square().mean().sqrt() + 1e-6)
+            deviation = difference.square().mean().sqrt()
+            difference = difference / (deviation + 1e-6)
         else:
-            difference = difference * len(rows) / max(len(rows) - 1, 1)  # from the mean of the others
+            num_others = max(len(rows) - 1, 1)
+            difference = difference * len(rows) / num_others  # from the mean of the others
         advantages[rows, : len(positions)] = difference
-    return torch.where(mask.bool(), advantages, 0).to(rewards.dtype), returns.to(rewards.dtype)
+    advantages = torch.where(mask.bool(), advantages, 0)
+    return advantages.to(rewards.dtype), returns.to(rewards.dtype)
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"]) -> torch.Tensor:
@@ -112,5 +125,6 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "
     unmasked = advantages[keep]
     if mode != "none" and unmasked.numel():
         mean = unmasked.mean() if mode == "full" else 0.0
-        advantages = (advantages - mean) * ((unmasked - mean).square().mean() + 1e-8).rsqrt()
+        variance = (unmasked - mean).square().mean()
+        advantages = (advantages - mean) * (variance + 1e-8).rsqrt()
     return torch.where(keep, advantages, 0)

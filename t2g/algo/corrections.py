@@ -1,6 +1,7 @@
 """Importance weights that correct for the gap between the engine that samples and the learner that trains."""
 
 import math
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -41,10 +42,12 @@ def importance_weights(
     if mode == "none":
         log_ratio = torch.zeros_like(log_ratio)
     elif mode == "sequence":
-        log_ratio = torch.zeros_like(log_ratio).index_add(0, segment_ids, log_ratio)[segment_ids]
+        by_response = torch.zeros_like(log_ratio).index_add(0, segment_ids, log_ratio)
+        log_ratio = by_response[segment_ids]
     r = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if mode == "masked":
-        keep = keep & (r >= 1 / cap) & (r <= cap)
+        is_bounded = (r >= 1 / cap) & (r <= cap)
+        keep = keep & is_bounded
     return torch.where(keep, r.clamp(max=cap), 0)
 
 
@@ -60,11 +63,13 @@ def importance_metrics(
     All arrays are [N >= 1] and hold every token of a step: percentiles of shards cannot be combined.
     """
     r = ratio(old_logprobs, rollout_logprobs).double()
-    arrays = old_logprobs, rollout_logprobs, segment_ids, torch.ones_like(old_logprobs)
-    changed = importance_weights(*arrays, mode, cap) != importance_weights(*arrays, mode, math.inf)
+    all_weights = torch.ones_like(old_logprobs)
+    weights_for = partial(importance_weights, old_logprobs, rollout_logprobs, segment_ids, all_weights, mode)
+    is_outside = (r < 0.9) | (r > 1.1)
+    is_truncated = weights_for(cap) != weights_for(math.inf)
     return {
         "importance/mean": float(r.mean()),
         "importance/p95": float(np.quantile(r.numpy(), 0.95)),  # torch.quantile refuses more than 2**24 elements
-        "importance/outside_share": float(((r < 0.9) | (r > 1.1)).double().mean()),
-        "importance/truncated_share": float(changed.double().mean()),
+        "importance/outside_share": float(is_outside.double().mean()),
+        "importance/truncated_share": float(is_truncated.double().mean()),
     }

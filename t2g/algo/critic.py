@@ -19,7 +19,8 @@ class Critic(torch.nn.Module):
     def __init__(self, backbone: torch.nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = ValueHead(backbone.config.get_text_config().hidden_size, 1, bias=False)
+        hidden_size = backbone.config.get_text_config().hidden_size
+        self.head = ValueHead(hidden_size, 1, bias=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return values [S, L] float32 of input ids [S, L] int64; column i is the state *after* token i.

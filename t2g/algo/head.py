@@ -59,21 +59,24 @@ def token_columns(
         if request.entropy:
             numbers.append(compute_entropy(logprobs)[:, None])
         if ref_logits is not None:
-            numbers.append(full_kl(logits, ref_logits.float() / request.temperature)[:, None])
+            scaled_ref_logits = ref_logits.float() / request.temperature
+            numbers.append(full_kl(logits, scaled_ref_logits)[:, None])
         if token_ids is not None:
             numbers.append(logprobs.gather(-1, token_ids))
         if request.top_k:
-            numbers.append(logprobs.topk(min(request.top_k, logprobs.shape[-1])).indices.float())
+            top_k = min(request.top_k, logprobs.shape[-1])
+            numbers.append(logprobs.topk(top_k).indices.float())
         return torch.cat(numbers, dim=-1)
 
     chunks = states.split(CHUNK_TOKENS)  # with slices, each gradient would be as large as all states
-    inputs = [
-        [None] * len(chunks) if rows is None else rows.split(CHUNK_TOKENS)
-        for rows in (request.next_ids, request.ref_logits, request.token_ids)
-    ]
+    inputs = []
+    for rows in (request.next_ids, request.ref_logits, request.token_ids):
+        no_rows = [None] * len(chunks)
+        inputs.append(no_rows if rows is None else rows.split(CHUNK_TOKENS))
     # A chunk draws no random numbers: its backward pass does not need to restore the generators.
     compute = partial(checkpoint, columns, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([compute(*rows) for rows in zip(chunks, *inputs, strict=True)])
+    columns_by_chunk = [compute(*rows) for rows in zip(chunks, *inputs, strict=True)]
+    return torch.cat(columns_by_chunk)
 
 
 def compute_entropy(logprobs: torch.Tensor) -> torch.Tensor:
@@ -85,7 +88,8 @@ def compute_entropy(logprobs: torch.Tensor) -> torch.Tensor:
     tensor(0.6931)
     """
     probabilities = logprobs.exp()
-    return -(probabilities * torch.where(probabilities > 0, logprobs, 0)).sum(-1)
+    finite_logprobs = torch.where(probabilities > 0, logprobs, 0)
+    return -(probabilities * finite_logprobs).sum(-1)
 
 
 class ChunkedHead(torch.nn.Linear):
@@ -98,8 +102,10 @@ class ChunkedHead(torch.nn.Linear):
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         torch.nn.Module.__init__(self)  # Linear's __init__ would create new weights
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
         self._request: TokenRequest | None = None
 
     @contextmanager
@@ -115,7 +121,8 @@ class ChunkedHead(torch.nn.Linear):
         if self._request is None:
             return super().forward(hidden)
         states = hidden.flatten(0, 1)[self._request.positions]
-        return token_columns(states, self._request, super().forward)[None]
+        columns = token_columns(states, self._request, super().forward)
+        return columns[None]
 
 
 def install_chunked_head(model: Any) -> bool:
@@ -164,7 +171,8 @@ def _returns_head_output(model: Any, head: torch.nn.Linear) -> bool:
     backbone.forward = lambda *args, **kwargs: _BackboneOutput(hidden)
     head.forward = lambda hidden: logits
     try:
-        returned = model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+        input_ids = torch.zeros(1, 3, dtype=torch.long)
+        returned = model(input_ids=input_ids, use_cache=False).logits
     finally:
         del backbone.forward, head.forward
     return torch.equal(returned, logits)

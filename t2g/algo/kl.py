@@ -40,7 +40,8 @@ def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
     Both are [N, V] of any float type, divided by the temperature. Returns [N] float32, nats; row i belongs to the token
     that row i predicts. Differentiable; a token that p excludes (logit -inf) adds 0.
     """
-    logprobs, ref_logprobs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1)
+    ref_logprobs = ref_logits.float().log_softmax(-1)
     possible = logprobs > -torch.inf
     gap = torch.where(possible, logprobs, 0) - torch.where(possible, ref_logprobs, 0)
     return (logprobs.exp() * gap).sum(-1)
@@ -63,15 +64,22 @@ def top_k_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor
     >>> round(top_k_kl(half, half / 2).item(), 4)  # p = .5 and .5, q = .7071 and .2929
     0.0942
     """
-    rows = [torch.cat([x, _log_remaining(x)], dim=-1) for x in (logprobs, ref_logprobs)]
-    possible = rows[0] > -torch.inf
-    gap = torch.where(possible, rows[0], 0) - torch.where(possible, rows[1], 0)
-    return (rows[0].exp() * gap).sum(-1)
+    outcomes = _add_remaining(logprobs)
+    ref_outcomes = _add_remaining(ref_logprobs)
+    possible = outcomes > -torch.inf
+    gap = torch.where(possible, outcomes, 0) - torch.where(possible, ref_outcomes, 0)
+    return (outcomes.exp() * gap).sum(-1)
+
+
+def _add_remaining(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities with that of all other outcomes, [N, k + 1]."""
+    return torch.cat([logprobs, _log_remaining(logprobs)], dim=-1)
 
 
 def _log_remaining(logprobs: torch.Tensor) -> torch.Tensor:
     """Return log(1 - sum_k p_k), [N, 1], at least log 1e-7: rounding may take the sum above 1."""
-    return torch.log(-torch.expm1(logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)))
+    log_total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    return torch.log(-torch.expm1(log_total))
 
 
 def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> float:
@@ -79,7 +87,8 @@ def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.
 
     All tensors are [B, R]; mask is 1 on response tokens.
     """
-    return float((kl_k1(logprobs, ref_logprobs) * mask).sum(dim=1).mean())
+    per_sequence = (kl_k1(logprobs, ref_logprobs) * mask).sum(dim=1)
+    return float(per_sequence.mean())
 
 
 def adapt_kl_coef(kl_coef: float, *, kl: float, target: float, num_samples: int, horizon: int) -> float:

@@ -6,6 +6,7 @@ position predicts the token after it, and entry t of every result belongs to res
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,17 @@ class Rows:
 
     def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
         """Select the columns that need logits: those with a response in some row; a `ChunkedHead` needs even fewer."""
-        self.sequences, self.device = sequences, device
+        self.sequences = sequences
+        self.device = device
         ids, index = make_rows(sequences)
-        self._before = torch.from_numpy(index - 1).to(device)  # positions that predict response tokens, in [S * L]
-        row, column = np.divmod(index - 1, ids.shape[1])
+        before = index - 1  # positions that predict response tokens, in [S * L]
+        self._before = torch.from_numpy(before).to(device)
+        num_columns = ids.shape[1]
+        row, column = np.divmod(before, num_columns)
         columns = np.unique(column)
         if len(columns) < EMPTY_TOKENS:
-            columns = np.union1d(columns, np.arange(ids.shape[1])[:EMPTY_TOKENS])
+            first_columns = np.arange(num_columns)[:EMPTY_TOKENS]
+            columns = np.union1d(columns, first_columns)
         self._inputs = {"input_ids": torch.from_numpy(ids).to(device)}  # [S, L]
         self._inputs["logits_to_keep"] = torch.from_numpy(columns).to(device)
         padding = (0, max(0, EMPTY_TOKENS - len(index)))  # the head gets at least EMPTY_TOKENS rows
@@ -50,21 +55,25 @@ class Rows:
     def segment_ids(self) -> torch.Tensor:
         """Return the index of each token's sequence, [N] int64."""
         lengths = torch.tensor([len(s.response_ids) for s in self.sequences], dtype=torch.long)
-        return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
+        segments = torch.arange(len(lengths))
+        return segments.repeat_interleave(lengths).to(self.device)
 
     def numbers(self, name: str) -> torch.Tensor:
         """Return a field of the sequences, [R] each, as one tensor [N] float32."""
         arrays = [getattr(sequence, name) for sequence in self.sequences]
-        return torch.tensor(np.concatenate([np.zeros(0), *arrays]), dtype=torch.float32, device=self.device)
+        joined = np.concatenate([np.zeros(0), *arrays])
+        return torch.tensor(joined, dtype=torch.float32, device=self.device)
 
     def table(self, name: str, width: int) -> torch.Tensor:
         """Return a field of the sequences, [R, width] each, as one tensor [N, width]."""
         arrays = [getattr(sequence, name) for sequence in self.sequences]
-        return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros((0, width), np.float32)).to(self.device)
+        joined = np.concatenate(arrays) if arrays else np.zeros((0, width), np.float32)
+        return torch.from_numpy(joined).to(self.device)
 
     def logits(self, model: Any) -> torch.Tensor:
         """Return all logits at once, [N, V] of the model's dtype, padded to at least EMPTY_TOKENS rows."""
-        return model(**self._inputs, use_cache=False).logits.flatten(0, 1)[self._positions]
+        logits = model(**self._inputs, use_cache=False).logits
+        return logits.flatten(0, 1)[self._positions]
 
     def token_outputs(
         self,
@@ -85,7 +94,8 @@ class Rows:
             top_k: Number of likeliest tokens to find.
         """
         if token_ids is not None:
-            padding = (0, 0, 0, len(self._positions) - len(token_ids))
+            num_missing = len(self._positions) - len(token_ids)
+            padding = (0, 0, 0, num_missing)
             token_ids = torch.nn.functional.pad(token_ids.long(), padding)
         request = TokenRequest(
             positions=self._positions,
@@ -102,16 +112,26 @@ class Rows:
                 columns = model(**self._inputs, use_cache=False).logits[0]
         else:
             columns = token_columns(self.logits(model), request)
-        numbers = iter(columns[: len(self._before)].unbind(-1))
-        width = 0 if token_ids is None else token_ids.shape[1]
-        return TokenOutputs(
-            logprobs=next(numbers),
-            entropy=next(numbers) if entropy else None,
-            full_kl=None if ref_logits is None else next(numbers),
-            of_ids=torch.stack([next(numbers) for _ in range(width)], dim=-1) if width else None,
-            top_ids=torch.stack(list(numbers), dim=-1).int() if top_k else None,
-        )
+        return _split_columns(columns[: len(self._before)], request)
 
     def values(self, critic: Any) -> torch.Tensor:
         """Return the values [N] float32 of the states before the response tokens."""
         return critic(self._inputs["input_ids"]).flatten()[self._before]
+
+
+def _split_columns(columns: torch.Tensor, request: TokenRequest) -> TokenOutputs:
+    """Return the columns of `token_columns` by their names."""
+    numbers = iter(columns.unbind(-1))
+    logprobs = next(numbers)
+    entropy = next(numbers) if request.entropy else None
+    full_kl = None if request.ref_logits is None else next(numbers)
+    width = 0 if request.token_ids is None else request.token_ids.shape[1]
+    of_ids = [*islice(numbers, width)]
+    top_ids = [*numbers]
+    return TokenOutputs(
+        logprobs=logprobs,
+        entropy=entropy,
+        full_kl=full_kl,
+        of_ids=torch.stack(of_ids, dim=-1) if of_ids else None,
+        top_ids=torch.stack(top_ids, dim=-1).int() if request.top_k else None,
+    )

@@ -16,7 +16,8 @@ Metrics = dict[str, float]
 
 def weighted_sum(per_token: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return sum_t weights_t x_t, both [N]; the loss term of entropy and full KL."""
-    return (weights * torch.where(weights > 0, per_token, 0)).sum()
+    weighted = torch.where(weights > 0, per_token, 0)
+    return (weights * weighted).sum()
 
 
 def _zero_unweighted(weights: torch.Tensor, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -45,14 +46,18 @@ def policy_loss(
         weights, logprobs, old_logprobs, importance_weights, advantages
     )
     rho = ratio(logprobs, old_logprobs)
-    free, clipped = rho * advantages, rho.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    free = rho * advantages
+    clipped = rho.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * importance_weights * torch.minimum(free, clipped)).sum()
     with torch.no_grad():
+        is_outside = (rho - 1).abs() > clip_eps
+        k3 = rho - 1 - rho.log()
+        ratios_or_one = torch.nn.functional.pad(rho, (0, 1), value=1.0)  # 1 without a token
         metrics = {
             "policy/loss": loss.item(),
-            "policy/clip_share": (weights * ((rho - 1).abs() > clip_eps)).sum().item(),
-            "policy/approx_kl": (weights * (rho - 1 - rho.log())).sum().item(),
-            "policy/ratio_max": torch.nn.functional.pad(rho, (0, 1), value=1.0).max().item(),  # 1 without a token
+            "policy/clip_share": (weights * is_outside).sum().item(),
+            "policy/approx_kl": (weights * k3).sum().item(),
+            "policy/ratio_max": ratios_or_one.max().item(),
         }
     return loss, metrics
 
@@ -75,10 +80,15 @@ def value_loss(
     """
     values, old_values, returns = _zero_unweighted(weights, values, old_values, returns)
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
-    free_error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    free_error = (values - returns).square()
+    clipped_error = (clipped - returns).square()
     loss = (weights * torch.maximum(free_error, clipped_error)).sum() / 2
-    is_clipped = ((values - old_values).abs() > value_clip) & (clipped_error > free_error)
-    return loss, {"critic/loss": loss.item(), "critic/clip_share": (weights * is_clipped).sum().item()}
+    is_outside = (values - old_values).abs() > value_clip
+    is_clipped = is_outside & (clipped_error > free_error)
+    return loss, {
+        "critic/loss": loss.item(),
+        "critic/clip_share": (weights * is_clipped).sum().item(),
+    }
 
 
 def supervised_loss(*, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
@@ -107,10 +117,12 @@ def dpo_loss(
 
     def per_response(per_token: torch.Tensor) -> torch.Tensor:
         """[num_pairs, 2]"""
-        return per_token.new_zeros(2 * num_pairs).index_add(0, segment_ids, per_token).view(num_pairs, 2)
+        sums = per_token.new_zeros(2 * num_pairs).index_add(0, segment_ids, per_token)
+        return sums.view(num_pairs, 2)
 
     gains = per_response(logprobs - ref_logprobs)
-    margins, shares = beta * (gains[:, 0] - gains[:, 1]), per_response(weights).sum(1)
+    margins = beta * (gains[:, 0] - gains[:, 1])
+    shares = per_response(weights).sum(1)
     loss = -(shares * torch.nn.functional.logsigmoid(margins)).sum()
     return loss, {
         "policy/loss": loss.item(),
