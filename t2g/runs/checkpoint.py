@@ -97,7 +97,8 @@ class CheckpointStore:
         def finish() -> Path:
             seal()
             # A newer one must be incomplete, or the run would have resumed from it: it does not count among `keep`.
-            for old in [folder for folder in self._list_steps() if folder <= final][self.keep :]:
+            not_newer = [folder for folder in self._list_steps() if folder <= final]
+            for old in not_newer[self.keep :]:
                 _remove(old)
             return final
 
@@ -139,25 +140,32 @@ class CheckpointStore:
         if not any(int(folder.name.removeprefix("step-")) > step for folder in self._list_steps()):
             return None
         latest = self.latest()
-        return latest[1]["step"] if latest and latest[1]["step"] > step else None
+        if latest is None:
+            return None
+        _, state = latest
+        return state["step"] if state["step"] > step else None
 
     def keep_best(self, step: int, export: Fill, score: float) -> bool:
         """Export the policy and point `folder/best` at it, if `score` beats the best so far.
 
         Higher is better; the first of equal scores is kept; a score that is not finite never counts. Raises as `write`.
         """
-        best = self._best = self._best or self.best()  # an error here keeps the best policy
+        best = self._best or self.best()  # an error here keeps the best policy
+        self._best = best
         if not math.isfinite(score) or (best is not None and score <= best[1]):
             return False
 
         number = int(best[0].name.removeprefix("best-")) + 1 if best else 1
         final = self.folder / f"best-{number:04d}"
         _remove(final)  # incomplete, or the run ended between the seal and the move of the link
-        self._fill(final, export, SCORE, {"step": step, "score": score}, f"the best policy of step {step}")()
+        content = {"step": step, "score": score}
+        seal = self._fill(final, export, SCORE, content, f"the best policy of step {step}")
+        seal()
         link = self.folder / f"{TEMPORARY_PREFIX}best-link"
         _remove(link)
         link.symlink_to(final.name)
-        if not (best_link := self.folder / "best").is_symlink():
+        best_link = self.folder / "best"
+        if not best_link.is_symlink():
             _remove(best_link)
         link.replace(best_link)
         sync_path(self.folder)
@@ -211,7 +219,8 @@ class CheckpointStore:
             return []
         except OSError as error:
             raise make_read_error(self.folder, error) from error
-        return sorted((path for path in entries if re.fullmatch(r"step-\d{8,}", path.name)), reverse=True)
+        folders = [path for path in entries if re.fullmatch(r"step-\d{8,}", path.name)]
+        return sorted(folders, reverse=True)
 
     def _fill(self, final: Path, fill: Fill, name: str, content: dict[str, Any], label: str) -> Callable[[], None]:
         """Fill a temporary folder beside `final`, with `content` as the JSON file `name`.
@@ -243,11 +252,11 @@ class CheckpointStore:
         except BaseException as error:
             reason = describe_write_failure(error) or _find_hidden_reason(temporary)
             _remove(temporary)  # an export that was refused is gone already
-            if isinstance(error, Exception) and reason:
-                last = self._find_intact()
-                consequence = f"the last good one, {last.name}, is kept" if last else "there is none before it"
-                raise make_write_error(label, self.folder, reason, consequence) from error
-            raise
+            if not isinstance(error, Exception) or not reason:
+                raise
+            last = self._find_intact()
+            consequence = f"the last good one, {last.name}, is kept" if last else "there is none before it"
+            raise make_write_error(label, self.folder, reason, consequence) from error
 
 
 def _seal(folder: Path, hashes: FileHashes) -> None:
@@ -256,8 +265,11 @@ def _seal(folder: Path, hashes: FileHashes) -> None:
     Args:
         hashes: Entries of files that their writer has hashed already.
     """
-    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = {name: hashes.get(name) or describe_file(folder / name) for name in names}
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = str(path.relative_to(folder))
+            files[name] = hashes.get(name) or describe_file(path)
     for path in folder.rglob("*"):
         sync_path(path)
     write_json(folder / MANIFEST, {"files": files})
@@ -289,7 +301,9 @@ def _read_verified(folder: Path, name: str) -> dict[str, Any]:
         path = _require_regular(folder / file)
         if path.stat().st_size != expected["bytes"] or describe_file(path) != expected:
             raise _Damaged(f"{file} differs from {MANIFEST}")
-    content = json.loads((folder / name).read_text(encoding="utf-8")) if name in files else None
+    content = None
+    if name in files:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise _Damaged(f"{name} is missing")
     return content
@@ -307,7 +321,9 @@ def _find_hidden_reason(folder: Path) -> str:
     if shutil.disk_usage(folder.parent).free < _FULL_BELOW_BYTES:
         return describe_write_failure(OSError(errno.ENOSPC, ""))
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    is_cut = limit != resource.RLIM_INFINITY and any(path.stat().st_size >= limit for path in folder.rglob("*"))
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    is_cut = any(path.stat().st_size >= limit for path in folder.rglob("*"))
     return describe_write_failure(OSError(errno.EFBIG, "")) if is_cut else ""
 
 

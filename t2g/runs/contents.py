@@ -27,7 +27,9 @@ def content_hash(*paths: Path) -> str:
     if len(paths) == 1:
         return _hash_path(*paths)
     hashes = [_hash_path(path) for path in paths]
-    return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode()) if all(hashes) else ""
+    if not all(hashes):
+        return ""
+    return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode())
 
 
 def _hash_path(path: Path) -> str:
@@ -61,13 +63,17 @@ def source_hash(import_path: str) -> str:
     except (Exception, SystemExit):  # noqa: BLE001 a user's module may raise any error
         return ""
     files: dict[str, Path] = {}
-    for name in {module_name, getattr(value, "__module__", None) or module_name}:
+    defined_in = getattr(value, "__module__", None) or module_name
+    for name in {module_name, defined_in}:
         top = name.partition(".")[0]
         if top in OWN_PACKAGES:
             continue
-        for folder in map(Path, getattr(sys.modules.get(top), "__path__", ())):
-            files |= {f"{top}/{file.relative_to(folder)}": file for file in folder.rglob("*.py")}
-        files[name] = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        package_folders = getattr(sys.modules.get(top), "__path__", ())
+        for folder in map(Path, package_folders):
+            for file in folder.rglob("*.py"):
+                files[f"{top}/{file.relative_to(folder)}"] = file
+        module_file = getattr(sys.modules.get(name), "__file__", None)
+        files[name] = Path(module_file or "")
     return _hash_files(files)
 
 
@@ -83,6 +89,10 @@ def _list_files(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
 
 def _hash_files(files: dict[str, Path]) -> str:
     """Return a hash of names and contents of the files that exist and are not hidden; "" without such a file."""
-    hashed = {name: file for name, file in sorted(files.items()) if file.is_file() and not HIDDEN.search(name)}
-    lines = "".join(f"{name}\0{hash_file(file)}\n" for name, file in hashed.items())
-    return xxhash.xxh3_64_hexdigest(lines.encode(errors="surrogateescape")) if lines else ""
+    lines = ""
+    for name, file in sorted(files.items()):
+        if file.is_file() and not HIDDEN.search(name):
+            lines += f"{name}\0{hash_file(file)}\n"
+    if not lines:
+        return ""
+    return xxhash.xxh3_64_hexdigest(lines.encode(errors="surrogateescape"))

@@ -76,9 +76,13 @@ def get_scalable_fleets(config: PolicyJob) -> dict[str, WorkersConfig]:
 
     The rollout fleet of an autoscaled run is left out: the autoscaler would undo the change.
     """
-    bounds = {} if config.rollout.autoscale else {"rollouts": config.rollout.workers}
+    bounds: dict[str, WorkersConfig] = {}
+    if not config.rollout.autoscale:
+        bounds["rollouts"] = config.rollout.workers
     source = config.feedback.engine_source
-    return bounds | ({"rewards": source.engine.workers} if source else {})
+    if source:
+        bounds["rewards"] = source.engine.workers
+    return bounds
 
 
 def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
@@ -90,7 +94,8 @@ def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
     if not (folder / loading.FILE_NAME).exists():
         raise UserError(f"{folder} holds no run (no {loading.FILE_NAME}); check --run and --root")
     config = loading.load(PolicyJob, folder / loading.FILE_NAME)
-    bounds, requested = get_scalable_fleets(config), wanted.model_dump(exclude_none=True)
+    bounds = get_scalable_fleets(config)
+    requested = wanted.model_dump(exclude_none=True)
     if not requested:
         raise UserError("no target is given: rollouts or rewards needs a number")
     why_not = {
@@ -105,7 +110,8 @@ def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
             raise UserError(
                 f"{field}: got {number}, and {SECTIONS[field]} of this run allows {workers.min} to {workers.max}"
             )
-    merged = (read_target_sizes(folder) or TargetSizes()).model_copy(update=requested)
+    current = read_target_sizes(folder) or TargetSizes()
+    merged = current.model_copy(update=requested)
     write_atomic(folder / CONTROL_FILE, merged.model_dump_json().encode())
     return merged
 
@@ -129,7 +135,8 @@ class Control:
 
     def __init__(self, folder: Path, bounds: Mapping[str, WorkersConfig]) -> None:
         """bounds: from `get_scalable_fleets(config)`; other fleets in the file are ignored."""
-        self._folder, self._bounds = folder, bounds
+        self._folder = folder
+        self._bounds = bounds
         self._read_ns: int | None = None  # mtime of the content that was read last
 
     def read_changes(self) -> dict[str, int]:
@@ -142,22 +149,32 @@ class Control:
             written_ns = path.lstat().st_mtime_ns
         except OSError:
             return {}
-        if written_ns == self._read_ns or (wanted := read_target_sizes(self._folder)) is None:
+        if written_ns == self._read_ns:
+            return {}
+        wanted = read_target_sizes(self._folder)
+        if wanted is None:
             return {}
         self._read_ns = written_ns
-        requested, bounds = wanted.model_dump(exclude_none=True), self._bounds
-        sizes = {
-            name: min(max(number, bounds[name].min), bounds[name].max)
-            for name, number in requested.items()
-            if name in bounds
-        }
+
+        requested = wanted.model_dump(exclude_none=True)
+        sizes: dict[str, int] = {}
+        for name, number in requested.items():
+            if name in self._bounds:
+                workers = self._bounds[name]
+                sizes[name] = min(max(number, workers.min), workers.max)
         if sizes != requested:
-            allowed = [f"{SECTIONS[name]} from {workers.min} to {workers.max}" for name, workers in bounds.items()]
             logger.warning(
                 "%s asks for %s, and this run allows %s: applying %s",
-                path, requested, " and ".join(allowed) or "no change of workers", sizes or "nothing",
-            )  # fmt: skip
+                path,
+                requested,
+                self._describe_bounds(),
+                sizes or "nothing",
+            )
         return sizes
+
+    def _describe_bounds(self) -> str:
+        allowed = [f"{SECTIONS[name]} from {workers.min} to {workers.max}" for name, workers in self._bounds.items()]
+        return " and ".join(allowed) or "no change of workers"
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -179,7 +196,8 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
         status = Status(step=0, num_steps=num_steps, samples=0, updated=now())
         with suppress(UserError):  # no status yet
             status = read_status(folder)
-        write_status(folder, status.model_copy(update={"phase": phase, "reason": reason, "updated": now()}))
+        changes = {"phase": phase, "reason": reason, "updated": now()}
+        write_status(folder, status.model_copy(update=changes))
 
     publish("starting")
     try:
@@ -188,7 +206,8 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
         publish("stopped")
         raise
     except BaseException as error:
-        publish("failed", f"{getattr(error, 'cause', error)}" or type(error).__name__)
+        cause = getattr(error, "cause", error)
+        publish("failed", str(cause) or type(error).__name__)
         raise
     publish("done")
 
@@ -221,6 +240,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
-            return file.read(MAX_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+            mode = os.fstat(descriptor).st_mode
+            return file.read(MAX_BYTES) if stat.S_ISREG(mode) else b""
     except OSError:
         return b""

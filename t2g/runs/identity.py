@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -52,7 +52,12 @@ class ContentChange(Section):
     @property
     def token(self) -> str:
         """Return the entry of run.accept that accepts it: "feedback:83f1c2d4e5a69788"."""
-        return f"{self.key.partition('.')[0]}:{self.after}"
+        section, _, _ = self.key.partition(".")
+        return f"{section}:{self.after}"
+
+    @property
+    def description(self) -> str:
+        return f"the content of {self.key} (hash {self.before} -> {self.after or 'missing'})"
 
 
 class Identity(Section):
@@ -74,41 +79,68 @@ class Identity(Section):
         Args:
             more: JSON values and paths that decide the result and are not in the config: `method="dpo"`.
         """
-        settings, contents = identity_values(config) | more, dict[str, str]()
+        settings = identity_values(config) | more
         if isinstance(config, PolicyJob):
             settings[SCHEDULE] = config.schedule_steps
-        locations = {key: [str(value) for value in values] for key, values in paths(config) if values}
-        locations |= {key: [value] for key, value in more.items() if os.path.isabs(str(value))}
-        for key, values in locations.items():
-            if key in settings and all(os.path.isabs(value) or os.path.exists(value) for value in values):
+
+        contents: dict[str, str] = {}
+        for key, values in _find_locations(config, more).items():
+            if key in settings and all(_is_local(value) for value in values):
                 del settings[key]
                 contents[key] = content_hash(*map(Path, values))
         for key, value in settings.items():
             if IMPORTED.fullmatch(key) and ":" in str(value):
                 contents[key] = source_hash(value)
-        for entry in config.objective.outcome_rewards if isinstance(config, PolicyJob) else ():
-            if ":" in entry.source and not entry.source.startswith("metric:"):  # hashing imports a module
-                contents[f"objective.outcome_rewards.{entry.source}"] = source_hash(entry.source)
-        contents = {key: digest for key, digest in contents.items() if digest}
+        if isinstance(config, PolicyJob):
+            contents |= _hash_outcome_rewards(config)
+
+        known_contents = {key: digest for key, digest in contents.items() if digest}
         accept = config.run.accept if isinstance(config, AnyJob) else ()
-        return cls(config=settings, contents=contents, accept=accept, defaults=default_values(type(config)))
+        return cls(config=settings, contents=known_contents, accept=accept, defaults=default_values(type(config)))
 
     def differences_from(self, saved: "Identity") -> tuple[list[str], list[ContentChange]]:
         """Return the differences from an earlier identity: settings as text, and contents not accepted yet."""
         now = self.config
         before = {key: value for key, value in self.defaults.items() if key in now} | saved.config
-        settings = [
-            f"{key} ({format_value(before.get(key))} -> {format_value(now.get(key))})"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key)
-        ]
+        settings = []
+        for key in sorted(before.keys() | now.keys()):
+            old_value = before.get(key)
+            new_value = now.get(key)
+            if old_value != new_value:
+                settings.append(f"{key} ({format_value(old_value)} -> {format_value(new_value)})")
+
         accepted = {(change.key, change.before) for change in self.accepted}
-        changes = [
-            ContentChange(key=key, before=digest, after=self.contents.get(key, ""))
-            for key, digest in sorted(saved.contents.items())
-            if digest != self.contents.get(key, "") and (key, digest) not in accepted
-        ]
+        changes = []
+        for key, old_hash in sorted(saved.contents.items()):
+            new_hash = self.contents.get(key, "")
+            if old_hash != new_hash and (key, old_hash) not in accepted:
+                changes.append(ContentChange(key=key, before=old_hash, after=new_hash))
         return settings, changes
+
+
+def _find_locations(config: BaseModel, more: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the values of each key that may name local files."""
+    locations: dict[str, list[str]] = {}
+    for key, values in paths(config):
+        if values:
+            locations[key] = [str(value) for value in values]
+    for key, value in more.items():
+        if os.path.isabs(str(value)):
+            locations[key] = [value]
+    return locations
+
+
+def _is_local(location: str) -> bool:
+    return os.path.isabs(location) or os.path.exists(location)
+
+
+def _hash_outcome_rewards(config: PolicyJob) -> dict[str, str]:
+    """Return the hashes of the functions that give outcome rewards, by config key."""
+    hashes: dict[str, str] = {}
+    for entry in config.objective.outcome_rewards:
+        if ":" in entry.source and not entry.source.startswith("metric:"):  # hashing imports a module
+            hashes[f"objective.outcome_rewards.{entry.source}"] = source_hash(entry.source)
+    return hashes
 
 
 def save_identity(folder: Path, identity: Identity) -> None:
@@ -150,19 +182,37 @@ def check_identity(folder: Path, identity: Identity, *, should_save: bool = True
     used = Counter(change.token for change in saved.accepted)
     refused = [change for change in changes if identity.accept.count(change.token) <= used[change.token]]
     if settings or refused:
-        contents = [f"the content of {c.key} (hash {c.before} -> {c.after or 'missing'})" for c in refused]
+        contents = [change.description for change in refused]
         advice = "restore that, or take another run.name"
-        if not settings and (tokens := dict.fromkeys(change.token for change in refused if change.after)):
-            entries = [token for token in tokens for _ in range(used[token] + 1)]
-            advice += f"; 'run.accept=[{','.join(entries)}]' goes on with the changed content"
-        if (steps := saved.config.get(SCHEDULE)) and steps != identity.config.get(SCHEDULE):
+        if not settings:
+            advice += _advise_on_accept(refused, used)
+        steps = saved.config.get(SCHEDULE)
+        if steps and steps != identity.config.get(SCHEDULE):
             advice += f"; {SCHEDULE}={steps} keeps the learning-rate schedule whatever num_steps is"
         raise UserError(f"{folder} was made with other inputs: {', '.join(settings + contents)}; {advice}")
+
     # A loaded identity already has the accepted changes of its run; a checkpoint of that run may be older.
-    identity = identity.model_copy(update={"accepted": identity.accepted or (*saved.accepted, *changes)})
+    accepted = identity.accepted or (*saved.accepted, *changes)
+    identity = identity.model_copy(update={"accepted": accepted})
     if changes and should_save:
         save_identity(folder, identity)
     return identity
+
+
+def _advise_on_accept(refused: Sequence[ContentChange], used: Mapping[str, int]) -> str:
+    """Return the clause about the value of run.accept that accepts the changes; "" if their contents are missing.
+
+    Args:
+        used: Number of accepted changes by token.
+    """
+    tokens = dict.fromkeys(change.token for change in refused if change.after)
+    entries: list[str] = []
+    for token in tokens:
+        num_occurrences = used[token] + 1
+        entries += [token] * num_occurrences
+    if not entries:
+        return ""
+    return f"; 'run.accept=[{','.join(entries)}]' goes on with the changed content"
 
 
 def save_result(folder: Path, identity: Identity, result_file: str, result: Mapping[str, Any]) -> None:

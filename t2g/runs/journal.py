@@ -47,11 +47,14 @@ class Journal:
         """
         line = memoryview(f"{record.model_dump_json()}\n".encode())
         with raise_if_unwritable(self._path):
-            file = self._file = self._open() if self._file is None else self._file
+            if self._file is None:
+                self._file = self._open()
+            file = self._file
             size = os.fstat(file).st_size
             try:
                 while line:
-                    line = line[os.write(file, line) :]
+                    num_written = os.write(file, line)
+                    line = line[num_written:]
             except OSError:
                 os.ftruncate(file, size)  # else the next line would continue half a line
                 raise
@@ -78,5 +81,6 @@ class Journal:
         """Open the file for appending and remove an incomplete last line."""
         written = read_regular(self._path) or b""
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o666)
-        os.ftruncate(file, written.rfind(b"\n") + 1)
+        complete_bytes = written.rfind(b"\n") + 1
+        os.ftruncate(file, complete_bytes)
         return file

@@ -51,8 +51,12 @@ class JournaledFeedback(FeedbackSource):
         Raises:
             UserError: A line of the journal is not readable.
         """
-        self.name, self.fleet, self.judges_turns = source.name, source.fleet, source.judges_turns
-        self._source, self._folder, self._contents = source, folder / FOLDER, identity.contents
+        self.name = source.name
+        self.fleet = source.fleet
+        self.judges_turns = source.judges_turns
+        self._source = source
+        self._folder = folder / FOLDER
+        self._contents = identity.contents
         self._recorded: dict[str, deque[SpanFeedback]] = {}
         for path in self._list_files():
             for judgement in read_journal(path, Judgement):
@@ -61,7 +65,8 @@ class JournaledFeedback(FeedbackSource):
         self._steps: deque[int] = deque(maxlen=keep + 1)  # of this process's files, the last ones
         self._thread = ThreadPoolExecutor(1)  # syncs and closes files: a slow disk must not block the event loop
         self._syncs: deque[Future[None]] = deque()
-        self._is_sync_due, self._closing = False, threading.Event()
+        self._is_sync_due = False
+        self._closing = threading.Event()
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Return a recorded judgement, else the source's, which is recorded unless it failed.
@@ -76,23 +81,33 @@ class JournaledFeedback(FeedbackSource):
     async def _judge(self, criterion: str, source: FeedbackSource, prompt: Prompt, response_text: str) -> SpanFeedback:
         if not source.journal_version:
             return await source.judge(prompt, response_text)
-        section = f"feedback.sources.{criterion}." if criterion else "feedback."
-        contents = {k: v for k, v in self._contents.items() if k.startswith(section) or k == "task"}
-        version = f"{criterion}: {source.journal_version}" if criterion else source.journal_version
-        content = [version, contents, prompt.prompt_id, prompt.prompt_text, prompt.payload, response_text]
-        content += [prompt.messages] * source.judges_turns  # with the turns before this one
-        key = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()  # a task's payload may be no JSON
-        if recorded := self._recorded.get(key):
+        key = self._make_key(criterion, source, prompt, response_text)
+        recorded = self._recorded.get(key)
+        if recorded:
             return recorded.popleft()
         feedback = await source.judge(prompt, response_text)
         if feedback.status != "failed":
-            self._folder.mkdir(exist_ok=True)
-            self._journal.append(Judgement(key=key, feedback=feedback))
-            self._check_syncs()
-            if not self._is_sync_due:
-                self._is_sync_due = True
-                self._syncs.append(self._thread.submit(self._sync_later))
+            self._record(Judgement(key=key, feedback=feedback))
         return feedback
+
+    def _make_key(self, criterion: str, source: FeedbackSource, prompt: Prompt, response_text: str) -> str:
+        section = f"feedback.sources.{criterion}." if criterion else "feedback."
+        contents = {key: digest for key, digest in self._contents.items() if key.startswith(section) or key == "task"}
+        version = f"{criterion}: {source.journal_version}" if criterion else source.journal_version
+        content = [version, contents, prompt.prompt_id, prompt.prompt_text, prompt.payload, response_text]
+        if source.judges_turns:
+            content.append(prompt.messages)  # with the turns before this one
+        text = repr(content)  # a task's payload may be no JSON
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _record(self, judgement: Judgement) -> None:
+        """Append a judgement; it is synced within SYNC_S."""
+        self._folder.mkdir(exist_ok=True)
+        self._journal.append(judgement)
+        self._check_syncs()
+        if not self._is_sync_due:
+            self._is_sync_due = True
+            self._syncs.append(self._thread.submit(self._sync_later))
 
     def _sync_later(self) -> None:
         self._closing.wait(SYNC_S)
@@ -113,7 +128,8 @@ class JournaledFeedback(FeedbackSource):
         self._journal = Journal(self._make_path(step))
         if step not in self._steps:
             self._steps.append(step)
-        oldest = self._make_path(self._steps[0] if len(self._steps) == self._steps.maxlen else 0)
+        is_full = len(self._steps) == self._steps.maxlen
+        oldest = self._make_path(self._steps[0] if is_full else 0)
         for path in self._list_files():
             if path < oldest:
                 path.unlink()

@@ -96,8 +96,10 @@ class RunLog:
         """Write a line of metrics.jsonl, and log the same numbers to every dashboard."""
         assert step > self._last_step, f"step {step} was logged before"
         self._last_step = step
-        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        _append(self._folder / METRICS_FILE, [{STEP: step, **finite}])
+        record: dict[str, float | None] = {STEP: step}
+        for name, value in metrics.items():
+            record[name] = float(value) if math.isfinite(value) else None
+        _append(self._folder / METRICS_FILE, [record])
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -116,51 +118,75 @@ class RunLog:
             columns: Name -> for each response in `scored` an array [R] with a number for each token.
         """
         count = min(self._config.num_samples, len(judged))
-        indices = {(s.rollout.prompt_id, s.rollout.sample_index): index for index, s in enumerate(scored)}
-        records, rows = [], []
-        for prompt, rollout, feedback in [judged[i * len(judged) // count] for i in range(count)]:
-            sample = SampleRecord(
-                step=step,
-                split=split,
-                prompt_id=prompt.prompt_id,
-                sample_index=rollout.sample_index,
-                prompt=prompt.prompt_text,
-                response=rollout.response_text,
-                finish_reason=rollout.finish_reason,
-                feedback=feedback,
-                turns=rollout.conversation,
-            )
-            records.append(_SAMPLE.dump_python(sample))
-            index = indices.get((prompt.prompt_id, rollout.sample_index))
+        index_by_key = {}
+        for index, response in enumerate(scored):
+            index_by_key[response.rollout.prompt_id, response.rollout.sample_index] = index
+
+        records = []
+        rows: list[tuple[SampleRecord, float | None]] = []
+        for number in range(count):
+            prompt, rollout, feedback = judged[number * len(judged) // count]
+            sample = _make_sample_record(step, split, prompt, rollout, feedback)
+            record = _SAMPLE.dump_python(sample)
+            reward = None
+            index = index_by_key.get((prompt.prompt_id, rollout.sample_index))
             if index is not None:
-                is_sampled = rollout.policy_mask
-                ranges = rollout_offsets(tokenizer, rollout)[is_sampled].tolist()
-                records[-1] |= {  # lists of character range, text and reward of each sampled token
-                    "token_ranges": ranges,
-                    "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                    "token_rewards": scored[index].rewards[is_sampled].tolist(),
-                    **{
-                        name: [round(float(value), 5) for value in of[index][is_sampled]]
-                        for name, of in columns.items()
-                    },
-                }
-            rows.append((sample, None if index is None else float(scored[index].rewards.sum())))
+                own_columns = {name: arrays[index] for name, arrays in columns.items()}
+                record |= _make_token_lists(scored[index], tokenizer, own_columns)
+                reward = float(scored[index].rewards.sum())
+            records.append(record)
+            rows.append((sample, reward))
+
         _append(self._folder / SAMPLES_FILE, records)
-        if self._wandb is not None and (split == "eval" or step == 1 or step % TABLE_STEPS == 0):
+        has_table = split == "eval" or step == 1 or step % TABLE_STEPS == 0
+        if self._wandb is not None and has_table:
             self._wandb.log_samples(step, split, rows)
 
     def write_dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Write the responses of the step that are not trained on; see `t2g.loop.sampling.make_dropped_records`."""
-        _append(self._folder / DROPPED_FILE, [{STEP: step, **record} for record in records])
+        lines = [{STEP: step, **record} for record in records]
+        _append(self._folder / DROPPED_FILE, lines)
 
     def write_alarms(self, step: int, sentences: Sequence[str]) -> None:
         """Write the alarms of the step; see `t2g.loop.alarms`."""
         if sentences:
-            _append(self._folder / ALARMS_FILE, [{STEP: step, "alarm": sentence} for sentence in sentences])
+            lines = [{STEP: step, "alarm": sentence} for sentence in sentences]
+            _append(self._folder / ALARMS_FILE, lines)
 
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+
+def _make_sample_record(
+    step: int, split: Split, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback | None
+) -> SampleRecord:
+    return SampleRecord(
+        step=step,
+        split=split,
+        prompt_id=prompt.prompt_id,
+        sample_index=rollout.sample_index,
+        prompt=prompt.prompt_text,
+        response=rollout.response_text,
+        finish_reason=rollout.finish_reason,
+        feedback=feedback,
+        turns=rollout.conversation,
+    )
+
+
+def _make_token_lists(scored: ScoredRollout, tokenizer: Any, columns: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
+    """Return lists of character range, text, reward and `columns` of each sampled token."""
+    rollout = scored.rollout
+    is_sampled = rollout.policy_mask
+    ranges = rollout_offsets(tokenizer, rollout)[is_sampled].tolist()
+    lists = {
+        "token_ranges": ranges,
+        "token_texts": [rollout.response_text[start:end] for start, end in ranges],
+        "token_rewards": scored.rewards[is_sampled].tolist(),
+    }
+    for name, column in columns.items():
+        lists[name] = [round(float(value), 5) for value in column[is_sampled]]
+    return lists
 
 
 class TensorBoardSink:
@@ -205,11 +231,19 @@ class WandbSink:
         import wandb
 
         table = wandb.Table(columns=["prompt_id", "prompt", "response", "critique", "status", "reward", "outcomes"])
+        no_feedback = SpanFeedback(critique="", spans=(), status="empty", source="", version="")
         for sample, reward in rows:
-            feedback = sample.feedback or SpanFeedback(critique="", spans=(), status="empty", source="", version="")
-            response = wandb.Html(to_html(sample.response, feedback.spans))
-            texts = [printable(text) for text in (sample.prompt_id, sample.prompt, feedback.critique)]
-            table.add_data(*texts[:2], response, texts[2], feedback.status, reward, json.dumps(feedback.outcomes))
+            feedback = sample.feedback or no_feedback
+            response_html = to_html(sample.response, feedback.spans)
+            table.add_data(
+                printable(sample.prompt_id),
+                printable(sample.prompt),
+                wandb.Html(response_html),
+                printable(feedback.critique),
+                feedback.status,
+                reward,
+                json.dumps(feedback.outcomes),
+            )
         self._run.log({f"samples/{split}": table}, step=step)
 
     def close(self) -> None:
@@ -233,20 +267,23 @@ def read_records(path: Path, schema: TypeAdapter[Any] = _ANY_RECORD) -> Iterator
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict) and isinstance(record.get(STEP), int):
-            try:
-                yield schema.validate_python(record)
-            except ValidationError as error:
-                reason = format_first_error(error)
-                raise UserError(f"{path}:{number} is not a line of a run's log ({reason})") from error
-        elif number < len(lines):
-            raise UserError(f"{path}:{number} is not a JSON object with a step, and it is not the last line")
+        has_step = isinstance(record, dict) and isinstance(record.get(STEP), int)
+        if not has_step:
+            if number < len(lines):
+                raise UserError(f"{path}:{number} is not a JSON object with a step, and it is not the last line")
+            continue
+        try:
+            yield schema.validate_python(record)
+        except ValidationError as error:
+            reason = format_first_error(error)
+            raise UserError(f"{path}:{number} is not a line of a run's log ({reason})") from error
 
 
 def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
     """Keep the complete lines of steps before `first_step`, and return their records."""
     records = [record for record in read_records(path) if record[STEP] < first_step]
-    write_atomic(path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
+    lines = [f"{json.dumps(record)}\n" for record in records]
+    write_atomic(path, "".join(lines).encode())
     return records
 
 

@@ -110,12 +110,15 @@ TRUNCATED_SHARE = "response/truncated_share"
 UNANSWERED_SHARE = "response/unanswered_share"
 FAILED_SHARE = "feedback/failed_share"
 LOCATED_RATE = "feedback/located_rate"
-TEACHER_CONTRAST, TEACHER_SHARE = "teacher/contrast", "teacher/share"
+TEACHER_CONTRAST = "teacher/contrast"
+TEACHER_SHARE = "teacher/share"
 RECALL = "feedback/recall_"  # prefix
 FEEDBACK_METRICS = "feedback/metrics/"  # prefix
-CRITERION_REWARD, CRITERION_FAILED = "criterion_reward/", "criterion_failed/"  # prefixes
+CRITERION_REWARD = "criterion_reward/"  # prefix
+CRITERION_FAILED = "criterion_failed/"  # prefix
 EVAL = "eval/"  # prefix
-HELD_OUT_SCORE, HELD_OUT_ERROR = "eval/score", "eval/score_se"
+HELD_OUT_SCORE = "eval/score"
+HELD_OUT_ERROR = "eval/score_se"
 
 _LINE = (  # parts of a step's terminal line: metric and template
     (TOKEN_REWARD, "reward {:+.3f}"),
@@ -144,11 +147,14 @@ def pair_evaluations(steps: Iterable[Mapping[str, float | None]], name: str) -> 
 
     The evaluation before the first training step is left out.
     """
-    pairs, rewards = [], list[float]()
+    pairs = []
+    rewards: list[float] = []
     for step in steps:
-        if (reward := step.get(TOTAL_REWARD)) is not None:
+        reward = step.get(TOTAL_REWARD)
+        if reward is not None:
             rewards.append(reward)
-        if (value := step.get(name)) is not None and rewards:
+        value = step.get(name)
+        if value is not None and rewards:
             pairs.append((fmean(rewards), value))
             rewards = []
     return pairs
@@ -161,13 +167,18 @@ def format_step(step: int, metrics: Mapping[str, float | None]) -> str:
     'step 3 | reward +0.042 | KL 0.200 | eval fact_f1 0.710'
     """
     parts = [f"step {step}"]
-    parts += [template.format(metrics[name]) for name, template in _LINE if metrics.get(name) is not None]
+    for name, template in _LINE:
+        value = metrics.get(name)
+        if value is not None:
+            parts.append(template.format(value))
     parts += [f"eval {name} {value:.3f}" for name, value in select_held_out(metrics).items()]
     return " | ".join(parts)
 
 
 def select_held_out(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Return the held-out metrics of a step, without their prefix."""
-    return {
-        name.removeprefix(EVAL): value for name, value in metrics.items() if name.startswith(EVAL) and value is not None
-    }
+    held_out: dict[str, float] = {}
+    for name, value in metrics.items():
+        if name.startswith(EVAL) and value is not None:
+            held_out[name.removeprefix(EVAL)] = value
+    return held_out

@@ -26,7 +26,8 @@ from rich.text import Text
 from t2g.files import check_regular
 
 SECONDS_BETWEEN_LINES = 10.0
-MAX_SILENCE_S, POLL_S = 14.0, 1.0  # together at most 15 seconds without a line
+MAX_SILENCE_S = 14.0  # with POLL_S at most 15 seconds without a line
+POLL_S = 1.0
 RATE_PERIOD_S = 3600.0  # rich's default of 30 s gives no rate for steps of a minute
 MIN_ITEMS = 3  # of this session, before a time left is estimated; the first one pays for warm-up and does not count
 PROGRESS_FILE = "progress.log"
@@ -41,28 +42,33 @@ class TimeLeftColumn(TimeRemainingColumn):
 
     def render(self, task: Task) -> Text:
         """Return the time left."""
-        return super().render(task) if task.finished or time_left(task) is not None else Text("time left unknown")
+        if task.finished or time_left(task) is not None:
+            return super().render(task)
+        return Text("time left unknown")
 
 
 def time_left(task: Task) -> float | None:
     """Return the estimated seconds until the task ends; None before MIN_ITEMS items of this session."""
-    return task.time_remaining if task.completed - task.fields["done_before"] >= MIN_ITEMS else None
+    num_of_session = task.completed - task.fields["done_before"]
+    return task.time_remaining if num_of_session >= MIN_ITEMS else None
 
 
 class ProgressBar:
     """A bar on a terminal; elsewhere at most one line in SECONDS_BETWEEN_LINES."""
 
     def __init__(self, name: str, total: int, done: int, progress: Progress) -> None:
-        self._progress, self._last = progress, progress.get_time()
+        self._progress = progress
+        self._last = progress.get_time()
         progress.add_task(name, total=total, completed=done, done_before=done, phase="")
         (self._task,) = progress.tasks  # rich measures the speed from the end of the first item on
 
     def advance(self, count: int = 1) -> None:
         """Add `count` to the finished items."""
-        task, now = self._task, self._progress.get_time()
-        self._progress.advance(task.id, count)
+        now = self._progress.get_time()
+        self._progress.advance(self._task.id, count)
         is_due = self._progress.disable and now - self._last >= SECONDS_BETWEEN_LINES
-        if is_due and (left := time_left(task)) is not None:
+        left = time_left(self._task) if is_due else None
+        if left is not None:
             self._last = now
             self.print_line(f"{self.count}, {format_duration(left)} left")
 
@@ -72,7 +78,8 @@ class ProgressBar:
 
     def advance_to(self, done: int) -> None:
         """Set the finished items to `done`, unless more are finished."""
-        self.advance(max(0, done - int(self._task.completed)))
+        num_new = done - int(self._task.completed)
+        self.advance(max(0, num_new))
 
     def print_line(self, line: str) -> None:
         """Print a line, above the bar if there is one. Rich must not interpret brackets or wrap the line."""
@@ -106,10 +113,19 @@ def show_progress(name: str, total: int, done: int = 0) -> Iterator[ProgressBar]
     """
     console = get_console()  # the shared console: nested bars use one live display
     started = console.get_time()
-    texts = [TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[phase]}")]
-    columns = *texts, BarColumn(), TaskProgressColumn(), TimeLeftColumn(), MofNCompleteColumn()
-    look = {"console": console, "disable": not console.is_terminal, "transient": True}
-    with Progress(*columns, **look, speed_estimate_period=RATE_PERIOD_S) as progress:
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.fields[phase]}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeLeftColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        speed_estimate_period=RATE_PERIOD_S,
+    )
+    with progress:
         bar = ProgressBar(name, total, done, progress)
         if done:
             bar.print_line(f"{name}: going on after {done} of {total}")
@@ -117,7 +133,10 @@ def show_progress(name: str, total: int, done: int = 0) -> Iterator[ProgressBar]
         with _limit_silence(lambda elapsed: write(f"{bar.position}, {elapsed} so far")):
             yield bar
     duration = format_duration(console.get_time() - started)
-    bar.print_line(f"{name}: done in {duration}" if bar.is_complete else f"{bar.count}, ended after {duration}")
+    if bar.is_complete:
+        bar.print_line(f"{name}: done in {duration}")
+    else:
+        bar.print_line(f"{bar.count}, ended after {duration}")
 
 
 @contextmanager
@@ -127,7 +146,8 @@ def log_duration(work: str, purpose: str = "") -> Iterator[None]:
     print_line(f"{work}: {purpose} ..." if purpose else f"{work} ...")
     with _limit_silence(lambda elapsed: print_line(f"{work}: {elapsed} so far")):
         yield
-    print_line(f"{work}: {format_duration(time.monotonic() - started)}")
+    duration = format_duration(time.monotonic() - started)
+    print_line(f"{work}: {duration}")
 
 
 def print_line(line: str) -> None:
@@ -139,12 +159,16 @@ def print_line(line: str) -> None:
 @contextmanager
 def _limit_silence(write_line: Callable[[str], None]) -> Iterator[None]:
     """Call `write_line` with the elapsed time whenever the innermost block printed no line for MAX_SILENCE_S."""
-    ended, started = threading.Event(), time.monotonic()
+    ended = threading.Event()
+    started = time.monotonic()
 
     def watch() -> None:
         while not ended.wait(POLL_S):
-            if _blocks[-1:] == [ended] and time.monotonic() - max(_last_line_at, started) >= MAX_SILENCE_S:
-                write_line(format_duration(time.monotonic() - started))
+            is_innermost = _blocks[-1:] == [ended]
+            silence_s = time.monotonic() - max(_last_line_at, started)
+            if is_innermost and silence_s >= MAX_SILENCE_S:
+                elapsed = format_duration(time.monotonic() - started)
+                write_line(elapsed)
 
     _blocks.append(ended)
     threading.Thread(target=watch, name="progress", daemon=True).start()
@@ -159,11 +183,13 @@ def record_line(line: str) -> None:
     """Append the line and its time to progress.log, inside a block of `record_lines`."""
     global _last_line_at
     _last_line_at = time.monotonic()
-    if _folder is not None:
-        with suppress(OSError):  # a full disk raises its error when results are written
-            _folder.mkdir(parents=True, exist_ok=True)
-            with (_folder / PROGRESS_FILE).open("a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+    if _folder is None:
+        return
+    with suppress(OSError):  # a full disk raises its error when results are written
+        _folder.mkdir(parents=True, exist_ok=True)
+        with (_folder / PROGRESS_FILE).open("a", encoding="utf-8", errors="replace") as file:
+            written_at = datetime.now().astimezone().isoformat(timespec="seconds")
+            file.write(f"{written_at} {line}\n")
 
 
 @contextmanager
@@ -171,7 +197,8 @@ def record_lines(folder: Path) -> Iterator[None]:
     """Record all lines of the block in progress.log of a run folder; the outermost such block decides the folder."""
     global _folder
     check_regular(folder / PROGRESS_FILE)
-    outer, _folder = _folder, _folder or folder
+    outer = _folder
+    _folder = outer or folder
     try:
         yield
     finally:
@@ -187,4 +214,6 @@ def format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+    if minutes:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{seconds} s"
