@@ -17,19 +17,23 @@ class CodeRepair:
     def __init__(self, task: CodeTask, sandbox: SandboxConfig) -> None:
         if not isinstance(task, CodeTask):
             raise ValueError(f"task {task.name} has no programs; it needs to be code or a class that derives from it")
-        if refusal := available(sandbox.require):
+        refusal = available(sandbox.require)
+        if refusal:
             raise ValueError(refusal)
-        self._task, self._sandbox = task, sandbox
+        self._task = task
+        self._sandbox = sandbox
 
     def reply(self, prompt: Prompt, messages: Sequence[Message]) -> Reply:
         """Run the tests on the last turn. A plain function: each call has a thread of its own."""
         if not self._task.can_measure(prompt):
             raise ValueError("the record has no tests; field test needs a text")
         code, _ = extract_code(messages[-1]["content"])
-        outcome = self._task.run(code, prompt.payload["test"], with_mode(self._sandbox, prompt.payload))
+        sandbox = with_mode(self._sandbox, prompt.payload)
+        outcome = self._task.run(code, prompt.payload["test"], sandbox)
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
         if outcome.reason == "unsupported":
             raise ValueError(describe_unsupported(outcome))
         text = self._task.describe_failures(outcome, code, self._sandbox)
-        return Reply(text, outcome.passed, {"passed": float(outcome.passed)})
+        metrics = {"passed": float(outcome.passed)}
+        return Reply(text, outcome.passed, metrics)

@@ -6,6 +6,7 @@ sampled, and earlier thinking stays.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -41,17 +42,19 @@ def make_encoder(tokenizer: Any) -> EncodeReply:
     render = chat_renderer(tokenizer)
 
     def encode(reply: str, turn_ids: np.ndarray) -> np.ndarray:
-        text = render([*DUMMY, {"role": "user", "content": reply}])
+        message = {"role": "user", "content": reply}
+        text = render([*DUMMY, message])
         _, found, added = text.partition(DUMMY_ANSWER)
         if not found:
             name = tokenizer.name_or_path
             raise UserError(f"environment: the chat template of {name} leaves out earlier answers; take another model")
         num_blanks = len(added) - len(added.lstrip())  # some templates put blanks before the end of a turn
-        by_start = [
-            np.asarray(row, np.int32) for row in encode_texts(tokenizer, [added[i:] for i in range(num_blanks + 1)])
-        ]
-        ends = (ids[1:] for ids in by_start if np.array_equal(ids[:1], turn_ids[-1:]))
-        return next(ends, by_start[0])
+        candidates = [added[start:] for start in range(num_blanks + 1)]
+        by_start = [np.asarray(row, np.int32) for row in encode_texts(tokenizer, candidates)]
+        for ids in by_start:
+            if np.array_equal(ids[:1], turn_ids[-1:]):
+                return ids[1:]
+        return by_start[0]
 
     encode("Hello", np.zeros(0, np.int32))
     return encode
@@ -77,8 +80,13 @@ async def converse(
     Raises:
         RunStopped: As `Environment.reply`.
     """
-    context, messages = prompt.prompt_ids, list[Message]()
-    turns, replies, inserted, failure, is_window_full = list[Rollout](), list[Reply](), list[np.ndarray](), "", False
+    context = prompt.prompt_ids
+    messages: list[Message] = []
+    turns: list[Rollout] = []
+    replies: list[Reply] = []
+    inserted: list[np.ndarray] = []
+    failure = ""
+    is_window_full = False
     while True:
         turn = await sample_turn(context, len(turns))
         turns.append(turn)
@@ -86,18 +94,20 @@ async def converse(
         if turn.answer_start is None:
             break
         try:
-            replies.append(await environment.reply(prompt, messages))
+            reply = await environment.reply(prompt, messages)
         except FunctionFailed as failed:
             failure = str(failed)
             break
-        if replies[-1].done or turn.is_truncated or len(turns) == max_turns:
+        replies.append(reply)
+        if reply.done or turn.is_truncated or len(turns) == max_turns:
             break
-        added = encode(replies[-1].text, turn.response_ids)
+        added = encode(reply.text, turn.response_ids)
         context = np.concatenate([context, turn.response_ids, added])
-        if is_window_full := len(context) > max_context_tokens:
+        is_window_full = len(context) > max_context_tokens
+        if is_window_full:
             break
         inserted.append(added)
-        messages.append({"role": "user", "content": replies[-1].text})
+        messages.append({"role": "user", "content": reply.text})
     return join_turns(prompt, turns, replies, inserted, failure=failure, is_window_full=is_window_full)
 
 
@@ -112,39 +122,68 @@ def join_turns(
         inserted: The tokens between two turns.
         ending: `failure` and `is_window_full` of the rollout.
     """
-    ids, logprobs, text = list[np.ndarray](), list[np.ndarray](), ""
-    conversation, versions, num_tokens = list[PolicyTurn](), list[tuple[int, int, int]](), 0
+    transcript = _Transcript()
+    metrics: dict[str, float] = {}
     for turn, reply, added in zip_longest(turns, replies, inserted):
-        end, start = num_tokens + len(turn.response_ids), turn.answer_start
-        conversation.append(
-            PolicyTurn(
-                tokens=(num_tokens, end),
-                characters=(len(text), len(text) + len(turn.response_text)),
-                answer_start=None if start is None else len(text) + start,
-                reply=reply.text if reply else "",
-            )
-        )
-        versions += [(num_tokens + first, num_tokens + last, v) for first, last, v in turn.policy_versions]
-        text += turn.response_text
-        ids.append(turn.response_ids)
-        logprobs.append(turn.rollout_logprobs)
+        transcript.add_turn(turn, reply.text if reply else "")
+        if reply:
+            metrics |= reply.metrics
         if added is not None:
-            text += f"{BEFORE_REPLY}{reply.text}{AFTER_REPLY}"
-            ids.append(added)
-            logprobs.append(np.zeros(len(added), np.float32))
-            end += len(added)
-        num_tokens = end
+            transcript.add_reply(reply.text, added)
+    first_turn = turns[0]
+    last_turn = turns[-1]
+    response_ids = np.concatenate(transcript.ids)
+    rollout_logprobs = np.concatenate(transcript.logprobs)
+    conversation = tuple(transcript.turns)
+    answer_start = conversation[-1].answer_start
     return Rollout(
         prompt_id=prompt.prompt_id,
-        sample_index=turns[0].sample_index,
+        sample_index=first_turn.sample_index,
         prompt_ids=prompt.prompt_ids,
-        response_ids=np.concatenate(ids),
-        rollout_logprobs=np.concatenate(logprobs),
-        response_text=text,
-        finish_reason=turns[-1].finish_reason,
-        policy_versions=tuple(versions),
-        answer_start=conversation[-1].answer_start,
-        conversation=tuple(conversation),
-        metrics={name: value for reply in replies for name, value in reply.metrics.items()},
+        response_ids=response_ids,
+        rollout_logprobs=rollout_logprobs,
+        response_text=transcript.text,
+        finish_reason=last_turn.finish_reason,
+        policy_versions=tuple(transcript.versions),
+        answer_start=answer_start,
+        conversation=conversation,
+        metrics=metrics,
         **ending,
     )
+
+
+@dataclass(kw_only=True)
+class _Transcript:
+    """The part of a conversation that is joined so far; see the fields of `Rollout`."""
+
+    text: str = ""
+    num_tokens: int = 0
+    ids: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
+    turns: list[PolicyTurn] = field(default_factory=list)
+
+    def add_turn(self, turn: Rollout, reply_text: str) -> None:
+        first_character = len(self.text)
+        end = self.num_tokens + len(turn.response_ids)
+        answer_start = None if turn.answer_start is None else first_character + turn.answer_start
+        joined = PolicyTurn(
+            tokens=(self.num_tokens, end),
+            characters=(first_character, first_character + len(turn.response_text)),
+            answer_start=answer_start,
+            reply=reply_text,
+        )
+        self.turns.append(joined)
+        for first, last, version in turn.policy_versions:
+            self.versions.append((self.num_tokens + first, self.num_tokens + last, version))
+        self.text += turn.response_text
+        self.ids.append(turn.response_ids)
+        self.logprobs.append(turn.rollout_logprobs)
+        self.num_tokens = end
+
+    def add_reply(self, text: str, added: np.ndarray) -> None:
+        """Add a reply with its inserted tokens."""
+        self.text += f"{BEFORE_REPLY}{text}{AFTER_REPLY}"
+        self.ids.append(added)
+        self.logprobs.append(np.zeros(len(added), np.float32))
+        self.num_tokens += len(added)

@@ -46,10 +46,12 @@ class Environment:
             UserError: It cannot be imported or constructed, or has no method `reply`.
         """
         key = f"environment={config.environment}"
-        path = SHIPPED.get(str(config.environment), str(config.environment))
+        name = str(config.environment)
+        path = SHIPPED.get(name, name)
         if ":" not in path:
             raise UserError(f"{key} is neither {', '.join(SHIPPED)} nor an import path, as in pkg.mod:Class")
-        sources, sandbox = config.feedback.named_sources.values(), config.feedback.sandbox
+        sources = config.feedback.named_sources.values()
+        sandbox = config.feedback.sandbox
         options = {"task": task, "sandbox": sandbox}
         make = load_function(path, key, "no arguments, or task= or sandbox=", options=options)
         try:
@@ -63,9 +65,13 @@ class Environment:
         if config.environment in SHIPPED:
             concurrency = sandbox.max_concurrent  # with more programs at once than cores, right ones time out
         self._function = UserFunction(
-            reply, kind="environment", key=key, log=config.run.folder / "feedback.log",
-            timeout_s=timeout_s, concurrency=concurrency,
-        )  # fmt: skip
+            reply,
+            kind="environment",
+            key=key,
+            log=config.run.folder / "feedback.log",
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+        )
 
     async def reply(self, prompt: Prompt, messages: Sequence[Message]) -> Reply:
         """Return the reply to the last turn.
@@ -73,14 +79,16 @@ class Environment:
         Raises:
             FunctionFailed, RunStopped: As `UserFunction.call`.
         """
-        return await self._function.call(read_reply, prompt.prompt_id, prompt, [*map(dict, messages)])
+        own_messages = [*map(dict, messages)]
+        return await self._function.call(read_reply, prompt.prompt_id, prompt, own_messages)
 
 
 def read_reply(answer: Any) -> Reply:
     """Return a checked copy of an environment's answer. FunctionFailed for anything but a usable `Reply`."""
     if not isinstance(answer, Reply) or not isinstance(answer.text, str):
         raise FunctionFailed(f"returned {answer!r:.80}; it needs to return Reply(text, done, metrics)")
-    if len(answer.text) > MAX_ANSWER_CHARS or not (answer.text.strip() or answer.done):
+    is_empty = not (answer.text.strip() or answer.done)
+    if len(answer.text) > MAX_ANSWER_CHARS or is_empty:
         raise FunctionFailed(
             f"returned a text of {len(answer.text)} characters; it needs 1 to {MAX_ANSWER_CHARS}, or done=True"
         )
