@@ -62,28 +62,35 @@ def assign_credit(
         assign_credit(tokenizer, ["so bad", "fine"], [[12, 31], [7]], [("", [], ["bad"]), ("", ["fine"], [])], [0, 0],
                       whitening="none").advantages -> [[-2, -2], [2, 0]]
     """
-    lengths = [len(texts), len(token_ids), len(judgements), len(groups)]
-    if len(set(lengths)) > 1 or not lengths[0]:
-        raise UserError(f"got {lengths} texts, token ids, judgements and groups; needs one or more, as many of each")
+    _check_lengths([len(texts), len(token_ids), len(judgements), len(groups)])
     if rule.placement == "shuffled":
         raise UserError("rule.placement is 'shuffled', a control of `t2g train`; needs span, step or scalar")
     group_of = {group: number for number, group in enumerate(groups)}
     rows: list[np.ndarray] = []
     keep: list[np.ndarray] = []
-    numbers: list[int] = []  # of the groups
-    for number, (text, ids, judgement) in enumerate(zip(texts, token_ids, judgements, strict=True)):
+    group_numbers: list[int] = []
+    responses = zip(texts, token_ids, judgements, groups, strict=True)
+    for number, (text, ids, judgement, group) in enumerate(responses):
         try:
             feedback = _read_usable(judgement, text)
             spans = () if feedback is None else feedback.spans
             rows.append(_reward_tokens(tokenizer, text, ids, spans, rule))
         except ValueError as error:
             raise UserError(f"response {number}: {error}") from None
-        keep.append(np.full(len(ids), feedback is not None))
+        is_judged = feedback is not None
+        keep.append(np.full(len(ids), is_judged))
         # A response without a judgement is a group of its own.
-        numbers.append(-1 - number if feedback is None else group_of[groups[number]])
-    rewards, mask = pad_rows(rows), pad_rows(keep)
-    advantages, _ = group_advantages(rewards, mask, torch.tensor(numbers), gamma, normalise=normalise)
-    return Credit(token_rewards=rewards, advantages=whiten(advantages, mask, whitening))
+        group_numbers.append(group_of[group] if is_judged else -1 - number)
+    rewards = pad_rows(rows)
+    mask = pad_rows(keep)
+    advantages, _ = group_advantages(rewards, mask, torch.tensor(group_numbers), gamma, normalise=normalise)
+    advantages = whiten(advantages, mask, whitening)
+    return Credit(token_rewards=rewards, advantages=advantages)
+
+
+def _check_lengths(lengths: Sequence[int]) -> None:
+    if len(set(lengths)) > 1 or not lengths[0]:
+        raise UserError(f"got {lengths} texts, token ids, judgements and groups; needs one or more, as many of each")
 
 
 def _read_usable(judgement: Any, text: str) -> SpanFeedback | None:
@@ -96,7 +103,8 @@ def _read_usable(judgement: Any, text: str) -> SpanFeedback | None:
 
 def _reward_tokens(tokenizer: Any, text: str, ids: Any, spans: Sequence[Span], rule: RewardRuleConfig) -> np.ndarray:
     """Return the rewards of the spans of `text`, placed on the tokens `ids`, [R] float32."""
-    response, offsets = decode(tokenizer, ids), token_offsets(tokenizer, ids)
+    response = decode(tokenizer, ids)
+    offsets = token_offsets(tokenizer, ids)
     start = response.rfind(text)  # the thinking, which comes before, may hold the same text
     if start < 0:
         raise ValueError(f"its text {text!r:.80} is not in its decoded tokens; t2g.feedback.decode gives their text")

@@ -38,7 +38,8 @@ class SpanGRPOTrainer(GRPOTrainer):
         self.judge = judge
         others = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         args = copy.copy(args)
-        args.reward_weights = [0.0, *(args.reward_weights or [1.0] * len(others))]  # spans are no number
+        other_weights = args.reward_weights or [1.0] * len(others)
+        args.reward_weights = [0.0, *other_weights]  # spans are no number
         super().__init__(model, [self.spans, *others], args, **kwargs)
 
     def spans(
@@ -47,10 +48,12 @@ class SpanGRPOTrainer(GRPOTrainer):
         """Judge the completions, set their advantages and log the mean sum of token rewards as `span_reward`."""
         texts = [decode(self.processing_class, ids) for ids in completion_ids]
         judgements = self.judge(prompts=prompts, completions=texts, **columns)
-        batch = gather_object(list(zip(texts, completion_ids, judgements, strict=True)))  # of all processes
+        own_rows = [*zip(texts, completion_ids, judgements, strict=True)]
+        batch = gather_object(own_rows)  # of all processes
         size = self.num_generations if self.model.training else self.num_generations_eval
         groups = [row // size for row in range(len(batch))]
-        credit = assign_credit(self.processing_class, *zip(*batch, strict=True), groups)
+        all_texts, all_ids, all_judgements = zip(*batch, strict=True)
+        credit = assign_credit(self.processing_class, all_texts, all_ids, all_judgements, groups)
 
         first = self.accelerator.process_index * len(texts)
         own = slice(first, first + len(texts))
@@ -66,6 +69,8 @@ class SpanGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
         output = super()._generate_and_score_completions(inputs)
         width = output["completion_ids"].shape[1]  # of this process: the batch's may differ
-        spans = F.pad(self.span_advantages, (0, width - self.span_advantages.shape[1]))
-        output["advantages"] = output["advantages"][:, None] + spans.to(output["advantages"].device)
+        num_missing = width - self.span_advantages.shape[1]
+        spans = F.pad(self.span_advantages, (0, num_missing))
+        advantages = output["advantages"]
+        output["advantages"] = advantages[:, None] + spans.to(advantages.device)
         return output
