@@ -99,7 +99,8 @@ def raise_if_unwritable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not (reason := describe_write_failure(error)):
+        reason = describe_write_failure(error)
+        if not reason:
             raise
         raise make_write_error(path.name, path.parent, reason, "what was written before is kept") from error
 
@@ -111,7 +112,8 @@ def make_write_error(name: str, folder: Path, reason: str, consequence: str) -> 
         reason: The result of `describe_write_failure`.
         consequence: A clause that says which data are kept.
     """
-    free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
+    free_mib = shutil.disk_usage(folder).free / 2**20
+    free = f"{free_mib:.0f} MiB left"
     return UserError(
         f"{name} cannot be written to {folder} ({free}; {consequence}): {reason}; then start the same command again"
     )
@@ -124,8 +126,9 @@ def describe_write_failure(error: BaseException | None) -> str:
     """
     while error is not None:
         for number, remedy in _REMEDIES.items():
-            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
-                return f"{os.strerror(number)}: {remedy}"
+            reason = os.strerror(number)
+            if getattr(error, "errno", None) == number or reason in str(error):
+                return f"{reason}: {remedy}"
         error = error.__cause__ or error.__context__
     return ""
 
@@ -134,7 +137,8 @@ def match_folder_permissions(folder: Path) -> None:
     """Give the content of the folder the folder's permissions: safetensors creates files for their owner only."""
     mode = folder.stat().st_mode
     for path in folder.rglob("*"):
-        path.chmod(mode & (0o777 if path.is_dir() else 0o666))
+        mask = 0o777 if path.is_dir() else 0o666
+        path.chmod(mode & mask)
 
 
 def identify_file(file: Path) -> FileVersion:

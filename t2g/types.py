@@ -76,19 +76,23 @@ class Rollout:
     @property
     def turns(self) -> tuple[PolicyTurn, ...]:
         """Return the turns; without an environment the response is the only one."""
+        if self.conversation:
+            return self.conversation
         single_turn = PolicyTurn(
             tokens=(0, len(self.response_ids)),
             characters=(0, len(self.response_text)),
             answer_start=self.answer_start,
         )
-        return self.conversation or (single_turn,)
+        return (single_turn,)
 
     @cached_property
     def policy_mask(self) -> np.ndarray:
         """Return whether the policy sampled a token, [R] bool; False: the environment inserted it."""
         mask = np.ones(len(self.response_ids), bool)
         for turn, following in pairwise(self.conversation):
-            mask[turn.tokens[1] : following.tokens[0]] = False
+            _, end = turn.tokens
+            next_start, _ = following.tokens
+            mask[end:next_start] = False
         return mask
 
     @property
@@ -98,7 +102,10 @@ class Rollout:
 
     def answer_of(self, turn: PolicyTurn) -> str:
         """Return the text of one of the turns without its thinking."""
-        return "" if turn.answer_start is None else self.response_text[turn.answer_start : turn.characters[1]]
+        if turn.answer_start is None:
+            return ""
+        _, end = turn.characters
+        return self.response_text[turn.answer_start : end]
 
     @property
     def is_unfinished(self) -> bool:
