@@ -63,29 +63,29 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
             fields[name] = value
 
     for name in _MARKS:
-        if isinstance(fields.get(name), dict):
-            fields[name] = transpose_columns(name, fields[name])
+        marks = fields.get(name)
+        if isinstance(marks, dict):
+            fields[name] = transpose_columns(name, marks)
     if severe:
-        poor = _check_list("poor", fields.get("poor", ()))
-        fields["poor"] = poor + severe
+        fields["poor"] = _check_list("poor", fields.get("poor", ())) + severe
     response = fields.get("response")
     if isinstance(response, list):
         response = _last_content(response)
         fields["response"] = response
     if "word_score_list" in extra and isinstance(response, str):
-        words = extra.pop("word_score_list")
-        fields["spans"] = make_word_spans(words, response)
-    if not any(name in fields for name in _MARKS):
-        _check_no_spans_are_lost(row)
+        fields["spans"] = make_word_spans(extra.pop("word_score_list"), response)
+    _check_no_spans_are_lost(row, fields)
     return fields, extra
 
 
-def _check_no_spans_are_lost(row: Mapping[str, Any]) -> None:
+def _check_no_spans_are_lost(row: Mapping[str, Any], fields: Collection[str]) -> None:
     """Check that a row without marks has no spans in a form that is not read: it would count as judged and unmarked.
 
     Raises:
         ValueError: A field has such spans.
     """
+    if any(name in fields for name in _MARKS):
+        return
     for name in _SPAN_FIELDS:
         if _holds_spans(row.get(name), _SPAN_DEPTH):
             raise ValueError(
