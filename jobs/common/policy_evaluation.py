@@ -26,7 +26,7 @@ from jobs.common.feedback_scores import FeedbackScores, Judged, ServeFeedback, f
 from jobs.common.journals import collect, read_rows
 from jobs.common.run_folder import begin_folder
 from t2g.concurrency import gather_all
-from t2g.config import ModelConfig, PolicyEvaluationJob, StyleConfig
+from t2g.config import LLMConfig, ModelConfig, PolicyEvaluationJob, StyleConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import UserError
@@ -133,13 +133,17 @@ class Evaluation:
             self._records[prompt.prompt_id] = record
         self.folder = begin_folder(config, RESPONSES)
         self.prompts = check_references(self.prompts, self.task, config.sandbox, self.folder, leave_out=False)
-        servers = [*config.endpoints.values(), *config.judges.values()]
-        self._askers = {llm: ChatClient(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
+        self._clients: dict[str, ChatClient] = {}  # settings of a server as JSON -> its client
+        for llm in (*config.endpoints.values(), *config.judges.values()):
+            self._clients[llm.model_dump_json()] = ChatClient(EndpointChat(llm), llm, config.timeout_s)
         self._measure_version = measure_version(config, self.task)
         self._feedback = FeedbackScores(config, config.feedback, self.folder) if config.feedback else None
         self._answer_files = {name: self.folder / RESPONSES / name / "responses.jsonl" for name in config.names}
         self._models = {name: self._model(name) for name in config.served}
         self._keyed_prompts = {name: self._make_keyed_prompts(name) for name in config.names}
+
+    def _find_client(self, llm: LLMConfig) -> ChatClient:
+        return self._clients[llm.model_dump_json()]
 
     def _model(self, name: str) -> ModelConfig:
         """Return the model that engines load; an adapter is merged into its base first."""
@@ -231,9 +235,9 @@ class Evaluation:
                 rollouts = await source.sample(prompt, sampling)
                 answers = [(rollout.answer, rollout.finish_reason) for rollout in rollouts]
             else:
-                asker = self._askers[self.config.endpoints[name]]
+                client = self._find_client(self.config.endpoints[name])
                 requests = [self._to_server(prompt, sampling, index) for index in range(sampling.num_samples)]
-                replies = await gather_all(map(asker.ask, requests))
+                replies = await gather_all(map(client.ask, requests))
                 answers = [(reply.text, reply.finish_reason) for reply in replies]
             responses = tuple(Response(text=text, cut=reason == "length") for text, reason in answers)
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
@@ -318,7 +322,7 @@ class Evaluation:
 
         async def ask(key: str, item: tuple[Judgement, ChatRequest]) -> Judgement:
             row, request = item
-            answer = await self._askers[llm].ask(request)
+            answer = await self._find_client(llm).ask(request)
             return row.model_copy(update=read_verdict(answer.text))
 
         path = self.folder / JUDGEMENTS

@@ -284,7 +284,8 @@ def _read_sealed(folder: Path, name: str) -> dict[str, Any] | Defect:
     except MISSING as error:
         return Defect(reason=f"{Path(error.filename).name} is missing", is_damage=True)
     except OSError as error:
-        return Defect(reason=f"{error.filename or folder}: {error.strerror}", is_damage=False)
+        is_link_loop = error.errno == errno.ELOOP  # no wait mends it
+        return Defect(reason=f"{error.filename or folder}: {error.strerror}", is_damage=is_link_loop)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Defect(reason=f"{MANIFEST} is not readable", is_damage=True)
 
