@@ -49,11 +49,14 @@ def train_dpo(
     with closing(LearnerGroup(spec, placement_timeout_s=cluster.placement_timeout_s)) as group:
         group.wait_ready()
         sequences = paired_sequences(pairs, group)
-        for step, chosen in enumerate(steps, start=1):
+        for step, indices in enumerate(steps, start=1):
             if stop():
                 return None
-            both = [sequences[2 * pair + i] for pair in chosen for i in (0, 1)]
-            metrics = group.update(TrainBatch(minibatches=(normalize_weights(both),))).metrics
+            minibatch: list[PairedSequence] = []
+            for pair in indices:
+                minibatch += sequences[2 * pair : 2 * pair + 2]  # chosen, rejected
+            batch = TrainBatch(minibatches=(normalize_weights(minibatch),))
+            metrics = group.update(batch).metrics
             on_progress(step)
         group.export(out_folder)
     last = {name: metrics[f"policy/{name}"] for name in ("loss", "accuracy", "margin", "grad_norm")}
@@ -62,10 +65,15 @@ def train_dpo(
 
 def paired_sequences(pairs: Sequence[PreferencePair], group: LearnerGroup) -> list[PairedSequence]:
     """Return the chosen and the rejected response of each pair, with equal weights and reference logprobs."""
-    plain = [
-        TrainSequence(prompt_ids=pair.prompt_ids, response_ids=ids, weights=np.full(len(ids), 1 / len(ids), np.float32))
-        for pair in pairs
-        for ids in (pair.chosen_ids, pair.rejected_ids)
-    ]
-    stats = group.forward(plain)
-    return [PairedSequence(**vars(s), ref_logprobs=t.ref_logprobs) for s, t in zip(plain, stats, strict=True)]
+    sequences: list[TrainSequence] = []
+    for pair in pairs:
+        for ids in (pair.chosen_ids, pair.rejected_ids):
+            weights = np.full(len(ids), 1 / len(ids), np.float32)
+            sequence = TrainSequence(prompt_ids=pair.prompt_ids, response_ids=ids, weights=weights)
+            sequences.append(sequence)
+
+    paired: list[PairedSequence] = []
+    for sequence, stats in zip(sequences, group.forward(sequences), strict=True):
+        with_reference = PairedSequence(**vars(sequence), ref_logprobs=stats.ref_logprobs)
+        paired.append(with_reference)
+    return paired

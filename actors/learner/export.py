@@ -39,18 +39,18 @@ def write_model(
         model: A transformers PreTrainedModel, whose config is written.
         weights: By the names of the model's files, see `full_weights.to_file_layout`; None for those of `model`.
     """
-    with _valid_generation_config(model) as own:
+    with _valid_generation_config(model) as own_config:
         if weights is None:
             model.save_pretrained(folder)
         else:
             model.save_pretrained(folder, state_dict=dict(weights), save_original_format=False)
     tokenizer.save_pretrained(folder)
     (folder / GENERATION_FILE).unlink(missing_ok=True)
-    found = _find_generation_config(source)
-    if found is not None:
-        shutil.copyfile(found, folder / GENERATION_FILE)
-    elif own is not None:
-        own.to_json_file(folder / GENERATION_FILE)  # does not check it
+    source_file = _find_generation_config(source)
+    if source_file is not None:
+        shutil.copyfile(source_file, folder / GENERATION_FILE)
+    elif own_config is not None:
+        own_config.to_json_file(folder / GENERATION_FILE)  # does not check it
     match_folder_permissions(folder)
 
 
@@ -99,9 +99,9 @@ def check_folder(
     Raises:
         RunStopped: A weight is missing or unexpected, or the logprobs differ. The folder is removed.
     """
+    limit = SLACK * MEDIAN_SHARE * tolerance
     try:
         gap = _score_folder(folder, ids, expected, like=like, dtype=dtype)
-        limit = SLACK * MEDIAN_SHARE * tolerance
         if gap.median > limit:
             raise RunStopped(
                 f"the model written to {folder} is not the trained one: the median difference of {len(expected)} "
@@ -110,7 +110,8 @@ def check_folder(
     except RunStopped:
         shutil.rmtree(folder)
         raise
-    write_json(folder / EXPORT_FILE, {"probe_gap": asdict(gap), "probe_tokens": len(ids)})
+    report = {"probe_gap": asdict(gap), "probe_tokens": len(ids)}
+    write_json(folder / EXPORT_FILE, report)
     match_folder_permissions(folder)
     return gap
 
@@ -130,21 +131,25 @@ def _score_folder(folder: Path, ids: np.ndarray, expected: np.ndarray, *, like: 
     except (OSError, ValueError, RuntimeError) as error:
         raise RunStopped(f"the model written to {folder} cannot be loaded: {first_line(error)}") from error
     missing = set(info["missing_keys"]) - getattr(like, ABSENT, frozenset())
-    for problem, names in (("lacks", missing), ("has unexpected", info["unexpected_keys"])):
+    unexpected = info["unexpected_keys"]
+    for problem, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
-            raise RunStopped(f"the model written to {folder} {problem} {len(names)} weights: {_format_names(names)}")
-    found = score(model.eval(), ids)
+            weights = f"{len(names)} weights: {_format_names(names)}"
+            raise RunStopped(f"the model written to {folder} {problem} {weights}")
+    logprobs = score(model.eval(), ids)
     del model
     gc.collect()
-    return compute_gap(found, expected)
+    return compute_gap(logprobs, expected)
 
 
 @torch.no_grad()
 def score(model: Any, ids: np.ndarray) -> np.ndarray:
     """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], by a plain transformers model."""
-    tokens = torch.from_numpy(ids.astype(np.int64))[None]
-    logprobs = model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    outputs = model(input_ids=tokens[None], use_cache=False)
+    logits = outputs.logits[0, :-1].float()
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])
+    return logprobs[:, 0].numpy()
 
 
 def default_probe(model: Any) -> np.ndarray:
@@ -156,5 +161,6 @@ def default_probe(model: Any) -> np.ndarray:
 
 def _format_names(names: Any) -> str:
     first = sorted(names)[:MAX_NAMES]
-    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
-    return ", ".join(first) + more
+    text = ", ".join(first)
+    num_more = len(names) - len(first)
+    return f"{text} and {num_more} more" if num_more else text

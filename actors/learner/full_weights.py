@@ -6,6 +6,7 @@ changes the state of the parameters. This module reads the ranks' partitions and
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,21 +29,23 @@ def get_shapes(engine: Any, *, adapters: bool = False) -> Shapes:
     shapes = _own_shapes(engine.module, adapters=adapters)
     if adapters:
         return shapes
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     in_files: dict[str, tuple[int, ...]] = {}
     for names in group_by_module(shapes):
-        converted = to_file_layout(engine.module, {name: empty[name] for name in names})
+        empty = {name: torch.empty(shapes[name], device="meta") for name in names}
+        converted = to_file_layout(engine.module, empty)
         in_files |= {name: tuple(tensor.shape) for name, tensor in converted.items()}
     return in_files
 
 
 def _own_shapes(model: torch.nn.Module, *, adapters: bool) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight by the name that it has in the model without adapters."""
-    shapes = {name: tuple(p.ds_shape) for name, p in model.named_parameters()}
-    own = {name: shapes[source] for name, (source, *_) in lora.sources(shapes, adapters=adapters).items()}
+    shapes = {name: tuple(parameter.ds_shape) for name, parameter in model.named_parameters()}
+    sources = lora.sources(shapes, adapters=adapters)
+    own_shapes = {name: shapes[own] for name, (own, *_) in sources.items()}
     if not adapters:
-        own |= {name: tuple(buffer.shape) for name, buffer in get_sent_buffers(model).items()}
-    return own
+        for name, buffer in get_sent_buffers(model).items():
+            own_shapes[name] = tuple(buffer.shape)
+    return own_shapes
 
 
 def get_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -54,8 +57,10 @@ def get_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return {name: found[source] for name, (source, *_) in lora.sources(found).items()}
+                full_name = f"{prefix}.{name}" if prefix else name
+                found[full_name] = buffer
+    sources = lora.sources(found)
+    return {name: found[own] for name, (own, *_) in sources.items()}
 
 
 def get_sent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -88,7 +93,8 @@ class FullWeights:
 
     def __init__(self, engine: Any, *, adapters: bool = False) -> None:
         """Read the weights of `engine`; with `adapters`, LoRA adapters by their own names instead of merged weights."""
-        self._engine, self._adapters = engine, adapters
+        self._engine = engine
+        self._adapters = adapters
         self._memory: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -108,15 +114,19 @@ class FullWeights:
         target = torch.device(device)
         for names in plan_buckets(shapes, dtype=dtype, bucket_bytes=bucket_bytes):
             weights = [name for name in names if name not in buffers]
-            pieces = self.gather({source: named[source] for name in weights for source in sources[name]})
+            needed = chain.from_iterable(sources[name] for name in weights)
+            pieces = self.gather({source: named[source] for source in needed})
             if not everywhere and self._engine.global_rank != 0:
                 yield []
                 continue
+
             merged = [self._merged(name, sources[name], named, pieces) for name in weights]
             flat = self._flatten(merged, getattr(torch, dtype), target) if weights else []
             tensors = {name: buffers[name].detach().to(target) for name in names if name in buffers}
-            for name, weight in zip(weights, flat, strict=True):
-                tensors[name] = weight[: math.prod(shapes[name])].view(shapes[name])
+            for name, padded in zip(weights, flat, strict=True):
+                shape = shapes[name]
+                tensors[name] = padded[: math.prod(shape)].view(shape)
+
             bucket = self._convert(names, tensors)
             bucket.sort(key=lambda pair: -pair[1].element_size())  # vLLM needs tensors of wider types to be aligned
             yield bucket
@@ -127,28 +137,35 @@ class FullWeights:
             return [(name, tensors[name]) for name in names]
         bucket: list[tuple[str, torch.Tensor]] = []
         for module in group_by_module(names):
-            converted = to_file_layout(self._engine.module, {name: tensors[name] for name in module})
+            own = {name: tensors[name] for name in module}
+            converted = to_file_layout(self._engine.module, own)
             bucket += [(name, tensor.contiguous()) for name, tensor in converted.items()]
         return bucket
 
     def gather(self, parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return [num_ranks, n] of each parameter, in its own type on the engine's device, for `full_tensor`."""
         gathered: dict[str, torch.Tensor] = {}
-        for dtype in sorted({p.ds_tensor.dtype for p in parameters.values()}, key=str):  # usually one type
-            alike = {name: p.ds_tensor for name, p in parameters.items() if p.ds_tensor.dtype == dtype}
-            gathered |= dict(zip(alike, self._gather_alike(list(alike.values()), dtype), strict=True))
+        partitions = {name: parameter.ds_tensor for name, parameter in parameters.items()}
+        dtypes = {partition.dtype for partition in partitions.values()}  # usually one type
+        for dtype in sorted(dtypes, key=str):
+            alike = {name: partition for name, partition in partitions.items() if partition.dtype == dtype}
+            pieces = self._gather_alike([*alike.values()], dtype)
+            gathered.update(zip(alike, pieces, strict=True))
         return gathered
 
     def _gather_alike(self, partitions: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """Gather partitions of one type. Each has 1 / num_ranks of the elements, rounded up; the last is padded."""
-        device, num_ranks = self._engine.device, self._engine.world_size
+        device = self._engine.device
+        num_ranks = self._engine.world_size
         if num_ranks == 1:
             return [partition.to(device).view(1, -1) for partition in partitions]
+
         sizes = [len(partition) for partition in partitions]
-        own = self._get_memory(f"own {dtype}", sum(sizes), dtype, device)
+        total = sum(sizes)
+        own = self._get_memory(f"own {dtype}", total, dtype, device)
         for piece, partition in zip(own.split(sizes), partitions, strict=True):
             piece.copy_(partition)
-        all_ranks = self._get_memory(f"all_ranks {dtype}", num_ranks * sum(sizes), dtype, device)
+        all_ranks = self._get_memory(f"all_ranks {dtype}", num_ranks * total, dtype, device)
         torch.distributed.all_gather_into_tensor(all_ranks, own)
         return all_ranks.view(num_ranks, -1).split(sizes, dim=1)
 
@@ -159,16 +176,18 @@ class FullWeights:
         if len(own) == 1:
             return pieces[own[0]]
         parts = [full_tensor(named[source], pieces[source]) for source in own]
-        return lora.checkpoint_weight(self._engine.module, name, parts).reshape(1, -1)
+        merged = lora.checkpoint_weight(self._engine.module, name, parts)
+        return merged.reshape(1, -1)
 
     def _flatten(
         self, pieces: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
     ) -> Sequence[torch.Tensor]:
         """Return [num_ranks * n] of each piece, without a copy if one rank has all in the right type and place."""
-        if all(len(p) == 1 and p.dtype == dtype and p.device == device for p in pieces):
-            return [p.view(-1) for p in pieces]
-        sizes = [p.numel() for p in pieces]
-        flat = self._get_memory("in order", sum(sizes), dtype, device).split(sizes)
+        if all(len(piece) == 1 and piece.dtype == dtype and piece.device == device for piece in pieces):
+            return [piece.view(-1) for piece in pieces]
+        sizes = [piece.numel() for piece in pieces]
+        memory = self._get_memory("in order", sum(sizes), dtype, device)
+        flat = memory.split(sizes)
         for target, piece in zip(flat, pieces, strict=True):
             target.view(piece.shape).copy_(piece)
         return flat
@@ -179,10 +198,12 @@ class FullWeights:
             return torch.empty(numel, dtype=dtype, device=device)
         memory = self._memory.get(use)
         if memory is None or memory.dtype != dtype or len(memory) < numel:
-            self._memory[use] = memory = torch.empty(numel, dtype=dtype, device=device)
+            memory = torch.empty(numel, dtype=dtype, device=device)
+            self._memory[use] = memory
         return memory[:numel]
 
 
 def full_tensor(parameter: Any, pieces: torch.Tensor) -> torch.Tensor:
     """Return the parameter without partitioning; pieces: of `FullWeights.gather`."""
-    return pieces.reshape(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+    padded = pieces.reshape(-1)
+    return padded[: parameter.ds_numel].view(parameter.ds_shape)

@@ -14,11 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -38,11 +36,18 @@ from actors.learner.parts import (
     load_critic,
     load_policy,
 )
+from actors.learner.rank_batches import (
+    PEAK_MEMORY,
+    correction_metrics,
+    make_zero_stats,
+    merge_metrics,
+    select_share,
+    with_old_logprobs,
+)
 from actors.learner.ranks import Ranks, rank_environment
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
-from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
-from t2g.config import Dtype, ObjectiveConfig, RoleConfig
+from t2g.config import Dtype, RoleConfig
 from t2g.data.batching import microbatches
 from t2g.errors import LearnerLost
 from t2g.files import describe_file
@@ -56,14 +61,11 @@ from t2g.types import (
     TokenSequence,
     TokenStats,
     TrainBatch,
-    TrainSample,
-    TrainSequence,
     UpdateResult,
 )
 
 STATE_FILE = "learner.json"
 FAILURE_POLL_S = 5.0  # to detect a dead rank whose connections did not break
-PEAK_MEMORY = "learner/peak_memory_gib"
 STREAM_AHEAD = 2  # buckets gathered ahead of the consumer: a gather overlaps with the previous send
 
 
@@ -72,7 +74,10 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, names: Sequence[PartName], role: RoleConfig, rank: int) -> None:
         torch.set_num_threads(role.threads)
-        self.spec, self.names, self.role, self.rank = spec, names, role, rank
+        self.spec = spec
+        self.names = names
+        self.role = role
+        self.rank = rank
         self.parts: dict[PartName, PolicyTrainer | CriticTrainer] = {}
         self._port: socket.socket | None = None  # reserves the port of the rendezvous, on rank 0
 
@@ -88,16 +93,18 @@ class LearnerWorker:
         Args:
             master: `address` of rank 0.
         """
-        on_gpu, num_ranks = self.role.gpus > 0, self.role.workers
+        on_gpu = self.role.gpus > 0
+        num_ranks = self.role.workers
         policy = load_policy(self.spec, on_gpu=on_gpu) if "policy" in self.names else None
         critic = load_critic(self.spec, on_gpu=on_gpu) if "critic" in self.names else None
+
         if self._port is not None:
             self._port.close()  # not before the models are loaded: engines that start now look for free ports
         os.environ.update(listening_environment(os.environ))
-        zero3.init_distributed(
-            self.rank, num_ranks, *master, "nccl" if on_gpu else "gloo",
-            timeout_s=self.spec.learner.step_timeout_s,
-        )  # fmt: skip
+        backend = "nccl" if on_gpu else "gloo"
+        timeout_s = self.spec.learner.step_timeout_s
+        zero3.init_distributed(self.rank, num_ranks, *master, backend, timeout_s=timeout_s)
+
         if policy is not None:
             self.parts["policy"] = PolicyTrainer(self.spec, *policy, num_ranks)
         if critic is not None:
@@ -116,18 +123,30 @@ class LearnerWorker:
         started = time.monotonic()
         metrics = self.parts[part].update(shares, kl_coef=kl_coef, label=label)
         seconds = time.monotonic() - started
-        return metrics | {PEAK_MEMORY: _peak_gib(self.role)} | self._utilisation(part, shares, seconds)
+        metrics = metrics | {PEAK_MEMORY: _peak_gib(self.role)}
+        return metrics | self._utilisation(part, shares, seconds)
 
     def _utilisation(self, part: PartName, shares: Sequence[Share], seconds: float) -> Metrics:
         """Return this rank's model FLOPs utilisation; {} on a CPU, in float32, and for a model of unknown shape."""
-        peak = peak_flops(torch.cuda.get_device_name()) if self.role.gpus else None
-        model: Any = self.parts[part].engine.module
-        shape = shape_of(getattr(model, "backbone", model).config.get_text_config().to_dict()) if peak else None
-        if peak is None or shape is None or self.spec.learner.dtype != "bfloat16":
+        if not self.role.gpus:
             return {}
-        lengths = [len(sequence) for share in shares for microbatch in share for sequence in microbatch]
-        frozen = part == "policy" and self.spec.learner.lora is not None
-        flops = train_flops(shape, lengths, has_head=part == "policy", frozen=frozen)
+        peak = peak_flops(torch.cuda.get_device_name())
+        if peak is None:
+            return {}
+
+        model: Any = self.parts[part].engine.module
+        backbone = getattr(model, "backbone", model)
+        model_config = backbone.config.get_text_config()
+        shape = shape_of(model_config.to_dict())
+        if shape is None or self.spec.learner.dtype != "bfloat16":
+            return {}
+
+        lengths: list[int] = []
+        for microbatch in chain.from_iterable(shares):
+            lengths.extend(map(len, microbatch))
+        is_policy = part == "policy"
+        frozen = is_policy and self.spec.learner.lora is not None
+        flops = train_flops(shape, lengths, has_head=is_policy, frozen=frozen)
         return {f"{part}/mfu": flops / seconds / peak}
 
     def last_update_stats(self) -> Stats:
@@ -153,10 +172,15 @@ class LearnerWorker:
         Returns:
             `t2g.files.describe_file` of the files of this rank, by their names in the folder.
         """
-        torch.save(torch.get_rng_state(), self._rng_file(part, folder))
+        rng_file = self._rng_file(part, folder)
+        torch.save(torch.get_rng_state(), rng_file)
         zero3.save_checkpoint(self.parts[part].engine, folder, part)
-        own_files = [self._rng_file(part, folder), *(folder / part).glob(f"*zero_pp_rank_{self.rank}_*")]
-        hashed = {str(file.relative_to(folder)): describe_file(file) for file in own_files}
+
+        shards = (folder / part).glob(f"*zero_pp_rank_{self.rank}_*")
+        hashed: dict[str, dict[str, Any]] = {}
+        for file in (rng_file, *shards):
+            name = str(file.relative_to(folder))
+            hashed[name] = describe_file(file)
         torch.distributed.barrier()  # the caller may rename the folder after it
         return hashed
 
@@ -173,7 +197,8 @@ class LearnerWorker:
         """
         zero3.load_checkpoint(self.parts[part].engine, folder, part, universal=universal)
         if not universal:
-            torch.set_rng_state(torch.load(self._rng_file(part, folder), weights_only=True))
+            rng_state = torch.load(self._rng_file(part, folder), weights_only=True)
+            torch.set_rng_state(rng_state)
 
     def offload_states(self, part: PartName) -> None:
         zero3.offload_states(self.parts[part].engine)
@@ -187,8 +212,10 @@ class LearnerWorker:
 
 def _peak_gib(role: RoleConfig) -> float:
     """Return the peak memory of the GPU since the last call; on a CPU that of the process since its start."""
-    held = torch.cuda.max_memory_allocated() if role.gpus else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
-    return held / 2**30
+    if role.gpus:
+        return torch.cuda.max_memory_allocated() / 2**30
+    peak_kib = getrusage(RUSAGE_SELF).ru_maxrss
+    return 1024 * peak_kib / 2**30
 
 
 LearnerActor = ray.remote(LearnerWorker)
@@ -210,6 +237,7 @@ class LearnerGroup:
         self._lost: LearnerLost | None = None  # raised by every later call
         self.groups: list[Ranks] = []
         self.parts: dict[PartName, Ranks] = {}
+
         roles = spec.learner.roles(spec.objective)
         sections: dict[PartName, str] = {"policy": "learner"}
         if spec.objective.uses_critic:
@@ -217,16 +245,19 @@ class LearnerGroup:
         try:
             for section, role in roles.items():
                 names = [part for part, home in sections.items() if home == section]
-                actor_name = "learner rank" if section == "learner" else "critic rank"
-                self.groups.append(
-                    Ranks(
-                        self.actor, spec, names,
-                        section=section, role=role, actor_name=actor_name, placement_timeout_s=placement_timeout_s,
-                        environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
-                        memory_advice=advise("learner", spec.learner),
-                    )
-                )  # fmt: skip
-                self.parts |= dict.fromkeys(names, self.groups[-1])
+                ranks = Ranks(
+                    self.actor,
+                    spec,
+                    names,
+                    section=section,
+                    role=role,
+                    actor_name="learner rank" if section == "learner" else "critic rank",
+                    placement_timeout_s=placement_timeout_s,
+                    environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
+                    memory_advice=advise("learner", spec.learner),
+                )
+                self.groups.append(ranks)
+                self.parts |= dict.fromkeys(names, ranks)
             self._starts = [(ranks, self._start(ranks)) for ranks in self.groups]
         except BaseException:
             self.close()
@@ -266,31 +297,48 @@ class LearnerGroup:
         """Call submit(worker, part) for all ranks of all parts, then wait; return the results by rank."""
         with self._exclusive():
             deadline = self._deadline()
-            refs = {part: [submit(worker, part) for worker in self.parts[part].workers] for part in parts}
-            return {part: self.parts[part].collect(own, call, deadline) for part, own in refs.items()}
+            refs: dict[PartName, list[Any]] = {}
+            for part in parts:
+                workers = self.parts[part].workers
+                refs[part] = [submit(worker, part) for worker in workers]
+
+            results: dict[PartName, list[Any]] = {}
+            for part, part_refs in refs.items():
+                ranks = self.parts[part]
+                results[part] = ranks.collect(part_refs, call, deadline)
+            return results
 
     def _on_policy(self, call: str, submit: Callable[[Any], Any]) -> list[Any]:
-        return self._on_parts(["policy"], call, lambda worker, part: submit(worker))["policy"]
+        results = self._on_parts(["policy"], call, lambda worker, part: submit(worker))
+        return results["policy"]
 
     def _split(
         self, parts: Iterable[PartName], minibatches: Sequence[Sequence[TokenSequence]]
     ) -> tuple[dict[Any, Any], dict[Any, list[int]]]:
         """Return for each rank a reference to its shares of the minibatches, and its indices in the first of them."""
-        shares, indices = dict[Any, Any](), dict[Any, list[int]]()
-        options = {"token_budget": self.spec.learner.tokens_per_microbatch, "group_size": 1 + (self.spec.loss == "dpo")}
-        for ranks in {id(self.parts[part]): self.parts[part] for part in parts}.values():
-            plans = [microbatches(sequences, num_ranks=len(ranks), **options) for sequences in minibatches]
+        shares: dict[Any, Any] = {}
+        indices: dict[Any, list[int]] = {}
+        token_budget = self.spec.learner.tokens_per_microbatch
+        group_size = 1 + (self.spec.loss == "dpo")
+        groups = {id(self.parts[part]): self.parts[part] for part in parts}
+        for ranks in groups.values():
+            options = {"num_ranks": len(ranks), "token_budget": token_budget, "group_size": group_size}
+            plans = [microbatches(sequences, **options) for sequences in minibatches]
             for rank, worker in enumerate(ranks.workers):
-                pairs = zip(minibatches, plans, strict=True)
-                share = [[[sequences[i] for i in members] for members in plan[rank]] for sequences, plan in pairs]
-                shares[worker] = ray.put(share)
+                worker_shares: list[Share] = []
+                for sequences, plan in zip(minibatches, plans, strict=True):
+                    share = select_share(sequences, plan[rank])
+                    worker_shares.append(share)
+                shares[worker] = ray.put(worker_shares)
                 indices[worker] = [*chain.from_iterable(plans[0][rank])]
         return shares, indices
 
     def _in_order(self, part: PartName, by_rank: Sequence[Stats], indices: Mapping[Any, Sequence[int]]) -> Stats:
         """Return the results of the ranks of a part in the order of the sequences."""
-        order = chain.from_iterable(indices[worker] for worker in self.parts[part].workers)
-        by_index = dict(zip(order, chain.from_iterable(by_rank), strict=True))
+        workers = self.parts[part].workers
+        order = chain.from_iterable(indices[worker] for worker in workers)
+        rows = chain.from_iterable(by_rank)
+        by_index = dict(zip(order, rows, strict=True))
         return [by_index[i] for i in range(len(by_index))]
 
     def forward(self, sequences: Sequence[TokenSequence], fields: Collection[str] | None = None) -> list[TokenStats]:
@@ -299,27 +347,34 @@ class LearnerGroup:
         Args:
             fields: Names of the fields that are computed, by default `LearnerSpec.stats_fields`; others are 0.
         """
-        fields = self.spec.stats_fields if fields is None else frozenset(fields)
-        parts: list[PartName] = ["policy"] if fields - {"values"} else []
-        parts += ["critic"] if "values" in fields and "critic" in self.parts else []
+        requested = self.spec.stats_fields if fields is None else frozenset(fields)
+        parts: list[PartName] = []
+        if requested - {"values"}:
+            parts.append("policy")
+        if "values" in requested and "critic" in self.parts:
+            parts.append("critic")
+
         # Ranks need no texts.
         ids = [TokenIds(prompt_ids=s.prompt_ids, response_ids=s.response_ids) for s in sequences]
         shares, indices = self._split(parts, [ids])
-        results = self._on_parts(
-            parts, "forward", lambda worker, part: worker.forward.remote(part, shares[worker], fields)
-        )
-        names = ("old_logprobs", "ref_logprobs", "values", "entropy")
-        stats = [{name: np.zeros(len(s.response_ids), np.float32) for name in names} for s in sequences]
+
+        def submit(worker: Any, part: PartName) -> Any:
+            return worker.forward.remote(part, shares[worker], requested)
+
+        results = self._on_parts(parts, "forward", submit)
+        rows = [make_zero_stats(sequence) for sequence in sequences]
         for part, by_rank in results.items():
-            for row, found in zip(stats, self._in_order(part, by_rank, indices), strict=True):
-                row |= found
-        return [TokenStats(**row) for row in stats]
+            part_rows = self._in_order(part, by_rank, indices)
+            for row, part_row in zip(rows, part_rows, strict=True):
+                row.update(part_row)
+        return [TokenStats(**row) for row in rows]
 
     def score_teacher(self, queries: Sequence[TeacherQuery]) -> list[TeacherStats]:
         """Return the log-probabilities of the frozen reference, in the order of `queries`."""
         shares, indices = self._split(["policy"], [queries])
         results = self._on_policy("score_teacher", lambda worker: worker.score_teacher.remote(shares[worker]))
-        return [TeacherStats(**found) for found in self._in_order("policy", results, indices)]
+        rows = self._in_order("policy", results, indices)
+        return [TeacherStats(**row) for row in rows]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Make every optimizer step of the batch; the policy skips the first `critic_warmup_steps` updates.
@@ -330,30 +385,33 @@ class LearnerGroup:
         Raises:
             Diverged: A loss or gradient is not finite; the message names part and minibatch. The step is not applied.
         """
-        started, skips_policy = time.monotonic(), self.policy_version < self.spec.warmup_updates
+        started = time.monotonic()
+        skips_policy = self.policy_version < self.spec.warmup_updates
         parts = [part for part in self.parts if not (skips_policy and part == "policy")]
         shares, indices = self._split(parts, batch.minibatches)
         self.policy_version += 1
         label = f"update {self.policy_version}"
+        kl_coef = batch.kl_coef
+
+        def submit(worker: Any, part: PartName) -> Any:
+            return worker.update.remote(part, shares[worker], kl_coef, label)
+
         try:
-            results = self._on_parts(
-                parts, "update", lambda worker, part: worker.update.remote(part, shares[worker], batch.kl_coef, label)
-            )
+            results = self._on_parts(parts, "update", submit)
         except BaseException:
             self.policy_version -= 1
             raise
+
         stats: tuple[TokenStats, ...] = ()
         if self.spec.defers_old_logprobs:
             stats = self._last_update_stats(batch, indices)
             batch = with_old_logprobs(batch, stats)
         seconds = time.monotonic() - started
-        metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
-        for by_rank in results.values():  # each rank knows its own share alone
-            metrics |= {name: fmean(found[name] for found in by_rank) for name in by_rank[0] if name.endswith("/mfu")}
-        metrics[PEAK_MEMORY] = max(found[PEAK_MEMORY] for by_rank in results.values() for found in by_rank)
+
+        metrics = merge_metrics(results.values())
         if self.spec.loss == "ppo":
             metrics |= correction_metrics(batch, self.spec.objective)
-        num_tokens = sum(len(sequence) for minibatch in batch.minibatches for sequence in minibatch)
+        num_tokens = sum(map(len, chain.from_iterable(batch.minibatches)))
         metrics["learner/optimizer_steps"] = float(len(batch.minibatches))
         metrics["learner/tokens_per_s"] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics, stats=stats)
@@ -361,9 +419,13 @@ class LearnerGroup:
     def _last_update_stats(self, batch: TrainBatch, indices: Mapping[Any, Sequence[int]]) -> tuple[TokenStats, ...]:
         """Return the statistics of each sample of an update with one step."""
         results = self._on_policy("last_update_stats", lambda worker: worker.last_update_stats.remote())
+        rows = self._in_order("policy", results, indices)
         samples: Any = batch.minibatches[0]
-        pairs = zip(samples, self._in_order("policy", results, indices), strict=True)
-        return tuple(TokenStats(**found, ref_logprobs=s.ref_logprobs, values=s.values) for s, found in pairs)
+        stats: list[TokenStats] = []
+        for sample, row in zip(samples, rows, strict=True):
+            sample_stats = TokenStats(**row, ref_logprobs=sample.ref_logprobs, values=sample.values)
+            stats.append(sample_stats)
+        return tuple(stats)
 
     def offload_states(self) -> None:
         """Move gradients and optimizer states to host memory.
@@ -378,13 +440,16 @@ class LearnerGroup:
 
     def get_manifest(self) -> Shapes:
         """Return names and shapes of the policy in the order of `stream_weights`, without a gather."""
-        return self._on_policy("get_manifest", lambda w: w.get_manifest.remote())[0]
+        by_rank = self._on_policy("get_manifest", lambda worker: worker.get_manifest.remote())
+        return by_rank[0]
 
     def address(self) -> tuple[str, int]:
         """Return a host and port that rank 0 reserves for the rendezvous of the next `stream_weights`."""
         ranks = self.parts["policy"]
         with self._exclusive():
-            return ranks.collect([ranks.workers[0].address.remote()], "address", self._deadline())[0]
+            ref = ranks.workers[0].address.remote()
+            (address,) = ranks.collect([ref], "address", self._deadline())
+            return address
 
     def stream_weights(
         self, dtype: Dtype, *, full: bool = False, rendezvous: Rendezvous | None = None
@@ -404,17 +469,21 @@ class LearnerGroup:
         ahead = 1 if self.spec.learner.sync_transport == "ipc" else STREAM_AHEAD
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
         with self._exclusive():
-            streams = [w.stream_weights.options(**options).remote(dtype, full, rendezvous) for w in ranks.workers]
+            calls = [worker.stream_weights.options(**options) for worker in ranks.workers]
+            streams = [call.remote(dtype, full, rendezvous) for call in calls]
             yield from self._buckets(ranks, streams)
-            ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
+            ends = [stream.completed() for stream in streams]
+            ranks.collect(ends, "stream_weights", self._deadline())
 
     def _buckets(self, ranks: Ranks, streams: Sequence[Any]) -> Iterator["ray.ObjectRef[Bucket]"]:
         """Yield from rank 0's stream. If it fails, the ends of all streams together show the cause."""
-        stream, timeout_s = streams[0], self.spec.learner.step_timeout_s
+        stream = streams[0]
         ends = [stream.completed() for stream in streams]
+        timeout_s = self.spec.learner.step_timeout_s
+        poll_s = min(FAILURE_POLL_S, timeout_s)
         while True:
             deadline = self._deadline()
-            while not ray.wait([stream], timeout=min(FAILURE_POLL_S, timeout_s), fetch_local=False)[0]:
+            while not ray.wait([stream], timeout=poll_s, fetch_local=False)[0]:
                 if any_failed(ends[1:]):
                     ranks.collect(ends, "stream_weights", self._deadline())
                 if time.monotonic() > deadline:
@@ -429,7 +498,8 @@ class LearnerGroup:
 
     def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return the logprobs of the probe, [N - 1] float32, at temperature 1; workers must return the same."""
-        return self._on_policy("compute_probe_logprobs", lambda w: w.compute_probe_logprobs.remote(ids))[0]
+        by_rank = self._on_policy("compute_probe_logprobs", lambda worker: worker.compute_probe_logprobs.remote(ids))
+        return by_rank[0]
 
     def save(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Write model, optimizer, scheduler and RNG of every rank into an existing empty folder that all ranks share.
@@ -437,9 +507,14 @@ class LearnerGroup:
         Under LoRA the frozen weights are left out: a resume reads them from model.policy.
         """
         results = self._on_parts(self.parts, "save", lambda worker, part: worker.save.remote(part, folder))
-        state = {"num_updates": self.policy_version, "num_ranks": {part: len(r) for part, r in self.parts.items()}}
+        num_ranks = {part: len(ranks) for part, ranks in self.parts.items()}
+        state = {"num_updates": self.policy_version, "num_ranks": num_ranks}
         (folder / STATE_FILE).write_text(json.dumps(state))
-        return {name: entry for by_rank in results.values() for files in by_rank for name, entry in files.items()}
+
+        files: dict[str, dict[str, Any]] = {}
+        for rank_files in chain.from_iterable(results.values()):
+            files |= rank_files
+        return files
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote; the next update continues exactly.
@@ -448,38 +523,22 @@ class LearnerGroup:
         folder beside it.
         """
         state = json.loads((folder / STATE_FILE).read_text())
-        resized = [part for part, ranks in self.parts.items() if state["num_ranks"][part] != len(ranks)]
+        saved_ranks = state["num_ranks"]
+        resized = [part for part, ranks in self.parts.items() if saved_ranks[part] != len(ranks)]
         try:
             self._on_parts(resized, "convert", lambda worker, part: worker.convert.remote(part, folder))
             self._on_parts(self.parts, "load", lambda worker, part: worker.load.remote(part, folder, part in resized))
         finally:
             for part in resized:
-                shutil.rmtree(zero3.universal_folder(folder, part), ignore_errors=True)
+                converted = zero3.universal_folder(folder, part)
+                shutil.rmtree(converted, ignore_errors=True)
         self.policy_version = state["num_updates"]
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder in safetensors with its tokenizer, and under LoRA its adapter."""
-        self._on_policy("export", lambda w: w.export.remote(folder))
+        self._on_policy("export", lambda worker: worker.export.remote(folder))
 
     def close(self) -> None:
         """Kill the ranks and remove their placement groups. Safe to call twice."""
         for ranks in self.groups:
             ranks.close()
-
-
-def with_old_logprobs(batch: TrainBatch, stats: Sequence[TokenStats]) -> TrainBatch:
-    """Return a batch of one minibatch with the old log-probabilities of the update's own forward pass."""
-    samples: list[TrainSequence] = []
-    for sample, sample_stats in zip(batch.minibatches[0], stats, strict=True):
-        assert isinstance(sample, TrainSample)
-        samples.append(replace(sample, old_logprobs=sample_stats.old_logprobs))
-    return replace(batch, minibatches=(tuple(samples),))
-
-
-def correction_metrics(batch: TrainBatch, objective: ObjectiveConfig) -> Metrics:
-    """Return `importance_metrics` over the weighted tokens, each once, for any number of epochs."""
-    samples = {id(s.old_logprobs): s for minibatch in batch.minibatches for s in minibatch}.values()
-    counted = [(s.old_logprobs[s.weights > 0], s.rollout_logprobs[s.weights > 0]) for s in samples]
-    old, rollout = (torch.from_numpy(np.concatenate(column)) for column in zip(*counted, strict=True))
-    segments = torch.arange(len(counted)).repeat_interleave(torch.tensor([len(tokens) for tokens, _ in counted]))
-    return importance_metrics(old, rollout, segments, objective.rollout_correction, objective.rollout_correction_cap)

@@ -108,17 +108,21 @@ def sources(names: Iterable[str], *, adapters: bool = False) -> dict[str, tuple[
     >>> sources(["q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight"])
     {'q.weight': ('q.base_layer.weight', 'q.lora_A.default.weight', 'q.lora_B.default.weight')}
     """
-    if adapters:
-        return {renamed: (name,) for name in names if (renamed := adapter_name(name))}
     mapping: dict[str, tuple[str, ...]] = {}
     for name in names:
+        if adapters:
+            renamed = adapter_name(name)
+            if renamed:
+                mapping[renamed] = (name,)
+            continue
         if name.endswith(_FACTORS):
             continue
         module, is_under, kind = name.rpartition(_BASE)
         if not is_under:
             mapping[name] = (name,)
         elif kind == "weight":
-            mapping[f"{module}.weight"] = (name, *(module + factor for factor in _FACTORS))
+            factors = (module + factor for factor in _FACTORS)
+            mapping[f"{module}.weight"] = (name, *factors)
         else:
             mapping[f"{module}.{kind}"] = (name,)  # a bias has no adapter
     return mapping
@@ -129,7 +133,8 @@ def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scalin
 
     weight [out, in]; a [r, in]; b [out, r]; scaling = alpha / r.
     """
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
+    merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    return merged.to(weight.dtype)
 
 
 def checkpoint_weight(model: torch.nn.Module, name: str, parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -139,9 +144,10 @@ def checkpoint_weight(model: torch.nn.Module, name: str, parts: Iterable[torch.T
         return weight
     a, b = factors
     layer = model.get_submodule(name.removesuffix(".weight"))
+    scaling = layer.scaling[ADAPTER]
     if layer.fan_in_fan_out:  # GPT-2's Conv1D keeps its weight as [in, out]
-        a, b = b.T, a.T
-    return merged_weight(weight, a, b, layer.scaling[ADAPTER])
+        return merged_weight(weight, b.T, a.T, scaling)
+    return merged_weight(weight, a, b, scaling)
 
 
 def adapter_name(name: str) -> str | None:
@@ -152,7 +158,8 @@ def adapter_name(name: str) -> str | None:
     """
     if not name.endswith(_FACTORS):
         return None
-    return f"base_model.model.{name.removesuffix(f'.{ADAPTER}.weight')}.weight"
+    matrix = name.removesuffix(f".{ADAPTER}.weight")
+    return f"base_model.model.{matrix}.weight"
 
 
 def write_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -185,8 +192,9 @@ def merge_adapter(adapter: Path, folder: Path, dtype: Dtype) -> None:
     num_rows = _count_rows(adapter, model)
     if num_rows is not None:
         model.resize_token_embeddings(num_rows, mean_resizing=False)
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     part = folder.with_name(f"{folder.name}.part")
-    write_model(PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer, None, part, base)
+    write_model(merged, tokenizer, None, part, base)
     part.rename(folder)
 
 
@@ -198,5 +206,8 @@ def _count_rows(adapter: Path, model: Any) -> int | None:
     names = [f"base_model.model.{name}.weight" for name, module in model.named_modules() if module in tables]
     with safe_open(adapter / WEIGHTS, "pt") as file:
         stored = set(file.keys())
-        sizes = [file.get_slice(name).get_shape()[0] for name in names if name in stored]
-    return sizes[0] if sizes else None
+        for name in names:
+            if name in stored:
+                num_rows, *_ = file.get_slice(name).get_shape()
+                return num_rows
+    return None

@@ -33,8 +33,9 @@ def load_for_training(
     source = {"revision": model.revision, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(model.policy, **source)
-        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
-        attention = "sdpa" if (on_gpu or longest_row > MAX_EAGER_TOKENS) and not capped else "eager"
+        is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
+        is_faster_in_sdpa = on_gpu or longest_row > MAX_EAGER_TOKENS
+        attention = "sdpa" if is_faster_in_sdpa and not is_capped else "eager"
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
         classes = [getattr(transformers, name) for name in auto_classes]
         models = [_load(cls, model.policy, **source, **weights) for cls in classes]

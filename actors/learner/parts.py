@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic
 from t2g.algo.head import install_chunked_head
 from t2g.algo.kl import top_k_kl
-from t2g.algo.logprobs import Rows
+from t2g.algo.logprobs import Rows, TokenOutputs
 from t2g.algo.losses import Metrics, dpo_loss, kl_loss, policy_loss, supervised_loss, value_loss, weighted_sum
 from t2g.algo.update_mode import disable_randomness, enter_update_mode, find_random_fields
 from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
@@ -77,31 +77,45 @@ class LearnerSpec:
         """Return the fields of `TokenStats` that are needed before an update."""
         if self.loss != "ppo":
             return frozenset({"ref_logprobs"})
-        fields = {"ref_logprobs", *(["values"] if self.objective.uses_critic else [])}
-        fields |= {"top_ids"} if self.objective.teacher else set()
-        return frozenset(fields if self.defers_old_logprobs else fields | {"old_logprobs", "entropy"})
+        fields = {"ref_logprobs"}
+        if self.objective.uses_critic:
+            fields.add("values")
+        if self.objective.teacher:
+            fields.add("top_ids")
+        if not self.defers_old_logprobs:
+            fields |= {"old_logprobs", "entropy"}
+        return frozenset(fields)
 
     @property
     def minibatches_per_update(self) -> int:
-        return self.learner.num_epochs * self.learner.minibatches_per_epoch if self.loss == "ppo" else 1
+        if self.loss != "ppo":
+            return 1
+        return self.learner.num_epochs * self.learner.minibatches_per_epoch
 
 
-def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, Any]:
-    """Return policy, reference and tokenizer, see `load_for_training`.
+class LoadedPolicy(NamedTuple):
+    policy: Any
+    reference: Any | None  # None if the loss needs none, and under LoRA, where it is the policy without adapters
+    tokenizer: Any
 
-    The reference is None if the loss needs none, and under LoRA, where it is the policy without adapters.
-    """
+
+def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> LoadedPolicy:
+    """Return policy, reference and tokenizer, see `load_for_training`."""
     config = spec.learner
+    classes = ["AutoModelForCausalLM"]
     has_copy = spec.loss == "ppo" and config.lora is None
-    classes = ["AutoModelForCausalLM"] * (2 if has_copy else 1)
+    if has_copy:
+        classes *= 2
     torch.manual_seed(spec.seed)  # for adapters, and for weights that the model's folder lacks
     loading = {"dtype": config.dtype, "on_gpu": on_gpu, "longest_row": spec.longest_row}
     tokenizer, models = load_for_training(spec.model, *classes, **loading)
-    policy, reference = (*models, None)[:2]
+
+    policy = models[0]
+    reference = models[1] if has_copy else None
     prepare(policy, spec)
     for model in models:
         install_chunked_head(model)
-    return policy, reference, tokenizer
+    return LoadedPolicy(policy, reference, tokenizer)
 
 
 def prepare(policy: Any, spec: LearnerSpec) -> None:
@@ -109,7 +123,8 @@ def prepare(policy: Any, spec: LearnerSpec) -> None:
     if spec.learner.lora is not None:
         lora.add_adapters(policy, spec.learner.lora, spec.model, dropout=spec.dropout)
     if spec.learner.gradient_checkpointing:
-        checkpoint_layers(policy, spec.model, section="sft" if spec.loss == "supervised" else "learner")
+        section = "sft" if spec.loss == "supervised" else "learner"
+        checkpoint_layers(policy, spec.model, section=section)
 
 
 def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
@@ -123,14 +138,17 @@ def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
 
 
 def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
-    return {"dtype": spec.learner.dtype, "world_size": num_ranks, "offload": spec.learner.offload == "cpu"}
+    is_offloaded = spec.learner.offload == "cpu"
+    return {"dtype": spec.learner.dtype, "world_size": num_ranks, "offload": is_offloaded}
 
 
 def split_by_sequence(sequences: Microbatch, columns: Mapping[str, torch.Tensor]) -> Iterator[dict[str, np.ndarray]]:
     """Yield the values of each sequence's response tokens, [N] -> [R]."""
-    arrays, end = {name: column.cpu().numpy() for name, column in columns.items()}, 0
+    arrays = {name: column.cpu().numpy() for name, column in columns.items()}
+    end = 0
     for sequence in sequences:
-        start, end = end, end + len(sequence.response_ids)
+        start = end
+        end += len(sequence.response_ids)
         yield {name: array[start:end] for name, array in arrays.items()}
 
 
@@ -140,7 +158,8 @@ class ModelTrainer:
     name: PartName
 
     def __init__(self, spec: LearnerSpec, engine: zero3.Engine) -> None:
-        self.spec, self.engine = spec, engine
+        self.spec = spec
+        self.engine = engine
 
     @torch.no_grad()
     def forward(self, microbatches: Share, fields: Collection[str]) -> Stats:
@@ -149,11 +168,10 @@ class ModelTrainer:
         return self._on_microbatches(microbatches, lambda rows: self._stats(rows, fields))
 
     def _on_microbatches(self, microbatches: Share, compute: Callable[[Rows], dict[str, torch.Tensor]]) -> Stats:
-        return [
-            fields
-            for sequences in microbatches
-            for fields in split_by_sequence(sequences, compute(self._rows(sequences)))
-        ]
+        stats: Stats = []
+        for sequences in microbatches:
+            stats += split_by_sequence(sequences, compute(self._rows(sequences)))
+        return stats
 
     def update(self, steps: Sequence[Share], *, kl_coef: float, label: str) -> Metrics:
         """Make one optimizer step per minibatch.
@@ -174,13 +192,19 @@ class ModelTrainer:
             return self._loss(self._rows(sequences), kl_coef)
 
         self._enter_update_mode()
-        rows = []
+        rows: list[Metrics] = []
         for number, share in enumerate(steps, start=1):
             where = f"{self.name}, {label}, minibatch {number} of {len(steps)}"
             step = zero3.train_step(self.engine, share, loss_fn, label=where)
-            rows.append(step.metrics | {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr})
-        reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in rows[0]}
-        return {key: float(fn([row[key] for row in rows])) for key, fn in reduce.items()}
+            own_metrics = {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr}
+            rows.append(step.metrics | own_metrics)
+
+        reduced: Metrics = {}
+        for name in rows[0]:
+            values = [row[name] for row in rows]
+            reduce = np.max if name.endswith("_max") else np.mean
+            reduced[name] = float(reduce(values))
+        return reduced
 
     def _enter_update_mode(self) -> None:
         if self.spec.loss == "supervised":  # with the model's own dropout
@@ -206,7 +230,8 @@ class CriticTrainer(ModelTrainer):
     def __init__(self, spec: LearnerSpec, critic: Critic, num_ranks: int) -> None:
         num_steps = max(1, spec.num_updates) * spec.minibatches_per_update
         memory = _memory(spec, num_ranks)
-        super().__init__(spec, zero3.build_engine(critic, spec.learner.critic, num_steps=num_steps, **memory))
+        engine = zero3.build_engine(critic, spec.learner.critic, num_steps=num_steps, **memory)
+        super().__init__(spec, engine)
 
     def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
         return {"values": rows.values(self.engine)}
@@ -230,13 +255,14 @@ class PolicyTrainer(ModelTrainer):
     def __init__(self, spec: LearnerSpec, policy: Any, reference: Any | None, tokenizer: Any, num_ranks: int) -> None:
         memory = _memory(spec, num_ranks)
         optim = None if spec.loss == "none" else spec.learner.policy
-        num_steps = max(1, spec.num_updates - spec.warmup_updates) * spec.minibatches_per_update
-        super().__init__(spec, zero3.build_engine(policy, optim, num_steps=num_steps, **memory))
+        num_updates = max(1, spec.num_updates - spec.warmup_updates)
+        num_steps = num_updates * spec.minibatches_per_update
+        engine = zero3.build_engine(policy, optim, num_steps=num_steps, **memory)
+        super().__init__(spec, engine)
         self.tokenizer = tokenizer
         self._probe_ids = default_probe(policy)
-        self._passes: list[
-            tuple[Microbatch, dict[str, torch.Tensor]]
-        ] = []  # of this update, with `defers_old_logprobs`
+        # The forward passes of an update with `defers_old_logprobs`: sequences, and statistics of their tokens.
+        self._passes: list[tuple[Microbatch, dict[str, torch.Tensor]]] = []
         self._ref_engine = None if reference is None else zero3.build_engine(reference, None, **memory)
         if spec.loss in ("ppo", "dpo") and spec.learner.gradient_checkpointing:
             self._check_update_mode()
@@ -253,10 +279,12 @@ class PolicyTrainer(ModelTrainer):
         expected = self._probe_logprobs(ids)
         disable_randomness(self.engine.module)
         enter_update_mode(self.engine.module)
-        gap = float(np.abs(self._probe_logprobs(ids) - expected).max())
+        in_update_mode = self._probe_logprobs(ids)
+        gap = float(np.abs(in_update_mode - expected).max())
         if not gap <= MAX_MODE_GAP:
             source = self.spec.model.policy
-            fields = " or ".join(find_random_fields(config.to_dict())) or f"the architecture {config.model_type}"
+            random_fields = find_random_fields(config.to_dict())
+            fields = " or ".join(random_fields) or f"the architecture {config.model_type}"
             raise UserError(
                 f"learner.gradient_checkpointing is on, and the log-probabilities of model.policy={source!r} in "
                 f"training mode differ by {gap:.2g} nats from those in evaluation mode, by {fields}: switch "
@@ -278,17 +306,26 @@ class PolicyTrainer(ModelTrainer):
                 module.training = is_training
 
     def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
-        stats, has_reference = {}, self.spec.loss == "ppo"  # DPO calls this once, before its first step
-        if {*fields} - {"values", *(["ref_logprobs"] if has_reference else [])}:
+        temperature = self.spec.temperature
+        has_reference = self.spec.loss == "ppo"  # DPO calls this once, before its first step
+        of_other_models = {"values", "ref_logprobs"} if has_reference else {"values"}
+
+        stats: dict[str, torch.Tensor] = {}
+        if set(fields) - of_other_models:
             teacher = self.spec.objective.teacher
             top_k = teacher.top_k if teacher and "top_ids" in fields else 0
-            outputs = rows.token_outputs(self.engine, self.spec.temperature, entropy="entropy" in fields, top_k=top_k)
-            found = {"old_logprobs": outputs.logprobs, "ref_logprobs": outputs.logprobs}
-            found |= {"entropy": outputs.entropy, "top_ids": outputs.top_ids}
-            stats = {name: column for name, column in found.items() if name in fields}
+            outputs = rows.token_outputs(self.engine, temperature, entropy="entropy" in fields, top_k=top_k)
+            columns = {
+                "old_logprobs": outputs.logprobs,
+                "ref_logprobs": outputs.logprobs,
+                "entropy": outputs.entropy,
+                "top_ids": outputs.top_ids,
+            }
+            stats = {name: column for name, column in columns.items() if name in fields}
+
         if has_reference and "ref_logprobs" in fields:
             with self._reference() as reference:
-                stats["ref_logprobs"] = rows.token_outputs(reference, self.spec.temperature).logprobs
+                stats["ref_logprobs"] = rows.token_outputs(reference, temperature).logprobs
         return stats
 
     @torch.no_grad()
@@ -309,7 +346,10 @@ class PolicyTrainer(ModelTrainer):
 
     def last_update_stats(self) -> Stats:
         """Return old logprobs and entropy, [R] each, of each sequence of the last update in order."""
-        return [fields for microbatch in self._passes for fields in split_by_sequence(*microbatch)]
+        stats: Stats = []
+        for sequences, columns in self._passes:
+            stats += split_by_sequence(sequences, columns)
+        return stats
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         if self.spec.loss == "ppo":
@@ -331,39 +371,70 @@ class PolicyTrainer(ModelTrainer):
 
         w is the teacher's weight, 0 without one (arXiv 2505.22338, section 3.3; arXiv 2601.20802 for L_teacher).
         """
-        objective, temperature = self.spec.objective, self.spec.temperature
-        weights, ref_logits, is_current = rows.numbers("weights"), None, self.spec.defers_old_logprobs
+        objective = self.spec.objective
+        weights = rows.numbers("weights")
+        outputs = self._update_outputs(rows, kl_coef)
+        old_logprobs = self._old_logprobs(rows, outputs)
+        correction = importance_weights(
+            old_logprobs,
+            rows.numbers("rollout_logprobs"),
+            rows.segment_ids,
+            weights,
+            objective.rollout_correction,
+            objective.rollout_correction_cap,
+        )
+        loss, metrics = policy_loss(
+            logprobs=outputs.logprobs,
+            old_logprobs=old_logprobs,
+            importance_weights=correction,
+            advantages=rows.numbers("advantages"),
+            weights=weights,
+            clip_eps=objective.clip_eps,
+        )
+
+        teacher = objective.teacher
+        if teacher is not None:
+            divergence = top_k_kl(outputs.of_ids, rows.table("teacher_logprobs", 1))
+            distillation = weighted_sum(divergence * rows.numbers("teacher_mask"), weights)
+            loss = (1 - teacher.weight) * loss + teacher.weight * distillation
+            metrics["teacher/kl"] = distillation.item()
+
+        if outputs.full_kl is not None:
+            kl = weighted_sum(outputs.full_kl, weights)
+            loss = loss + kl_coef * kl
+            metrics["policy/kl_loss"] = kl.item()
+        elif kl_coef > 0:
+            ref_logprobs = rows.numbers("ref_logprobs")
+            kl, kl_metrics = kl_loss(logprobs=outputs.logprobs, ref_logprobs=ref_logprobs, weights=weights)
+            loss = loss + kl_coef * kl
+            metrics = metrics | kl_metrics
+
+        if objective.entropy_coef > 0:
+            entropy = weighted_sum(outputs.entropy, weights)
+            loss = loss - objective.entropy_coef * entropy
+        return loss, metrics
+
+    def _update_outputs(self, rows: Rows, kl_coef: float) -> TokenOutputs:
+        """Return the outputs of the forward pass of an update that the objective needs."""
+        objective = self.spec.objective
+        ref_logits = None
         if kl_coef > 0 and objective.kl_estimator == "full":
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
-        entropy, teacher = is_current or objective.entropy_coef > 0, objective.teacher
-        top_ids = rows.table("top_ids", 1) if teacher else None
-        now = rows.token_outputs(self.engine, temperature, entropy=entropy, ref_logits=ref_logits, token_ids=top_ids)
-        old_logprobs = now.logprobs.detach() if is_current else rows.numbers("old_logprobs")
-        if is_current:
-            self._passes.append((rows.sequences, {"old_logprobs": old_logprobs, "entropy": now.entropy.detach()}))
-        correction = importance_weights(
-            old_logprobs, rows.numbers("rollout_logprobs"), rows.segment_ids, weights,
-            objective.rollout_correction, objective.rollout_correction_cap,
-        )  # fmt: skip
-        loss, metrics = policy_loss(
-            logprobs=now.logprobs, old_logprobs=old_logprobs, importance_weights=correction,
-            advantages=rows.numbers("advantages"), weights=weights, clip_eps=objective.clip_eps,
-        )  # fmt: skip
-        if teacher is not None:
-            divergence = top_k_kl(now.of_ids, rows.table("teacher_logprobs", 1)) * rows.numbers("teacher_mask")
-            distillation = weighted_sum(divergence, weights)
-            loss = (1 - teacher.weight) * loss + teacher.weight * distillation
-            metrics["teacher/kl"] = distillation.item()
-        if now.full_kl is not None:
-            kl = weighted_sum(now.full_kl, weights)
-            loss, metrics["policy/kl_loss"] = loss + kl_coef * kl, kl.item()
-        elif kl_coef > 0:
-            kl, kl_metrics = kl_loss(logprobs=now.logprobs, ref_logprobs=rows.numbers("ref_logprobs"), weights=weights)
-            loss, metrics = loss + kl_coef * kl, metrics | kl_metrics
-        if objective.entropy_coef > 0:
-            loss = loss - objective.entropy_coef * weighted_sum(now.entropy, weights)
-        return loss, metrics
+        needs_entropy = self.spec.defers_old_logprobs or objective.entropy_coef > 0
+        top_ids = rows.table("top_ids", 1) if objective.teacher else None
+        return rows.token_outputs(
+            self.engine, self.spec.temperature, entropy=needs_entropy, ref_logits=ref_logits, token_ids=top_ids
+        )
+
+    def _old_logprobs(self, rows: Rows, outputs: TokenOutputs) -> torch.Tensor:
+        """Return the old logprobs; with `defers_old_logprobs` those of this pass, which `last_update_stats` returns."""
+        if not self.spec.defers_old_logprobs:
+            return rows.numbers("old_logprobs")
+        old_logprobs = outputs.logprobs.detach()
+        stats = {"old_logprobs": old_logprobs, "entropy": outputs.entropy.detach()}
+        self._passes.append((rows.sequences, stats))
+        return old_logprobs
 
     def get_manifest(self) -> Shapes:
         """Return names and shapes of the sent weights, of the policy or its adapters. This is no collective."""
@@ -377,7 +448,9 @@ class PolicyTrainer(ModelTrainer):
     def _sender(self) -> Sender | None:
         if self.spec.learner.is_replayable:
             return None
-        return IpcSender(self.engine.global_rank) if self.spec.learner.sync_transport == "ipc" else NcclSender()
+        if self.spec.learner.sync_transport == "ipc":
+            return IpcSender(self.engine.global_rank)
+        return NcclSender()
 
     def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:
         """Yield the policy's weights by bucket on rank 0; the other ranks join the gathers and yield nothing.
@@ -388,21 +461,25 @@ class PolicyTrainer(ModelTrainer):
             full: Whether to hash each tensor.
             rendezvous: With nccl, that of rank 0 and the engines.
         """
-        sender, target = self._sender, {}
+        sender = self._sender
+        target: dict[str, Any] = {}
         if sender is not None:
             target = {"device": self.engine.device, "everywhere": sender.everywhere}
             if rendezvous is not None and self.engine.global_rank == 0:
                 sender.join_group(rendezvous, self.engine.device)
-        bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
+
+        bucket_bytes = int(self.spec.learner.sync_bucket_mib * 2**20)
+        started = time.monotonic()
         for index, bucket in enumerate(self._weights.buckets(bucket_bytes, dtype, **target)):
-            if bucket:
-                names, tensors = zip(*bucket, strict=True)
-                if sender is not None:
-                    yield from sender.send(index, names, tensors, started)
-                else:
-                    arrays = [_to_numpy(tensor) for tensor in tensors]
-                    yield make_bucket(index, names, arrays, full=full, started=started)
-                started = time.monotonic()
+            if not bucket:
+                continue
+            names, tensors = zip(*bucket, strict=True)
+            if sender is not None:
+                yield from sender.send(index, names, tensors, started)
+            else:
+                arrays = [_to_numpy(tensor) for tensor in tensors]
+                yield make_bucket(index, names, arrays, full=full, started=started)
+            started = time.monotonic()
 
     def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
@@ -412,8 +489,10 @@ class PolicyTrainer(ModelTrainer):
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        probe = TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1))
-        return Rows([probe], self.engine.device).token_outputs(self.engine, 1.0).logprobs.cpu().numpy()
+        weights = np.ones(len(ids) - 1)
+        probe = TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=weights)
+        outputs = self._rows([probe]).token_outputs(self.engine, 1.0)
+        return outputs.logprobs.cpu().numpy()
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder in safetensors with its tokenizer, and under LoRA its adapter.
@@ -425,12 +504,18 @@ class PolicyTrainer(ModelTrainer):
         expected = self.compute_probe_logprobs(self._probe_ids)
         zero3.export(self.engine, self.tokenizer, folder, self.spec.model)
         if self.engine.global_rank == 0:
-            tolerance = config.export_tolerance
             check_folder(
-                folder, self._probe_ids, expected, like=self.engine.module, dtype=config.dtype, tolerance=tolerance
+                folder,
+                self._probe_ids,
+                expected,
+                like=self.engine.module,
+                dtype=config.dtype,
+                tolerance=config.export_tolerance,
             )
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return the array of a tensor, for bfloat16 its bits in uint16: numpy has no bfloat16."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy()
+    return tensor.numpy()

@@ -24,7 +24,9 @@ def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[s
     """
     if not role.gpus:
         return {"MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES_BYTES)}
-    return {} if uses_cuda_ipc else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    if uses_cuda_ipc:
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 class Ranks:
@@ -49,16 +51,17 @@ class Ranks:
         Raises:
             UserError: The ranks do not fit; the message names the config section.
         """
-        self.actor_name, self._memory_advice = actor_name, memory_advice
+        self.actor_name = actor_name
+        self._memory_advice = memory_advice
         self.workers: list[Any] = []
-        self._placement_group: PlacementGroup | None
-        (self._placement_group,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
+        (placement_group,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
+        self._placement_group: PlacementGroup | None = placement_group
         try:
-            for rank, bundle in enumerate(
-                placement.order_bundles_by_gpu(self._placement_group, role, timeout_s=placement_timeout_s)
-            ):
-                options = placement.actor_options(role, self._placement_group, environment, bundle=bundle)
-                self.workers.append(actor.options(**options).remote(*args, role, rank))
+            bundles = placement.order_bundles_by_gpu(placement_group, role, timeout_s=placement_timeout_s)
+            for rank, bundle in enumerate(bundles):
+                options = placement.actor_options(role, placement_group, environment, bundle=bundle)
+                worker = actor.options(**options).remote(*args, role, rank)
+                self.workers.append(worker)
         except BaseException:
             self.close()
             raise

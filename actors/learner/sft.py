@@ -85,7 +85,8 @@ def run_sft(
         raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")
     checkpoint, done = _find_checkpoint(part, run_identity, skip_unreadable=skip_unreadable)
-    for leftover in (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,):
+    leftovers = (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,)
+    for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
     identity.save_identity(part, run_identity)
     on_start(done)
@@ -93,19 +94,30 @@ def run_sft(
     started = time.monotonic()
     check_placement({"sft": options}, timeout_s=cluster.placement_timeout_s)
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
+    longest_row = max(map(len, examples))
     job = RankJob(
-        spec=_learner_spec(model, options, num_steps, seed, longest_row=max(map(len, examples))),
-        options=options, examples=ray.put(list(examples)),
-        folder=part, checkpoint=checkpoint, done=done,
-    )  # fmt: skip
-    metrics = _fit(job, cluster, on_report) | {"wall_s": time.monotonic() - started}
-    exported = json.loads((part / MODEL / EXPORT_FILE).read_text())
-    metrics["export_gap"] = exported["probe_gap"]["largest"]
-    identity.save_identity(part / MODEL, run_identity)
-    write_atomic(part / MODEL / DONE_FILE, json.dumps(metrics, indent=1).encode())
-    os.replace(part / MODEL, out_folder)
-    shutil.rmtree(part)
+        spec=_learner_spec(model, options, num_steps, seed, longest_row=longest_row),
+        options=options,
+        examples=ray.put(list(examples)),
+        folder=part,
+        checkpoint=checkpoint,
+        done=done,
+    )
+    metrics = _fit(job, cluster, on_report)
+    metrics["wall_s"] = time.monotonic() - started
+    _publish(part, out_folder, metrics, run_identity)
     return metrics
+
+
+def _publish(part: Path, out_folder: Path, metrics: dict[str, float], run_identity: Identity) -> None:
+    """Add `export_gap` to the metrics, move the model with them to `out_folder`, and remove the rest."""
+    written = part / MODEL
+    exported = json.loads((written / EXPORT_FILE).read_text())
+    metrics["export_gap"] = exported["probe_gap"]["largest"]
+    identity.save_identity(written, run_identity)
+    write_atomic(written / DONE_FILE, json.dumps(metrics, indent=1).encode())
+    os.replace(written, out_folder)
+    shutil.rmtree(part)
 
 
 def _learner_spec(
@@ -120,9 +132,14 @@ def _learner_spec(
         step_timeout_s=options.timeout_s,
     )
     return LearnerSpec(
-        model=model, learner=learner, loss="supervised", num_updates=num_steps, seed=seed,
-        dropout=lora.dropout if lora else 0.0, longest_row=longest_row,
-    )  # fmt: skip
+        model=model,
+        learner=learner,
+        loss="supervised",
+        num_updates=num_steps,
+        seed=seed,
+        dropout=lora.dropout if lora else 0.0,
+        longest_row=longest_row,
+    )
 
 
 def _find_checkpoint(part: Path, run_identity: Identity, *, skip_unreadable: bool) -> tuple[Path | None, int]:
@@ -140,7 +157,8 @@ def _find_checkpoint(part: Path, run_identity: Identity, *, skip_unreadable: boo
     except UserError as error:
         logger.warning("the training starts from the base model: %s", error)
         return None, 0
-    checkpoint = CheckpointStore(part / CHECKPOINTS, keep=1, skip_unreadable=skip_unreadable).latest()
+    store = CheckpointStore(part / CHECKPOINTS, keep=1, skip_unreadable=skip_unreadable)
+    checkpoint = store.latest()
     if checkpoint is None:
         logger.warning("the training starts from the base model: %s has no checkpoint", part)
         return None, 0
@@ -152,7 +170,8 @@ def _fit(
     job: RankJob, cluster: ClusterConfig, on_report: Callable[[int, SFTProgress | None], None]
 ) -> dict[str, float]:
     """Run the ranks and follow their reports. All processes of the training end when this function ends."""
-    own_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    node_id = ray.get_runtime_context().get_node_id()
+    own_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     settings = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the default poll of 2 s delays start and end
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(cluster.placement_timeout_s),
@@ -160,16 +179,18 @@ def _fit(
         "RAY_TRAIN_METRICS_ENABLED": "0",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths then mean the same as for the driver
     }
-    launcher = ray.remote(Launcher).options(
+    actor = ray.remote(Launcher).options(
         num_cpus=0, max_concurrency=2, scheduling_strategy=own_node, runtime_env={"env_vars": settings}
-    ).remote()  # fmt: skip
+    )
+    launcher = actor.remote()
     running = launcher.fit.remote(job)
     timeout_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
     wait = partial(collect, actor_name=LABEL, call="training", timeout_s=timeout_s)
 
     def read_reports() -> tuple[list[Report], bool]:
-        has_ended = bool(ray.wait([running], timeout=POLL_S)[0])
-        return wait([launcher.take_reports.remote()])[0], has_ended
+        ended, _ = ray.wait([running], timeout=POLL_S)
+        (reports,) = wait([launcher.take_reports.remote()])
+        return reports, bool(ended)
 
     try:
         last = _follow(read_reports, timeout_s, on_report)
@@ -193,34 +214,40 @@ class Launcher:
         self._reports.append(report)
 
     def take_reports(self) -> list[Report]:
-        taken, self._reports = self._reports, []
-        return taken
+        reports = self._reports
+        self._reports = []
+        return reports
 
     def fit(self, job: RankJob) -> None:
         """Train until every rank has ended and the model is written."""
         options = job.options
+        torch_config = ray.train.torch.TorchConfig(
+            backend="nccl" if options.gpus else "gloo",
+            timeout_s=max(1, round(options.timeout_s)),
+        )
+        scaling_config = ray.train.ScalingConfig(
+            num_workers=options.workers,
+            use_gpu=options.gpus > 0,
+            resources_per_worker=bundle(options),
+            label_selector=options.labels or None,  # pyrefly: ignore[unexpected-keyword] (Ray Train's version 2)
+        )
         env = process_environment(options) | rank_environment(options) | {"TOKENIZERS_PARALLELISM": "false"}
+        # Retries once a process that did not start, as on a node that is short of memory for a moment.
+        # pyrefly: ignore[unexpected-keyword]
+        failure_config = ray.train.FailureConfig(max_failures=0, controller_failure_limit=1)
+        run_config = ray.train.RunConfig(
+            name="sft",
+            storage_path=str(job.folder / RAY_TRAIN),  # no Ray Train checkpoints: nothing but a marker is written
+            worker_runtime_env={"env_vars": env},  # pyrefly: ignore[unexpected-keyword]
+            failure_config=failure_config,
+            logging_config=ray.train.LoggingConfig(log_level="ERROR"),  # pyrefly: ignore[unexpected-keyword]
+        )
         trainer = ray.train.torch.TorchTrainer(
             train_loop,
             train_loop_config={"job": job, "launcher": ray.get_runtime_context().current_actor},
-            torch_config=ray.train.torch.TorchConfig(
-                backend="nccl" if options.gpus else "gloo", timeout_s=max(1, round(options.timeout_s))
-            ),
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=options.workers,
-                use_gpu=options.gpus > 0,
-                resources_per_worker=bundle(options),
-                label_selector=options.labels or None,  # pyrefly: ignore[unexpected-keyword] (Ray Train's version 2)
-            ),
-            run_config=ray.train.RunConfig(
-                name="sft",
-                storage_path=str(job.folder / RAY_TRAIN),  # no Ray Train checkpoints: nothing but a marker is written
-                worker_runtime_env={"env_vars": env},  # pyrefly: ignore[unexpected-keyword]
-                # Retries once a process that did not start, as on a node that is short of memory for a moment.
-                # pyrefly: ignore[unexpected-keyword]
-                failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=1),
-                logging_config=ray.train.LoggingConfig(log_level="ERROR"),  # pyrefly: ignore[unexpected-keyword]
-            ),
+            torch_config=torch_config,
+            scaling_config=scaling_config,
+            run_config=run_config,
         )
         try:
             trainer.fit()
@@ -248,7 +275,8 @@ def _follow(
         for step, progress in reports:
             on_report(step, progress)
             if progress:
-                last, deadline = progress, time.monotonic() + timeout_s
+                last = progress
+                deadline = time.monotonic() + timeout_s
         if has_ended:
             return last
         if time.monotonic() > deadline:
@@ -264,14 +292,22 @@ def _explain(error: ray.train.TrainingFailedError, options: SFTOptions) -> Excep
     advice = f"; if it was short of memory, {advise('sft', options)}"
     if isinstance(error, ray.train.ControllerError):
         failure = error.controller_failure
-        _, *more = str(failure).strip().splitlines() or [""]
-        text = " ".join([f"Ray Train could not run {LABEL}: {first_line(failure)}", *more[-1:]])
-        return RunStopped(text + (advice if is_short_of_memory(failure) else ""))
+        text = f"Ray Train could not run {LABEL}: {first_line(failure)}"
+        lines = str(failure).strip().splitlines()
+        if len(lines) > 1:
+            text += f" {lines[-1]}"
+        if is_short_of_memory(failure):
+            text += advice
+        return RunStopped(text)
+
     failures = sorted(getattr(error, "worker_failures", {}).items())
     causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures}
     for cause in causes.values():
         if isinstance(cause, (RunStopped, UserError)):
             return cause
-    text = "; ".join(f"rank {rank}: {first_line(cause)}" for rank, cause in causes.items())
-    is_memory = any(map(is_short_of_memory, [error, *causes.values()]))
-    return RunStopped(f"{LABEL} failed on {text or first_line(error)}{advice if is_memory else ''}")
+
+    by_rank = "; ".join(f"rank {rank}: {first_line(cause)}" for rank, cause in causes.items())
+    text = f"{LABEL} failed on {by_rank or first_line(error)}"
+    if any(map(is_short_of_memory, [error, *causes.values()])):
+        text += advice
+    return RunStopped(text)

@@ -14,6 +14,7 @@ import torch
 
 from actors.learner.learner import LearnerWorker
 from actors.learner.parts import LearnerSpec
+from actors.learner.rank_batches import select_share
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
 from t2g.data.batching import draw_steps, microbatches, normalize_weights
@@ -22,7 +23,8 @@ from t2g.types import TrainSequence
 
 LABEL = "supervised training"  # in messages
 REPORT_EVERY = 10  # optimizer steps between two reports
-CHECKPOINTS, MODEL = "checkpoints", "model"  # in the folder of an unfinished training
+CHECKPOINTS = "checkpoints"  # in the folder of an unfinished training
+MODEL = "model"  # in the same folder
 ENGINE = "engine"  # what `LearnerWorker.save` wrote, in a checkpoint
 
 
@@ -57,43 +59,80 @@ Report = tuple[int, SFTProgress | None]  # optimizer steps done; progress every 
 def train_loop(config: dict[str, Any]) -> None:
     """Train as one rank. config: `job`, a RankJob, and `launcher`, the actor that takes the reports of rank 0."""
     job: RankJob = config["job"]
-    options, seed = job.options, job.spec.seed
+    launcher = config["launcher"]
+    options = job.options
     rank = ray.train.get_context().get_world_rank()
     worker = LearnerWorker(job.spec, ["policy"], options, rank)
     worker.start((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     if job.checkpoint is not None:
         worker.load("policy", job.checkpoint / ENGINE, universal=False)
     examples: list[TrainSequence] = ray.get(job.examples)
-    steps = draw_steps(len(examples), num_epochs=options.num_epochs, batch_size=options.batch_size, seed=seed)
-    recent: list[Metrics] = []  # of the steps since the last report
-    began = since = time.monotonic()
-    num_tokens = 0
-    for step, chosen in enumerate(steps[job.done :], start=job.done + 1):
-        torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)  # dropout is a function of it
-        batch = normalize_weights([examples[i] for i in chosen])
-        plan = microbatches(batch, num_ranks=options.workers, token_budget=options.tokens_per_microbatch)
-        share = [[batch[i] for i in members] for members in plan[rank]]
-        label = f"{LABEL}, step {step}, examples {_format_indices(chosen)}"
-        recent.append(worker.update("policy", [share], 0.0, label))
-        num_tokens += sum(len(examples[i]) for i in chosen)
+    steps = draw_steps(len(examples), num_epochs=options.num_epochs, batch_size=options.batch_size, seed=job.spec.seed)
+
+    meter = _Meter(len(steps))
+    for step, indices in enumerate(steps[job.done :], start=job.done + 1):
+        chosen = [examples[index] for index in indices]
+        label = f"{LABEL}, step {step}, examples {_format_indices(indices)}"
+        metrics = _update(worker, job, chosen, step, label)
+        meter.add(metrics, num_tokens=sum(map(len, chosen)))
+
+        is_last = step == len(steps)
         progress: SFTProgress | None = None
-        if step % REPORT_EVERY == 0 or step == len(steps):
-            now = time.monotonic()
-            progress = SFTProgress(
-                step=step,
-                num_steps=len(steps),
-                loss=fmean(metrics["policy/loss"] for metrics in recent),
-                grad_norm=fmean(metrics["policy/grad_norm"] for metrics in recent),
-                lr=recent[-1]["policy/lr"],
-                tokens_per_s=num_tokens / (now - since),
-                train_s=now - began,
-            )
-            since, num_tokens, recent = now, 0, []
+        if step % REPORT_EVERY == 0 or is_last:
+            progress = meter.report(step)
         if rank == 0:
-            ray.get(config["launcher"].report.remote((step, progress)))
-        if options.checkpoint_every is not None and step % options.checkpoint_every == 0 and step < len(steps):
+            ray.get(launcher.report.remote((step, progress)))
+        if options.checkpoint_every is not None and step % options.checkpoint_every == 0 and not is_last:
             _checkpoint(worker, job.folder, step)
     worker.export(job.folder / MODEL)
+
+
+def _update(worker: LearnerWorker, job: RankJob, examples: Sequence[TrainSequence], step: int, label: str) -> Metrics:
+    """Make the optimizer step `step`, from 1, on this rank's share of the examples."""
+    options = job.options
+    step_seed = ((job.spec.seed * 1_000_003 + step) * 1_000_003 + worker.rank) % 2**63
+    torch.manual_seed(step_seed)  # dropout is a function of it
+    batch = normalize_weights(examples)
+    plan = microbatches(batch, num_ranks=options.workers, token_budget=options.tokens_per_microbatch)
+    share = select_share(batch, plan[worker.rank])
+    return worker.update("policy", [share], 0.0, label)
+
+
+class _Meter:
+    """Measures the steps since the last report."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._began = time.monotonic()
+        self._reset(self._began)
+
+    def _reset(self, now: float) -> None:
+        self._since = now
+        self._num_tokens = 0
+        self._metrics: list[Metrics] = []
+
+    def add(self, metrics: Metrics, *, num_tokens: int) -> None:
+        self._metrics.append(metrics)
+        self._num_tokens += num_tokens
+
+    def report(self, step: int) -> SFTProgress:
+        """Return the progress, and begin to measure for the next report."""
+        now = time.monotonic()
+        seconds = now - self._since
+        losses = [metrics["policy/loss"] for metrics in self._metrics]
+        grad_norms = [metrics["policy/grad_norm"] for metrics in self._metrics]
+        last = self._metrics[-1]
+        progress = SFTProgress(
+            step=step,
+            num_steps=self._num_steps,
+            loss=fmean(losses),
+            grad_norm=fmean(grad_norms),
+            lr=last["policy/lr"],
+            tokens_per_s=self._num_tokens / seconds,
+            train_s=now - self._began,
+        )
+        self._reset(now)
+        return progress
 
 
 def _checkpoint(worker: LearnerWorker, folder: Path, step: int) -> None:
@@ -116,5 +155,7 @@ def _format_indices(indices: Sequence[int]) -> str:
     >>> _format_indices([7, 1, 2, 9, 4])
     '1, 2, 4 and 2 more'
     """
-    text = ", ".join(str(index) for index in sorted(indices)[:3])
-    return f"{text} and {len(indices) - 3} more" if len(indices) > 3 else text
+    first = sorted(indices)[:3]
+    text = ", ".join(map(str, first))
+    num_more = len(indices) - len(first)
+    return f"{text} and {num_more} more" if num_more else text

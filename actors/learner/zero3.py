@@ -62,8 +62,10 @@ def init_distributed(
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise a CPU rank on a node with GPUs would use one
     else:
         os.environ |= build_environment()
-    env = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
-    os.environ.update({key: str(value) for key, value in env.items()})
+    os.environ["RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(world_size)
+    os.environ["MASTER_ADDR"] = master_addr
+    os.environ["MASTER_PORT"] = str(master_port)
     os.environ.setdefault("LOCAL_RANK", "0")  # a Ray actor sees its own GPU only
     import deepspeed
 
@@ -72,21 +74,22 @@ def init_distributed(
     if backend == "gloo":
         # Otherwise DeepSpeed tests the compilers of all its ops, and compiles inference ops for half a minute.
         deepspeed.ops.__compatible_ops__ = {}
+    timeout = timedelta(seconds=timeout_s)
     if not torch.distributed.is_initialized():
-        timeout = timedelta(seconds=timeout_s)
         # The store has no authentication, and by default torch lets it listen on every address of the node.
-        held = socket.create_server((master_addr, master_port)).detach() if rank == 0 else None
+        listener = socket.create_server((master_addr, master_port)).detach() if rank == 0 else None
         store = torch.distributed.TCPStore(
-            master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=held
+            master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener
         )
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" and world_size > 1 else None
+        device = None
+        if backend == "nccl" and world_size > 1:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group(  # as DeepSpeed itself calls it
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
         )
     deepspeed.init_distributed(
-        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s),
-        rank=rank, world_size=world_size,
-    )  # fmt: skip
+        backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, rank=rank, world_size=world_size
+    )
 
 
 def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
@@ -98,14 +101,28 @@ def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
     warmup = math.ceil(optim.warmup_ratio * num_steps)
     if step < warmup:
         return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-    share = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    steps_after_warmup = max(1, num_steps - warmup)
+    progress = min(1.0, (step - warmup) / steps_after_warmup)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    share = {"constant": 1.0, "linear": 1 - progress, "cosine": cosine}
     return optim.final_lr_ratio + (1 - optim.final_lr_ratio) * share[optim.schedule]
 
 
 def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: bool = False) -> dict[str, Any]:
     home = {"device": "cpu" if offload else "none", "pin_memory": offload}
-    numel = min(BUCKET_NUMEL, max(1, sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())))
+    num_weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    numel = min(BUCKET_NUMEL, max(1, num_weights))
+    zero_optimization = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,  # small parameters are partitioned too: one code path
+        "reduce_bucket_size": numel,
+        "stage3_prefetch_bucket_size": numel,
+        "offload_optimizer": home,
+        "offload_param": home,
+    }
+    if not _on_gpu():
+        # AdamW's step on a CPU needs three arrays of the size of a group.
+        zero_optimization["sub_group_size"] = STEP_GROUP_NUMEL
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # we accumulate: DeepSpeed would divide by it
@@ -116,16 +133,7 @@ def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: b
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,  # small parameters are partitioned too: one code path
-            "reduce_bucket_size": numel,
-            # AdamW's step on a CPU needs three arrays of the size of a group.
-            **({} if _on_gpu() else {"sub_group_size": STEP_GROUP_NUMEL}),
-            "stage3_prefetch_bucket_size": numel,
-            "offload_optimizer": home,
-            "offload_param": home,
-        },
+        "zero_optimization": zero_optimization,
     }
 
 
@@ -133,7 +141,9 @@ def _gather_whole_layers(model: torch.nn.Module) -> None:
     """Have ZeRO-3 gather a decoder layer at once: separate gathers of its weights wait longer than they compute."""
     from deepspeed.utils import set_z3_leaf_modules
 
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
     layers = {type(module) for module in model.modules() if type(module).__name__ in names}
     if layers:
         set_z3_leaf_modules(model, list(layers))
@@ -168,7 +178,7 @@ def _adamw(model: torch.nn.Module, optim: OptimConfig, *, offload: bool) -> torc
     """Return torch's AdamW, fused on a GPU, or DeepSpeed's CPU Adam if the states are offloaded."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
     if offload and _on_gpu():
         try:
@@ -206,13 +216,15 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, config=config)
         engine.eval()
         return engine
+
+    def build_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, optim, num_steps))
+
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=_adamw(model, optim, offload=offload),
         config=config | {"gradient_clipping": optim.max_grad_norm},
-        lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(
-            wrapped, lambda step: lr_factor(step, optim, num_steps)
-        ),
+        lr_scheduler=build_schedule,
     )
     return engine
 
@@ -233,15 +245,21 @@ def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunctio
     assert microbatches, "a rank without tokens needs an empty microbatch: backward is a collective"
     lr = float(engine.get_lr()[0])
     totals: dict[str, float] = {}
-    finite = True
-    for i, microbatch in enumerate(microbatches):
-        engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
+    all_finite = True
+    for number, microbatch in enumerate(microbatches, start=1):
+        is_last = number == len(microbatches)
+        engine.set_gradient_accumulation_boundary(is_last)
         loss, metrics = loss_fn(engine, microbatch)
-        finite = finite and bool(torch.isfinite(loss.detach()))
+        is_finite = bool(torch.isfinite(loss.detach()))
+        all_finite = all_finite and is_finite
         engine.backward(loss * engine.world_size, scale_wrt_gas=False)
         for name, value in metrics.items():
-            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
-    totals["bad_losses"] = 0.0 if finite else 1.0
+            if name.endswith("_max"):
+                totals[name] = max(totals.get(name, value), value)
+            else:
+                totals[name] = totals.get(name, 0) + value
+
+    totals["bad_losses"] = 0.0 if all_finite else 1.0
     totals = _reduce(totals, engine.device)
     if totals.pop("bad_losses"):
         engine.optimizer.zero_grad()
@@ -256,15 +274,18 @@ def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]
     """Reduce over all ranks: the maximum of names that end in _max, the sum of the others. All ranks have all names."""
     dist = torch.distributed
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    out = {}
-    for op, names in (
-        (dist.ReduceOp.MAX, sorted(n for n in metrics if n.endswith("_max"))),
-        (dist.ReduceOp.SUM, sorted(n for n in metrics if not n.endswith("_max"))),
-    ):
+    maxima: list[str] = []
+    sums: list[str] = []
+    for name in sorted(metrics):
+        names = maxima if name.endswith("_max") else sums
+        names.append(name)
+
+    reduced: dict[str, float] = {}
+    for op, names in ((dist.ReduceOp.MAX, maxima), (dist.ReduceOp.SUM, sums)):
         values = torch.tensor([metrics[name] for name in names], dtype=dtype, device=device)
         dist.all_reduce(values, op=op)
-        out.update(zip(names, values.tolist(), strict=True))
-    return out
+        reduced.update(zip(names, values.tolist(), strict=True))
+    return reduced
 
 
 def export(engine: Engine, tokenizer: Any, folder: Path, source: ModelConfig) -> None:
@@ -323,7 +344,8 @@ def _offload_adam_states(engine: Engine) -> None:
     for place, tensor in enumerate(tensors):
         buffer = buffers.get(place)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = buffers[place] = accelerator.pin_empty_like(tensor.data, device="cpu")
+            buffer = accelerator.pin_empty_like(tensor.data, device="cpu")
+            buffers[place] = buffer
         buffer.copy_(tensor.data, non_blocking=True)
     accelerator.synchronize()
     for place, tensor in enumerate(tensors):
@@ -366,9 +388,12 @@ def convert_checkpoint(folder: Path, tag: str) -> None:
     target = universal_folder(folder, tag)
     shutil.rmtree(target, ignore_errors=True)  # of a process that died in a conversion
     options = Namespace(
-        input_folder=tag, output_folder=f"{target.name}/{tag}",
-        num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False,
-    )  # fmt: skip
+        input_folder=tag,
+        output_folder=f"{target.name}/{tag}",
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+    )
     quiet = io.StringIO()
     # DeepSpeed uses the folders as patterns, and fails on a "+" or a bracket: relative paths have none.
     with contextlib.chdir(folder), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
@@ -405,15 +430,18 @@ def _load_buffers(model: torch.nn.Module, checkpoint: Path) -> None:
 def _type_steps(engine: Engine) -> None:
     """Set the step count of each sub-group to the type of its optimizer; loaded counts may have another type."""
     adam = engine.optimizer.optimizer
+    is_torch = isinstance(adam, torch.optim.AdamW)
     for flat, state in adam.state.items():
         count = int(state["step"])
-        of_torch = isinstance(adam, torch.optim.AdamW)
-        state["step"] = torch.tensor(float(count), device=flat.device) if of_torch else count
+        if is_torch:
+            state["step"] = torch.tensor(float(count), device=flat.device)
+        else:
+            state["step"] = count
 
 
 def _load_trained(*, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
     """Load strictly, except for frozen parameters, which `save_checkpoint` leaves out."""
     missing, unexpected = dst.load_state_dict(src, strict=False)
-    trained = {name for name, p in dst.named_parameters() if p.requires_grad}
+    trained = {name for name, parameter in dst.named_parameters() if parameter.requires_grad}
     if unexpected or trained & set(missing):
         raise ValueError(f"the checkpoint is of another model: it misses {missing} and has also {unexpected}")

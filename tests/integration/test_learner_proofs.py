@@ -27,8 +27,9 @@ from models import byte_llama
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines.rollout import RolloutFleet
-from actors.learner.learner import LearnerGroup, correction_metrics
+from actors.learner.learner import LearnerGroup
 from actors.learner.parts import NO_CRITIC
+from actors.learner.rank_batches import correction_metrics
 from actors.weights.sync import WeightSync
 from t2g.algo import head
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
