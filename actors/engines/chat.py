@@ -40,7 +40,10 @@ class ChatWorker(Engine):
             guide={"json": dict(question.schema)} if question.schema else None,
         )
         return Completion(
-            text=done.text, finish_reason=done.finish_reason, prompt_tokens=len(ids), output_tokens=len(done.ids)
+            text=done.text,
+            finish_reason=done.finish_reason,
+            prompt_tokens=len(ids),
+            output_tokens=len(done.ids),
         )
 
 
@@ -50,7 +53,8 @@ ChatActor = ray.remote(ChatWorker)
 class ChatFleet(Fleet):
     """Chat workers as one model."""
 
-    role, actor = "chat", ChatActor
+    role = "chat"
+    actor = ChatActor
 
     def __init__(self, config: SourceConfig, *, seed: int, placement_timeout_s: float) -> None:
         assert config.llm.model is not None
@@ -62,7 +66,8 @@ class ChatFleet(Fleet):
         self.model = f"{config.llm.model}@{config.llm.revision or 'local'}"
         self.name = f"{config.llm.model} on own engines"
         self._timeout_s = min(config.llm.request_timeout_s, config.timeout_s / TRIES)  # the caller waits for timeout_s
-        super().__init__({"config": config, "seed": seed}, config.engine, placement_timeout_s=placement_timeout_s)
+        arguments = {"config": config, "seed": seed}
+        super().__init__(arguments, config.engine, placement_timeout_s=placement_timeout_s)
 
     async def complete(self, question: ChatRequest) -> Completion:
         """Answer one chat. Raises ChatError if it does not fit or no worker answers, RunStopped if none is left."""

@@ -80,7 +80,9 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
         "GOMP_SPINCOUNT": "10000" if config.threads > 1 else "0",  # some tens of microseconds
         "KMP_BLOCKTIME": "0",
     }
-    return environment | KEEP_MEMORY if receives_weights else environment
+    if receives_weights:
+        return environment | KEEP_MEMORY
+    return environment
 
 
 def compile_cache() -> dict[str, str]:
@@ -88,7 +90,8 @@ def compile_cache() -> dict[str, str]:
 
     HF_HOME=/mnt/t2g/huggingface -> {"VLLM_CACHE_ROOT": "/mnt/t2g/vllm"}; {} if it is already set, or not writable.
     """
-    beside = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser().parent
+    models = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    beside = models.expanduser().parent
     if "VLLM_CACHE_ROOT" in os.environ or not os.access(beside, os.W_OK):
         return {}
     return {"VLLM_CACHE_ROOT": str(beside / "vllm")}
@@ -116,9 +119,16 @@ class Engine:
             lora: Settings of received adapters, if any.
             can_sleep: Whether the engine can sleep.
         """
-        self._model, self._revision, self._config, self._seed = model, revision, config, seed
-        self._lora, self._adapter = lora, None
-        self._transport, self._guided, self._can_sleep, self._is_sleeping = transport, guided, can_sleep, False
+        self._model = model
+        self._revision = revision
+        self._config = config
+        self._seed = seed
+        self._transport = transport
+        self._lora = lora
+        self._adapter = None
+        self._guided = guided
+        self._can_sleep = can_sleep
+        self._is_sleeping = False
         self._request_numbers = itertools.count()
         self._meter = Meter()
         self._llm: Any = None
@@ -131,8 +141,9 @@ class Engine:
             UserError: vLLM refuses the model or the settings, or as `check_tokenizer`.
         """
         os.environ.pop(OVERRIDES_CACHE, None)
-        receives = self._transport is not None
-        os.environ.update(engine_environment(self._config, owner=os.getpid(), receives_weights=receives))
+        receives_weights = self._transport is not None
+        environment = engine_environment(self._config, owner=os.getpid(), receives_weights=receives_weights)
+        os.environ.update(environment)
         os.environ.update(listening_environment(os.environ))
         self._tokenizer = load_tokenizer(self._model, self._revision)
         self._stop_ids = find_end_ids(self._tokenizer, self._model, self._revision)
@@ -146,25 +157,20 @@ class Engine:
 
         self._check_build(for_cpus=current_platform.is_cpu())
         try:
-            vllm_config = AsyncEngineArgs(**self.arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
-            if self._lora is not None:
-                self._check_adapters(vllm_config)
-            if not self._config.gpus:
-                self._check_kv_cache(vllm_config)
-            elif self._config.gpus < 1:
-                self._fix_kv_cache(vllm_config, gpu_bytes=current_platform.get_device_total_memory())
-            if self._config.join_outputs:
-                self._join_outputs(vllm_config)
-            self._llm = AsyncLLM.from_vllm_config(
-                vllm_config, disable_log_stats=True, stat_loggers=[make_stat_logger(self._meter)]
-            )
+            engine_args = AsyncEngineArgs(**self.arguments())
+            vllm_config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            self._adjust(vllm_config)
+            stat_loggers = [make_stat_logger(self._meter)]
+            self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, stat_loggers=stat_loggers)
         except UserError:
             raise
         except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: an unknown argument
             log = f"; {LOG} says why" if isinstance(error, RuntimeError) else ""  # the core is a separate process
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}{log}") from error
+
+        warm_up_ids = np.zeros(WARM_UP_TOKENS, np.int32)
         try:
-            await self.compute_logprobs(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
+            await self.compute_logprobs(warm_up_ids[: self._config.max_model_len - 1])
         except EngineDeadError as error:
             raise UserError(
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
@@ -183,6 +189,20 @@ class Engine:
             other = "CPUs: gpus must be 0" if for_cpus else "GPUs: gpus must be more, or auto"
             raise UserError(f"gpus={self._config.gpus:g} for {self._model}, and the vLLM installed is for {other}")
 
+    def _adjust(self, vllm_config: Any) -> None:
+        """Check vLLM's configuration and set what depends on it. Raises UserError, see the single checks."""
+        from vllm.platforms import current_platform
+
+        if self._lora is not None:
+            self._check_adapters(vllm_config)
+        if not self._config.gpus:
+            self._check_kv_cache(vllm_config)
+        elif self._config.gpus < 1:
+            gpu_bytes = current_platform.get_device_total_memory()
+            self._fix_kv_cache(vllm_config, gpu_bytes=gpu_bytes)
+        if self._config.join_outputs:
+            self._join_outputs(vllm_config)
+
     def _join_outputs(self, vllm_config: Any) -> None:
         """Set the scheduler that joins outputs. Raises UserError for an engine with outputs that it cannot join."""
         unjoined = {
@@ -190,8 +210,9 @@ class Engine:
             "sampling masks": vllm_config.model_config.return_sampling_mask,
             "several clients": vllm_config.parallel_config._api_process_count > 1,
         }
-        if found := [name for name, is_on in unjoined.items() if is_on]:
-            raise UserError(f"engine_args asks for {found[0]}, which join_outputs excludes; set join_outputs=false")
+        for name, is_on in unjoined.items():
+            if is_on:
+                raise UserError(f"engine_args asks for {name}, which join_outputs excludes; set join_outputs=false")
         scheduling = vllm_config.scheduler_config
         scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]
 
@@ -209,20 +230,24 @@ class Engine:
 
     def _check_kv_cache(self, vllm_config: Any) -> None:
         """Raise UserError if not even one sequence fits: the engine core would die without an error."""
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        model = vllm_config.model_config
+        parallel = vllm_config.parallel_config
         if model.use_mla or model.is_hybrid or model.get_sliding_window() is not None:
             return  # needs less than a key and a value for each token, layer and head
-        layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
-        need = kv_cache_bytes(
+
+        num_layers = model.get_num_layers(parallel)
+        num_heads = model.get_num_kv_heads(parallel)
+        head_bytes = model.get_head_size() * model.dtype.itemsize
+        needed_bytes = kv_cache_bytes(
             num_tokens=model.max_model_len,
             block_size=vllm_config.cache_config.block_size,
-            token_bytes=2 * layers * heads * model.get_head_size() * model.dtype.itemsize,
+            token_bytes=2 * num_layers * num_heads * head_bytes,
         )
-        if need > self._config.kv_cache_gib * 2**30:
+        if needed_bytes > self._config.kv_cache_gib * 2**30:
+            needed_gib = math.ceil(needed_bytes / 2**30 * 100) / 100
             raise UserError(
                 f"kv_cache_gib is {self._config.kv_cache_gib:g}, and one sequence of {self._model} with "
-                f"max_model_len={model.max_model_len} needs {math.ceil(need / 2**30 * 100) / 100:g} GiB: raise the one "
-                "or lower the other"
+                f"max_model_len={model.max_model_len} needs {needed_gib:g} GiB: raise the one or lower the other"
             )
 
     def _fix_kv_cache(self, vllm_config: Any, *, gpu_bytes: int) -> None:
@@ -244,7 +269,8 @@ class Engine:
         cache = vllm_config.cache_config
         cache.kv_cache_memory_bytes = int(fit.cache)
         if self._can_sleep:
-            cache.gpu_memory_utilization = (fit.parts["weights"] + fit.cache) / gpu_bytes
+            kept_bytes = fit.parts["weights"] + fit.cache
+            cache.gpu_memory_utilization = kept_bytes / gpu_bytes
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's engine, by vLLM's names."""
@@ -259,6 +285,8 @@ class Engine:
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager,
+        }
+        arguments |= {
             "enable_prefix_caching": True,
             "seed": self._seed,
             # The default, raw logprobs, ignores the temperature: no importance ratio would be near 1.
@@ -309,7 +337,8 @@ class Engine:
     async def measure(self) -> EngineStats:
         """Return the statistics of vLLM since the last call."""
         cache = self._llm.vllm_config.cache_config
-        return self._meter.read(time.monotonic(), cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size)
+        num_blocks = cache.num_gpu_blocks or 0
+        return self._meter.read(time.monotonic(), cache_tokens=num_blocks * cache.block_size)
 
     async def generate(
         self,
@@ -328,6 +357,7 @@ class Engine:
         """
         from vllm.sampling_params import StructuredOutputsParams
 
+        guided_decoding = StructuredOutputsParams(**guide) if guide else None
         finished = await self._run_request(
             prompt_ids,
             temperature=temperature,
@@ -339,18 +369,23 @@ class Engine:
             stop_token_ids=self._stop_ids,
             logprobs=0,
             flat_logprobs=True,  # three lists instead of a dict and an object for each token
-            structured_outputs=StructuredOutputsParams(**guide) if guide else None,
+            structured_outputs=guided_decoding,
         )
         output = finished.outputs[0]
         ids = np.asarray(output.token_ids, np.int32)
         logprobs = output.logprobs.logprobs  # of the sampled tokens alone
         assert len(logprobs) == len(ids)
+
+        versions: list[tuple[int, int, int]] = []
+        for part in output.weight_versions:
+            version = parse_weight_version(part.version)
+            versions.append((part.start, part.end, version))
         return Completion(
             ids=ids,
             text=decode(self._tokenizer, ids),
             logprobs=np.asarray(logprobs, np.float32),
             finish_reason=output.finish_reason,
-            versions=tuple((s.start, s.end, parse_weight_version(s.version)) for s in output.weight_versions),
+            versions=tuple(versions),
         )
 
     async def compute_logprobs(self, ids: np.ndarray) -> np.ndarray:
@@ -359,8 +394,9 @@ class Engine:
         The temperature is always 1: vLLM's prompt logprobs skip the sampling processors in every `logprobs_mode`.
         """
         finished = await self._run_request(ids, temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        entries = zip(finished.prompt_logprobs[1:], ids[1:], strict=True)
-        return np.asarray([entry[int(i)].logprob for entry, i in entries], np.float32)
+        following = zip(finished.prompt_logprobs[1:], ids[1:], strict=True)
+        logprobs = [entry[int(token)].logprob for entry, token in following]
+        return np.asarray(logprobs, np.float32)
 
     async def _run_request(self, ids: np.ndarray, **sampling: Any) -> Any:
         """Return vLLM's final output for these tokens.
@@ -372,8 +408,9 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
-        prompt = TokensPrompt(prompt_token_ids=[int(i) for i in ids])
-        stream = self._llm.generate(prompt, params, str(next(self._request_numbers)), lora_request=self._adapter)
+        prompt = TokensPrompt(prompt_token_ids=[int(token) for token in ids])
+        request_id = str(next(self._request_numbers))
+        stream = self._llm.generate(prompt, params, request_id, lora_request=self._adapter)
         self._meter.enter(time.monotonic())
         try:
             (output,) = await self._await_core(_collect(stream))
@@ -412,7 +449,8 @@ def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int
     >>> kv_cache_bytes(num_tokens=100, block_size=16, token_bytes=512) == (7 + 1) * 16 * 512
     True
     """
-    return (math.ceil(num_tokens / block_size) + 1) * block_size * token_bytes
+    num_blocks = math.ceil(num_tokens / block_size) + 1
+    return num_blocks * block_size * token_bytes
 
 
 def parse_weight_version(label: str) -> int:

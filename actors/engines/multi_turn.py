@@ -32,16 +32,20 @@ class Conversations(RolloutSource):
 
     def __init__(self, fleet: RolloutFleet, config: RolloutConfig, environment: Environment, tokenizer: Any) -> None:
         """Raise UserError for a tokenizer, see `make_encoder`."""
-        self._fleet, self._window, self._max_turns = fleet, config.max_model_len, config.max_turns
-        self._environment, self._encode = environment, make_encoder(tokenizer)
+        self._fleet = fleet
+        self._window = config.max_model_len
+        self._max_turns = config.max_turns
+        self._environment = environment
+        self._encode = make_encoder(tokenizer)
 
     async def sample(
         self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
     ) -> list[Rollout]:
         """Return `num_samples` conversations; errors as `RolloutFleet.sample` and `Environment.reply`."""
         check_window(prompt, sampling.max_new_tokens, self._window)
+        submits = [partial(self._converse, prompt, sampling, index) for index in range(sampling.num_samples)]
         return await self._fleet.calls(
-            [partial(self._converse, prompt, sampling, index) for index in range(sampling.num_samples)],
+            submits,
             timeout_s=MAX_CONVERSATION_S,
             what=f"prompt {prompt.prompt_id}",
             on_answer=on_rollout,
@@ -66,6 +70,10 @@ class Conversations(RolloutSource):
                         ray.cancel(request)
 
         return converse(
-            prompt, sample_turn, self._environment, self._encode,
-            max_turns=self._max_turns, max_context_tokens=self._window - sampling.max_new_tokens,
-        )  # fmt: skip
+            prompt,
+            sample_turn,
+            self._environment,
+            self._encode,
+            max_turns=self._max_turns,
+            max_context_tokens=self._window - sampling.max_new_tokens,
+        )

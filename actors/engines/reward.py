@@ -40,7 +40,9 @@ class RewardWorker(Engine):
     def __init__(self, config: SourceConfig, task: Task, seed: int, version: str) -> None:
         assert config.reward_model is not None
         super().__init__(config.reward_model, config.engine, seed=seed, revision=config.reward_revision, guided=True)
-        self._style, self._task, self._version = config.style, task, version
+        self._style = config.style
+        self._task = task
+        self._version = version
         self._guide = self._grammar()
 
     def check_tokenizer(self) -> None:
@@ -59,12 +61,15 @@ class RewardWorker(Engine):
         Raises:
             UserError: Response and critique do not fit beside the instructions.
         """
-        prefix_ids, prefix, grammar = np.zeros(0, np.int32), "", self._guide
+        prefix_ids = np.zeros(0, np.int32)
+        prefix = ""
+        grammar = self._guide
         if critique is not None:
             full_prefix = format_answer_prefix(critique)
             prefix_ids, prefix = begin_answer(full_prefix, self._tokenizer)
             grammar = self._grammar(full_prefix[len(prefix) :])
-        ids = self._prompt_ids(prompt, response_text, self._config.max_prompt_tokens - len(prefix_ids))
+        room = self._config.max_prompt_tokens - len(prefix_ids)
+        ids = self._prompt_ids(prompt, response_text, room)
         done = await self.generate(
             np.concatenate([ids, prefix_ids]),
             temperature=0.0,
@@ -113,8 +118,11 @@ RewardActor = ray.remote(RewardWorker)
 class RewardFleet(Fleet):
     """Reward workers as a feedback source and aligner. Answers are cached for equal requests."""
 
-    name, role, actor = SOURCE, "reward", RewardActor
-    journal_version, judges_turns = "", False
+    name = SOURCE
+    role = "reward"
+    actor = RewardActor
+    journal_version = ""
+    judges_turns = False
 
     def __init__(self, config: SourceConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
         """Raises UserError if the model was trained for another task or style; see `t2g.feedback.card`."""
@@ -123,9 +131,11 @@ class RewardFleet(Fleet):
         check_card(Path(config.reward_model), card)
         weights = content_hash(Path(config.reward_model)) or config.reward_revision or "unpinned"
         self.version = f"{config.reward_model}@{weights}/{card.prompt_version}"
-        self._model, self._writes_critiques = config.reward_model, config.style.critique
+        self._model = config.reward_model
+        self._writes_critiques = config.style.critique
         engine = config.engine
-        self._timeout_s = min(engine.deadline_s, engine.timeout_scale * config.timeout_s / TRIES)
+        caller_timeout_s = engine.timeout_scale * config.timeout_s
+        self._timeout_s = min(engine.deadline_s, caller_timeout_s / TRIES)
         # By prompt, response and critique: ids are no key, since held-out prompts may have the ids of others.
         self._cache: dict[tuple[str, str, str | None], SpanFeedback] = {}
         arguments = {"config": config, "task": task, "seed": seed, "version": self.version}
@@ -159,7 +169,8 @@ class RewardFleet(Fleet):
         if feedback.status != "failed":
             self._cache[key] = feedback
         if len(self._cache) > MAX_CACHED_ANSWERS:
-            del self._cache[next(iter(self._cache))]  # the oldest
+            oldest = next(iter(self._cache))
+            del self._cache[oldest]
         return feedback
 
     async def judge_unguided(self, prompt: Prompt, response_text: str) -> SpanFeedback:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
     >>> sample_seed(1, "a", 0) == sample_seed(1, "a", 0), sample_seed(1, "a", 0) == sample_seed(1, "a", 1)
     (True, False)
     """
-    return xxhash.xxh3_64_intdigest(f"{seed}\0{prompt_id}\0{sample_index}".encode()) >> 1  # vLLM takes int64
+    text = f"{seed}\0{prompt_id}\0{sample_index}"
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1  # vLLM takes int64
 
 
 def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> None:
@@ -68,6 +70,7 @@ class RolloutWorker(Engine, WeightReceiver):
             max_new_tokens=sampling.max_new_tokens,
             seed=sample_seed(sampling.seed, prompt_id, index),
         )
+        answer_start = find_answer_start(self._tokenizer, prompt_ids, done.ids, done.text, self._tags)
         return Rollout(
             prompt_id=prompt_id,
             sample_index=index,
@@ -77,7 +80,7 @@ class RolloutWorker(Engine, WeightReceiver):
             response_text=done.text,
             finish_reason=done.finish_reason,
             policy_versions=done.versions,
-            answer_start=find_answer_start(self._tokenizer, prompt_ids, done.ids, done.text, self._tags),
+            answer_start=answer_start,
         )
 
 
@@ -87,7 +90,8 @@ RolloutActor = ray.remote(RolloutWorker)
 class RolloutFleet(Fleet):
     """Rollout workers as a source of rollouts, and as the targets of a weight sync."""
 
-    role, actor = "rollout", RolloutActor
+    role = "rollout"
+    actor = RolloutActor
     config: RolloutConfig
     baseline_gap: Gap | None = None
     gpu_user: GpuUser = "engines"
@@ -117,9 +121,13 @@ class RolloutFleet(Fleet):
             RunStopped: No worker is left.
         """
         check_window(prompt, sampling.max_new_tokens, self.config.max_model_len)
-        request = prompt.prompt_id, prompt.prompt_ids, sampling
+
+        def submit(index: int, worker: Any) -> Any:
+            return worker.sample.remote(prompt.prompt_id, prompt.prompt_ids, sampling, index)
+
+        submits = [partial(submit, index) for index in range(sampling.num_samples)]
         return await self.calls(
-            [lambda worker, i=i: worker.sample.remote(*request, i) for i in range(sampling.num_samples)],
+            submits,
             timeout_s=self.config.compute_deadline_s(sampling.max_new_tokens),  # `config` may be another run's
             what=f"prompt {prompt.prompt_id}",
             on_answer=on_rollout,
@@ -148,7 +156,7 @@ class RolloutFleet(Fleet):
     @property
     def is_starting(self) -> bool:
         """Return whether a worker waits for its placement or loads its model."""
-        return any(m.health.state is State.STARTING for m in self._members)
+        return any(member.health.state is State.STARTING for member in self._members)
 
     def targets(self) -> list[Member]:
         """Return the targets of the next weight sync. An unreachable worker misses it, and catches up later."""

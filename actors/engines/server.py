@@ -46,10 +46,14 @@ def options(arguments: Mapping[str, Any]) -> list[str]:
         match value:
             case None:
                 continue
-            case bool():
-                cli_options.append(f"--{option}" if value else f"--no-{option}")
+            case True:
+                cli_options.append(f"--{option}")
+            case False:
+                cli_options.append(f"--no-{option}")
+            case str():
+                cli_options += [f"--{option}", value]
             case _:
-                cli_options += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+                cli_options += [f"--{option}", json.dumps(value)]
     return cli_options
 
 
@@ -68,33 +72,50 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
         UserError: The server ended, or another process listens on the port.
         RunStopped: The server did not answer within engine.start_timeout_s, or `stop` was set.
     """
-    host, port = job.serve.host, find_free_port(job.serve.host, job.serve.port)
-    engine = Engine(job.model.policy, job.engine, seed=job.run.seed, revision=job.model.revision, guided=True)
-    listen = {"host": host, "port": port, "served_model_name": job.serve.name}
-    listen["generation_config"] = str(write_ends(job.model, log.parent))
-    if job.model.system_prompt or job.model.chat_template_kwargs:
-        template = load_policy_tokenizer(job.model).chat_template
-        write_atomic(log.parent / TEMPLATE_FILE, template.encode())
-        listen["chat_template"] = str(log.parent / TEMPLATE_FILE)
-    environment = engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
+    host = job.serve.host
+    port = find_free_port(host, job.serve.port)
+    url = f"http://{host}:{port}"
+    command = [sys.executable, "-m", MODULE, *options(_server_arguments(job, port, log.parent))]
+    environment = {name: value for name, value in os.environ.items() if name != OVERRIDES_CACHE}
+    environment |= engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
     environment |= listening_environment(os.environ)
-    inherited = {name: value for name, value in os.environ.items() if name != OVERRIDES_CACHE}
-    command = [sys.executable, "-m", MODULE, *options(engine.arguments() | listen)]
-    with log.open("wb") as output, ended(command, inherited | environment, stdout=output, stderr=output) as process:
-        url = f"http://{host}:{port}"
-        deadline = time.monotonic() + job.engine.start_timeout_s
-        while not _answers(f"{url}/health"):
-            if process.poll() is not None:
-                lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-                raise UserError(f"the server of {job.model.policy} ended before it answered: {lines[-1]}; see {log}")
-            if stop() or time.monotonic() > deadline:
-                late = f"has not answered within engine.start_timeout_s={job.engine.start_timeout_s:g}"
-                raise RunStopped(f"the server of {job.model.policy} {'was stopped' if stop() else late}; see {log}")
-            time.sleep(POLL_S)
+    with log.open("wb") as output, ended(command, environment, stdout=output, stderr=output) as process:
+        _wait_for_server(process, url, job, log, stop)
         # vLLM binds the port long before it listens there, and until then another process can.
         if not is_listening(process.pid, port):
             raise UserError(f"serve.port={port}: another process answers at {url}; end it, or choose another port")
         yield process, f"{url}/v1"
+
+
+def _server_arguments(job: ServeJob, port: int, folder: Path) -> dict[str, Any]:
+    """Return the arguments of the server by vLLM's names; the files that they name are written into `folder`."""
+    engine = Engine(job.model.policy, job.engine, seed=job.run.seed, revision=job.model.revision, guided=True)
+    own_arguments = {"host": job.serve.host, "port": port, "served_model_name": job.serve.name}
+    own_arguments["generation_config"] = str(write_ends(job.model, folder))
+    if job.model.system_prompt or job.model.chat_template_kwargs:
+        template = load_policy_tokenizer(job.model).chat_template
+        template_file = folder / TEMPLATE_FILE
+        write_atomic(template_file, template.encode())
+        own_arguments["chat_template"] = str(template_file)
+    return engine.arguments() | own_arguments
+
+
+def _wait_for_server(
+    process: subprocess.Popen[bytes], url: str, job: ServeJob, log: Path, stop: Callable[[], bool]
+) -> None:
+    """Return once the server answers; errors as `serving`."""
+    timeout_s = job.engine.start_timeout_s
+    deadline = time.monotonic() + timeout_s
+    server = f"the server of {job.model.policy}"
+    while not _answers(f"{url}/health"):
+        if process.poll() is not None:
+            lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+            raise UserError(f"{server} ended before it answered: {lines[-1]}; see {log}")
+        if stop():
+            raise RunStopped(f"{server} was stopped; see {log}")
+        if time.monotonic() > deadline:
+            raise RunStopped(f"{server} has not answered within engine.start_timeout_s={timeout_s:g}; see {log}")
+        time.sleep(POLL_S)
 
 
 def write_ends(model: ModelConfig, folder: Path) -> Path:
@@ -102,7 +123,8 @@ def write_ends(model: ModelConfig, folder: Path) -> Path:
     ends = find_end_ids(load_policy_tokenizer(model), model.policy, model.revision)
     target = folder / ENDS_FOLDER
     target.mkdir(parents=True, exist_ok=True)
-    write_atomic(target / "generation_config.json", json.dumps({"eos_token_id": ends}).encode())
+    text = json.dumps({"eos_token_id": ends})
+    write_atomic(target / "generation_config.json", text.encode())
     return target
 
 
@@ -140,7 +162,8 @@ def is_listening(pid: int, port: int) -> bool:
     """Return whether the process listens on the port. The kernel then lets no other process listen there."""
     with suppress(psutil.Error):  # the process ended
         sockets = psutil.Process(pid).net_connections("tcp")
-        return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets)
+        listening = [found for found in sockets if found.status == psutil.CONN_LISTEN]
+        return any(found.laddr.port == port for found in listening)
     return False
 
 
