@@ -36,12 +36,25 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
         if not done:
             silent = ", ".join(str(i) for i, ref in enumerate(refs) if ref in pending)
             raise LearnerLost(f"{actor_name} {silent} timed out: {call} did not finish within {timeout_s:g} s")
-        values[done[0]], error = _outcome(done[0])
+        value, error = _outcome(done[0])
         if error:
-            finished, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
-            failures = [(i, e) for i, ref in enumerate(refs) if ref in finished and (e := _outcome(ref)[1])]
-            _raise(*min(failures, key=lambda failure: _rank_of_cause(failure[1])), actor_name=actor_name, call=call)
+            index, cause = _find_cause(refs)
+            _raise(index, cause, actor_name=actor_name, call=call)
+        values[done[0]] = value
     return [values[ref] for ref in refs]
+
+
+def _find_cause(refs: list["ray.ObjectRef[Any]"]) -> tuple[int, RayError]:
+    """Return the position and the error of the failure that explains the others; at least one call has failed."""
+    finished, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
+    failures: list[tuple[int, RayError]] = []
+    for index, ref in enumerate(refs):
+        if ref not in finished:
+            continue
+        _, error = _outcome(ref)
+        if error:
+            failures.append((index, error))
+    return min(failures, key=lambda failure: _rank_of_cause(failure[1]))
 
 
 def is_short_of_memory(error: BaseException) -> bool:
@@ -49,20 +62,26 @@ def is_short_of_memory(error: BaseException) -> bool:
 
     Ray names it as a possible cause wherever a process ended by a signal.
     """
-    seen = [error, *([error.__cause__] if error.__cause__ else [])]
-    return any(re.search(SHORT_OF_MEMORY, f"{type(one).__name__}: {one}", re.IGNORECASE) for one in seen)
+    errors = [error]
+    if error.__cause__:
+        errors.append(error.__cause__)
+    texts = [f"{type(found).__name__}: {found}" for found in errors]
+    return any(re.search(SHORT_OF_MEMORY, text, re.IGNORECASE) for text in texts)
 
 
 def any_failed(refs: Sequence["ray.ObjectRef[Any]"]) -> bool:
     """Return whether a call has already ended in an error."""
-    done = ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+    if not refs:
+        return False
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
     return any(_outcome(ref)[1] for ref in done)
 
 
 def first_line(error: BaseException) -> str:
     """Return the type and the first line of an error."""
+    name = type(error).__name__
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{name}: {lines[0]}" if lines else name
 
 
 def first_sentence(error: Exception) -> str:
@@ -70,7 +89,11 @@ def first_sentence(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and "validation error" in lines[0]:
         lines = [line.removeprefix("Value error, ") for line in lines[1:]]
-    return (lines or [type(error).__name__])[0].split(" [type=")[0].split(". ")[0]
+    if not lines:
+        return type(error).__name__
+    message, *_ = lines[0].split(" [type=")
+    sentence, *_ = message.split(". ")
+    return sentence
 
 
 def _outcome(ref: "ray.ObjectRef[Any]") -> tuple[Any, RayError | None]:

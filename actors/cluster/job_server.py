@@ -25,7 +25,8 @@ POLL_S = 0.5
 
 class Client(JobSubmissionClient):
     def _do_request(self, *args: Any, **options: Any) -> Any:
-        return super()._do_request(*args, **{"timeout": REQUEST_TIMEOUT_S, **options})  # Ray's own has no timeout
+        options.setdefault("timeout", REQUEST_TIMEOUT_S)  # Ray's own has no timeout
+        return super()._do_request(*args, **options)
 
 
 class JobServer:
@@ -33,7 +34,8 @@ class JobServer:
 
     def __init__(self, client: Any, *, end_timeout_s: float = END_TIMEOUT_S) -> None:
         """`client` is a JobSubmissionClient."""
-        self._client, self._end_timeout_s = client, end_timeout_s
+        self._client = client
+        self._end_timeout_s = end_timeout_s
         self._printed = 0  # printed characters of the followed log
 
     @classmethod
@@ -79,12 +81,13 @@ class JobServer:
 
     def running_attempts(self, run_name: str) -> dict[str, float]:
         """Return the attempts at a run that have not ended: id -> seconds that the job may need to stop."""
-        jobs = [job for job in self._client.list_jobs() if job.submission_id and not job.status.is_terminal()]
-        return {
-            job.submission_id: stop_wait_s(job.metadata)
-            for job in jobs
-            if is_attempt(run_name, job.submission_id, job.metadata)
-        }
+        attempts: dict[str, float] = {}
+        for job in self._client.list_jobs():
+            if not job.submission_id or job.status.is_terminal():
+                continue
+            if is_attempt(run_name, job.submission_id, job.metadata):
+                attempts[job.submission_id] = stop_wait_s(job.metadata)
+        return attempts
 
     def stop(self, job_id: str, wait_s: float) -> str:
         """Send SIGTERM to the job's driver; return its final status.
@@ -93,7 +96,8 @@ class JobServer:
             RunStopped: The job does not end within wait_s.
         """
         self._client.stop_job(job_id)
-        return str(self._wait_for_end(job_id, wait_s + self._end_timeout_s).status)
+        job = self._wait_for_end(job_id, wait_s + self._end_timeout_s)
+        return str(job.status)
 
     def follow(self, job_id: str, wait_s: float) -> int:
         """Print the job's log until it ends; return its exit code, 130 for a job that was stopped.
@@ -113,7 +117,8 @@ class JobServer:
                 raise RunStopped(late) from None
         job = self._wait_for_end(job_id, self._end_timeout_s)
         print(f"job {job_id}: {job.status}", flush=True)
-        return {"SUCCEEDED": 0, "STOPPED": 130}.get(str(job.status), job.driver_exit_code or 3)
+        exit_codes = {"SUCCEEDED": 0, "STOPPED": 130}
+        return exit_codes.get(str(job.status), job.driver_exit_code or 3)
 
     async def _print_log(self, job_id: str) -> None:
         """Print the log until the job has ended. A lost connection is restored, and no text is printed twice."""
@@ -121,7 +126,8 @@ class JobServer:
             num_read = 0
             with contextlib.suppress(RuntimeError, aiohttp.ClientError):
                 async for text in self._client.tail_job_logs(job_id):
-                    print(text[max(0, self._printed - num_read) :], end="", flush=True)
+                    num_known = max(0, self._printed - num_read)
+                    print(text[num_known:], end="", flush=True)
                     num_read += len(text)
                     self._printed = max(self._printed, num_read)
             if self._client.get_job_status(job_id).is_terminal():

@@ -37,31 +37,36 @@ def inspect_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: flo
     Raises:
         UserError: This process cannot write to `shared`.
     """
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = _list_alive()
     with ExitStack() as stack:
         probe = None
         if shared is not None:
             try:
                 shared.mkdir(parents=True, exist_ok=True)
-                probe = Path(stack.enter_context(NamedTemporaryFile(dir=shared, prefix=".doctor-")).name)
+                file = stack.enter_context(NamedTemporaryFile(dir=shared, prefix=".doctor-"))
             except OSError as error:
                 raise UserError(f"{shared}: a run could not write there: {error.strerror}") from None
+            probe = Path(file.name)
         refs = [_submit_to_node(node["NodeID"], inspect_node, probe, require) for node in alive]
         deadline = time.monotonic() + timeout_s
         return [_make_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
 
 
+def _list_alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def pending_groups() -> list[PendingGroup]:
     """Return the pending placement groups of all jobs of the cluster. Needs the dashboard."""
-    groups = [group for group in list_placement_groups(detail=True, limit=10_000) if group.state in WAITING]
-    return [
-        PendingGroup(
-            name=group.name or group.placement_group_id[:12],
-            bundles=tuple(bundle["unit_resources"] for bundle in group.bundles),
-            selectors=tuple(bundle.get("label_selector", {}) for bundle in group.bundles),
-        )
-        for group in groups
-    ]
+    pending: list[PendingGroup] = []
+    for group in list_placement_groups(detail=True, limit=10_000):
+        if group.state not in WAITING:
+            continue
+        name = group.name or group.placement_group_id[:12]
+        bundles = tuple(bundle["unit_resources"] for bundle in group.bundles)
+        selectors = tuple(bundle.get("label_selector", {}) for bundle in group.bundles)
+        pending.append(PendingGroup(name=name, bundles=bundles, selectors=selectors))
+    return pending
 
 
 def inspect_node(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
@@ -87,23 +92,34 @@ def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) ->
 
     Nodes that do not answer are left out: `inspect_nodes` reports them.
     """
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    ranks, engines = ([n for n in alive if satisfies(n["Labels"], roles[s].labels)] for s in ("learner", "rollout"))
-    sources = {node["NodeID"]: node for node in [*ranks, *engines]}
+    alive = _list_alive()
+    ranks = [node for node in alive if satisfies(node["Labels"], roles["learner"].labels)]
+    engines = [node for node in alive if satisfies(node["Labels"], roles["rollout"].labels)]
+    names = {node["NodeID"]: node["NodeName"] for node in [*ranks, *engines]}
     deadline = time.monotonic() + timeout_s
-    listeners = [_submit_to_node(node["NodeID"], Listener) for node in ranks] if len(sources) > 1 else []
+    if len(names) <= 1:
+        return []
+
+    listeners = [_submit_to_node(node["NodeID"], Listener) for node in ranks]
     try:
-        opened = [_answer(listener.listen.remote(), deadline) for listener in listeners]
-        open_ = {n["NodeName"]: at for n, at in zip(ranks, opened, strict=False) if at}
-        checked = sources if open_ else {}
-        refs = {id_: _submit_to_node(id_, find_failed_connections, open_, CONNECT_S) for id_ in checked}
-        found = {sources[node_id]["NodeName"]: _answer(ref, deadline) or {} for node_id, ref in refs.items()}
+        listening: dict[str, tuple[str, int]] = {}
+        for node, listener in zip(ranks, listeners, strict=True):
+            address = _answer(listener.listen.remote(), deadline)
+            if address:
+                listening[node["NodeName"]] = address
+        if not listening:
+            return []
+
+        refs = {id_: _submit_to_node(id_, find_failed_connections, listening, CONNECT_S) for id_ in names}
+        failures = {names[node_id]: _answer(ref, deadline) or {} for node_id, ref in refs.items()}
     finally:
         for listener in listeners:
             ray.kill(listener)
-    return [
-        Unreachable(source=name, target=to, reason=why) for name, failed in found.items() for to, why in failed.items()
-    ]
+
+    unreachable: list[Unreachable] = []
+    for source, failed in failures.items():
+        unreachable += [Unreachable(source=source, target=target, reason=reason) for target, reason in failed.items()]
+    return unreachable
 
 
 def find_failed_connections(listening: Listening, timeout_s: float) -> dict[str, str]:
@@ -128,8 +144,10 @@ def _answer(ref: Any, deadline: float) -> Any:
 def _submit_to_node(node_id: str, work: Any, *args: Any) -> Any:
     """Start a task or an actor on a node."""
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    retries = {} if isinstance(work, type) else {"max_retries": 0}
-    return ray.remote(work).options(num_cpus=0, scheduling_strategy=strategy, **retries).remote(*args)
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": strategy}
+    if not isinstance(work, type):
+        options["max_retries"] = 0
+    return ray.remote(work).options(**options).remote(*args)
 
 
 def _make_node(node: dict[str, Any], ref: Any, deadline: float, timeout_s: float) -> Node:

@@ -47,15 +47,17 @@ def resources(address: str | None) -> Mapping[str, float]:
         return {"CPU": _cores(), "GPU": torch.cuda.device_count(), "memory": estimate_available_memory()}
     _join(address, ClusterConfig())
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return ray.cluster_resources() | {"CPU": max(node.get("CPU", 0) for node in nodes)}
+        cores = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        return ray.cluster_resources() | {"CPU": max(cores)}
     finally:
         ray.shutdown()
 
 
 def _cores() -> int:
     """Return the cores for this process. Ray's own count ignores its CPU affinity."""
-    return max(1, min(len(os.sched_getaffinity(0)), int(get_num_cpus(override_docker_cpu_warning=True))))
+    allowed = len(os.sched_getaffinity(0))
+    counted = int(get_num_cpus(override_docker_cpu_warning=True))
+    return max(1, min(allowed, counted))
 
 
 def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
@@ -75,7 +77,8 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
         _join(address, config)
     gpus = ray.cluster_resources().get("GPU", 0)
     if gpus and roles and not any(role.gpus for role in roles.values()):
-        remedy = f"set {next(iter(roles))}.gpus" if torch.version.cuda else "install the GPU packages: `make gpu`"
+        first_section = next(iter(roles))
+        remedy = f"set {first_section}.gpus" if torch.version.cuda else "install the GPU packages: `make gpu`"
         logger.warning("Ray has %g GPUs, and this job runs on CPUs: %s", gpus, remedy)
     try:
         check_capacity(roles, None if address == "local" else address)
@@ -138,7 +141,8 @@ def _init_local(config: ClusterConfig) -> None:
             raise UserError(f"{name}={folder}: its path is too long for Ray's sockets; set a shorter one") from error
         if SLOW_START not in message:
             raise
-        _end(set(this_process.children(recursive=True)) - before)
+        after = set(this_process.children(recursive=True))
+        _end(after - before)
         raise TimeoutError("Ray did not start within 30 s") from error
 
 
@@ -169,8 +173,10 @@ def _init_options(config: ClusterConfig) -> dict[str, Any]:
     """
     if ray.is_initialized():
         raise UserError("Ray is connected in this Python process, and a job connects it itself: call ray.shutdown()")
-    environment = {"runtime_env": {"env_vars": config.env}} if config.env else {}
-    return {"log_to_driver": False, "logging_level": logging.ERROR, **environment}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if config.env:
+        options["runtime_env"] = {"env_vars": config.env}
+    return options
 
 
 def _join(address: str, config: ClusterConfig) -> None:
@@ -200,10 +206,15 @@ def check_capacity(roles: Mapping[str, ProcessConfig], address: str | None) -> N
 def describe_misfit(roles: Mapping[str, ProcessConfig], nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """Describe the first role whose worker fits on no node, None if all fit. nodes: of `ray.nodes`."""
     for section, role in roles.items():
-        fitting = (node["Resources"] for node in nodes if satisfies(node["Labels"], role.labels))
-        if not any(all(have.get(name, 0) >= need for name, need in bundle(role).items()) for have in fitting):
+        needs = bundle(role)
+        allowed = (node["Resources"] for node in nodes if satisfies(node["Labels"], role.labels))
+        if not any(_has_room(node_resources, needs) for node_resources in allowed):
             return f"{section}: no node has {describe_requirements(role)}; lower what a worker needs"
     return None
+
+
+def _has_room(node_resources: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+    return all(node_resources.get(name, 0) >= amount for name, amount in needs.items())
 
 
 def may_grow() -> bool:
@@ -213,11 +224,14 @@ def may_grow() -> bool:
     one in the status of each node.
     """
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    types = {node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
+    nodes = (*status.active_nodes, *status.idle_nodes)
+    types = {node.ray_node_type_name for node in nodes}
     if not is_autoscaler_v2(fetch_from_server=True):
-        report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report")
+        autoscaling = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
+        report = autoscaling.get("autoscaler_report")
         types |= set(report["active_nodes"]) if report else {"not known"}
-    return not types <= {f"node_{node['NodeID']}" for node in ray.nodes()}
+    types_of_manual_nodes = {f"node_{node['NodeID']}" for node in ray.nodes()}
+    return not types <= types_of_manual_nodes
 
 
 def check_placement(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> None:
@@ -243,11 +257,14 @@ def request_placement(config: ProcessConfig) -> PlacementGroup:
 
 def _size(config: ProcessConfig) -> int:
     """Return the workers of one placement group: ranks share one, each engine has its own."""
-    return config.workers if isinstance(config, RoleConfig) else 1
+    if isinstance(config, RoleConfig):
+        return config.workers
+    return 1
 
 
 def bundle(config: ProcessConfig) -> dict[str, float]:
-    bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
+    memory = int(config.memory_gib * GIB)
+    bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": memory}
     return {name: amount for name, amount in bundle.items() if amount}
 
 
@@ -263,27 +280,33 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
         UserError: They are not ready within `timeout_s`; none is kept.
     """
     deadline = time.monotonic() + timeout_s
-    groups = [
-        (name, request_placement(role))
-        for name, role in roles.items()
-        for _ in range(role.num_processes // _size(role))
-    ]
-    # `wait` queries the cluster; `ready` would start a process in each placement group.
-    waiting = [name for name, group in groups if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
+    groups: list[tuple[str, PlacementGroup]] = []
+    for name, role in roles.items():
+        num_groups = role.num_processes // _size(role)
+        groups += [(name, request_placement(role)) for _ in range(num_groups)]
+
+    waiting: list[str] = []  # the role of each placement group that is not ready
+    for name, group in groups:
+        remaining_s = max(LAST_LOOK_S, deadline - time.monotonic())
+        if not group.wait(remaining_s):  # it queries the cluster; `ready` would start a process in the group
+            waiting.append(name)
     if not waiting:
         return [group for _, group in groups]
-    have, left = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
+
+    total = _amounts(ray.cluster_resources())
+    left = _amounts(ray.available_resources())
     for _, group in groups:
         remove_placement_group(group)
-    missing = "; ".join(
-        f"{waiting.count(name) * _size(role)} of {role.num_processes} {name} workers: "
-        f"each needs {describe_requirements(role)}"
-        for name, role in roles.items()
-        if name in waiting
-    )
+    missing: list[str] = []
+    for name, role in roles.items():
+        if name not in waiting:
+            continue
+        num_workers = waiting.count(name) * _size(role)
+        needs = describe_requirements(role)
+        missing.append(f"{num_workers} of {role.num_processes} {name} workers: each needs {needs}")
     raise UserError(
-        f"no place within {timeout_s:g} s for {missing}; the cluster has {have}, of which {left} are left beside the "
-        "others; lower workers, cpus, gpus or memory_gib"
+        f"no place within {timeout_s:g} s for {'; '.join(missing)}; the cluster has {total}, of which {left} are left "
+        "beside the others; lower workers, cpus, gpus or memory_gib"
     )
 
 
@@ -300,9 +323,10 @@ def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeou
     if config.gpus and len(nodes) > 1:
         # A function of a module would import that first, for seconds.
         query = ray.remote(lambda: [int(gpu) for gpu in ray.get_gpu_ids()])
-        requests = [
-            query.options(**actor_options(config, place, bundle=i), max_retries=0).remote() for i in sorted(nodes)
-        ]
+        requests: list[Any] = []
+        for index in sorted(nodes):
+            options = actor_options(config, place, bundle=index)
+            requests.append(query.options(**options, max_retries=0).remote())
         gpus = collect(requests, actor_name="placement group bundle", call="the query of its GPU", timeout_s=timeout_s)
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
 
@@ -320,7 +344,10 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def process_environment(config: ProcessConfig) -> dict[str, str]:
     """Return the environment of a worker. num_gpus=0 alone no longer hides the GPUs of other processes."""
-    return {"OMP_NUM_THREADS": str(config.threads), **({} if config.gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+    environment = {"OMP_NUM_THREADS": str(config.threads)}
+    if not config.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
 
 
 def listening_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -329,20 +356,32 @@ def listening_environment(environment: Mapping[str, str]) -> dict[str, str]:
     Variables that `environment` already has are left out.
     """
     address = ray.util.get_node_ip_address()
-    interfaces = psutil.net_if_addrs().items()
-    name = next((name for name, addresses in interfaces if address in [a.address for a in addresses]), None)
-    variables = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name and f"={name}"}
-    return {key: value for key, value in variables.items() if value and key not in environment}
+    variables = {"VLLM_HOST_IP": address}
+    interface = _find_interface(address)
+    if interface:
+        variables["GLOO_SOCKET_IFNAME"] = interface
+        variables["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return {name: value for name, value in variables.items() if value and name not in environment}
+
+
+def _find_interface(address: str) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(known.address == address for known in addresses):
+            return name
+    return None
 
 
 def actor_options(
     config: ProcessConfig, group: PlacementGroup, environment: Mapping[str, str] | None = None, *, bundle: int = 0
 ) -> dict[str, Any]:
     """Return Ray's options of a worker in a bundle of its placement group; `environment` adds variables."""
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    variables = process_environment(config)
+    variables.update(environment or {})
     return {
         "num_cpus": config.cpus,
         "num_gpus": config.gpus,
         "memory": int(config.memory_gib * GIB),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        "runtime_env": {"env_vars": process_environment(config) | {**(environment or {})}},
+        "scheduling_strategy": strategy,
+        "runtime_env": {"env_vars": variables},
     }

@@ -17,8 +17,13 @@ import xxhash
 def toolkit_folder() -> Path | None:
     """Return the toolkit's folder among the installed packages, None if they contain no compiler."""
     spec = importlib.util.find_spec("nvidia")
-    folders = [Path(path, "cu13") for path in (spec.submodule_search_locations or ())] if spec else []
-    return next((folder for folder in folders if (folder / "bin/nvcc").exists()), None)
+    if spec is None:
+        return None
+    for path in spec.submodule_search_locations or ():
+        folder = Path(path, "cu13")
+        if (folder / "bin/nvcc").exists():
+            return folder
+    return None
 
 
 def build_environment() -> dict[str, str]:
@@ -31,11 +36,15 @@ def build_environment() -> dict[str, str]:
     home = toolkit_folder()
     if home is None:
         return {}
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    key = xxhash.xxh3_64_hexdigest(f"{cpu} {platform.python_version()} {home}".encode())
+    cpu_info = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line for line in cpu_info if line.startswith("flags")), "")
+    builder = f"{cpu} {platform.python_version()} {home}"
+    key = xxhash.xxh3_64_hexdigest(builder.encode())
     extensions = Path("~/.cache/t2g/extensions").expanduser() / key
-    found = {"CUDA_HOME": str(home), "TORCH_EXTENSIONS_DIR": str(extensions)}
-    missing = {name: value for name, value in found.items() if name not in os.environ}
+    variables = {"CUDA_HOME": str(home), "TORCH_EXTENSIONS_DIR": str(extensions)}
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
     if shutil.which("ninja") is None:  # it lies beside the interpreter, whose folder may not be on PATH
-        missing["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+        folder = str(Path(sys.executable).parent)
+        path = os.environ.get("PATH", os.defpath)
+        missing["PATH"] = os.pathsep.join((folder, path))
     return missing
