@@ -31,7 +31,8 @@ def find_targets(model: Any) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    head, blocks = model.get_output_embeddings(), find_expert_blocks(model)
+    head = model.get_output_embeddings()
+    blocks = find_expert_blocks(model)
     targets: list[str] = []
     for path, layer in model.named_modules():
         is_linear = isinstance(layer, torch.nn.Linear | Conv1D) and layer is not head
@@ -63,7 +64,8 @@ def load_empty(model: str, revision: str | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, revision=revision))
+        config = AutoConfig.from_pretrained(model, revision=revision)
+        return AutoModelForCausalLM.from_config(config)
 
 
 def engine_arguments(lora: LoRAConfig, model: str, revision: str | None) -> dict[str, Any]:
@@ -71,16 +73,25 @@ def engine_arguments(lora: LoRAConfig, model: str, revision: str | None) -> dict
 
     With an adapter on the head, an engine that computes prompt logprobs beside other requests dies (vLLM 0.32).
     """
-    targets = sorted({path.rpartition(".")[2] for path in find_targets(load_empty(model, revision))})
-    rank = min((n for n in RANKS if n >= lora.r), default=lora.r)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+    paths = find_targets(load_empty(model, revision))
+    names = {path.rpartition(".")[2] for path in paths}
+    max_rank = min((rank for rank in RANKS if rank >= lora.r), default=lora.r)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": max_rank,
+        "lora_target_modules": sorted(names),
+    }
 
 
 class Adapters:
     """The adapters of one version, by the names of `actors.learner.lora.adapter_name`."""
 
     def __init__(self, lora: LoRAConfig, names: Iterable[str], dtype: str, version: int) -> None:
-        self._lora, self._names, self._dtype, self._version = lora, set(names), getattr(torch, dtype), version
+        self._lora = lora
+        self._names = set(names)
+        self._dtype = getattr(torch, dtype)
+        self._version = version
         self._buckets: dict[int, tuple[Sequence[str], str]] = {}  # names, and the learner's hash of their bytes
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -98,15 +109,19 @@ class Adapters:
         """
         from safetensors.torch import load_file, save_file
 
-        if wrong_names := self._names ^ self._tensors.keys():
+        wrong_names = self._names ^ self._tensors.keys()
+        if wrong_names:
             reason = f"{len(wrong_names)} tensors are missing, or not in the manifest ({min(wrong_names)})"
             raise ValueError(f"adapters of version {self._version} are refused: {reason}")
         config = {"r": self._lora.r, "lora_alpha": self._lora.alpha, "target_modules": "all-linear"}
         (folder / "adapter_config.json").write_text(json.dumps(config))
-        save_file(self._tensors, file := folder / "adapter_model.safetensors")
+
+        file = folder / "adapter_model.safetensors"
+        save_file(self._tensors, file)
         stored = load_file(file)
         for index, (names, expected) in self._buckets.items():
-            if hash_arrays(*(stored[name].reshape(-1).view(torch.uint8).numpy() for name in names)) != expected:
+            arrays = (stored[name].reshape(-1).view(torch.uint8).numpy() for name in names)
+            if hash_arrays(*arrays) != expected:
                 raise ValueError(f"xxh3 mismatch: bucket {index} of version {self._version} changed in transfer")
 
     async def load(self, llm: Any) -> Any:

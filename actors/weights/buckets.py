@@ -78,7 +78,8 @@ def hash_arrays(*arrays: Any) -> str:
 
 def num_bytes(shapes: Shapes, dtype: str) -> int:
     """Return the bytes of all tensors in `dtype`."""
-    return sum(map(math.prod, shapes.values())) * ITEM_BYTES[dtype]
+    numel = sum(map(math.prod, shapes.values()))
+    return numel * ITEM_BYTES[dtype]
 
 
 def get_module_name(name: str) -> str:
@@ -90,8 +91,10 @@ def get_module_name(name: str) -> str:
     'model.embed_tokens'
     """
     parts = name.split(".")
-    layer = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), -1)
-    return ".".join(parts[:layer])
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1])
 
 
 def group_by_module(names: Iterable[str]) -> list[list[str]]:
@@ -102,7 +105,8 @@ def group_by_module(names: Iterable[str]) -> list[list[str]]:
     """
     modules: dict[str, list[str]] = {}
     for name in names:
-        modules.setdefault(get_module_name(name), []).append(name)
+        members = modules.setdefault(get_module_name(name), [])
+        members.append(name)
     return list(modules.values())
 
 
@@ -115,7 +119,9 @@ def plan_buckets(shapes: Shapes, *, dtype: str, bucket_bytes: float) -> list[tup
     buckets: list[tuple[str, ...]] = []
     filled = math.inf
     for members in group_by_module(shapes):
-        filled += (size := num_bytes({name: shapes[name] for name in members}, dtype))
+        module_shapes = {name: shapes[name] for name in members}
+        size = num_bytes(module_shapes, dtype)
+        filled += size
         if filled > bucket_bytes:
             buckets.append(())
             filled = size

@@ -6,7 +6,7 @@ take the GPUs for a weight push, for sampling, or after a checkpoint.
 """
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.weights.round import EngineFleet, SyncTarget
 from t2g.errors import MissedSync, RunStopped
@@ -31,7 +31,8 @@ class GpuTimeSharing:
     learner: OffloadableLearner | None = None
 
     def __init__(self, fleet: EngineFleet, *, timeout_s: float) -> None:
-        self._fleet, self._timeout_s = fleet, timeout_s
+        self._fleet = fleet
+        self._timeout_s = timeout_s
         self.sending = asyncio.Lock()  # the lock of the weight sync: no engine may sleep during a catch-up
 
     async def switch_to(self, user: GpuUser) -> None:
@@ -49,8 +50,11 @@ class GpuTimeSharing:
             await asyncio.to_thread(self.learner.offload_states)
         while user == "learner" and self._fleet.is_starting:  # it cannot sleep yet; the fleet limits its start
             await asyncio.sleep(START_POLL_S)
-        errors = await asyncio.gather(*(self._switch(target, user == "learner") for target in self._fleet.targets()))
-        if failures := [error for error in errors if error]:
+        should_sleep = user == "learner"
+        switches = [self._switch(target, should_sleep) for target in self._fleet.targets()]
+        errors = await asyncio.gather(*switches)
+        failures = [error for error in errors if error]
+        if failures:
             raise RunStopped(f"engines and ranks cannot share their GPUs: {'; '.join(failures)}")
         if user == "learner" and self.learner is not None:
             await asyncio.to_thread(self.learner.reload_states)
@@ -59,10 +63,14 @@ class GpuTimeSharing:
     async def _switch(self, target: SyncTarget, should_sleep: bool) -> str:
         """Have one engine sleep or wake up; return what failed, "" if nothing."""
         what = "its sleep" if should_sleep else "its wake-up"
+
+        def submit(worker: Any) -> Any:
+            if should_sleep:
+                return worker.sleep.remote()
+            return worker.wake_up.remote()
+
         try:
-            request = self._fleet.request(
-                target, lambda worker: worker.sleep.remote() if should_sleep else worker.wake_up.remote(), what
-            )
+            request = self._fleet.request(target, submit, what)
             await asyncio.wait_for(request, self._timeout_s)
         except MissedSync as error:
             return f"{target.name} {error}"

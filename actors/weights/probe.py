@@ -34,7 +34,11 @@ def compute_gap(engine: np.ndarray, learner: np.ndarray) -> Gap:
     gaps = np.abs(engine.astype(np.float64) - learner)
     if not np.isfinite(gaps).all():
         return Gap(largest=np.inf, p95=np.inf, median=np.inf)
-    return Gap(largest=float(gaps.max()), p95=float(np.percentile(gaps, 95)), median=float(np.median(gaps)))
+    return Gap(
+        largest=float(gaps.max()),
+        p95=float(np.percentile(gaps, 95)),
+        median=float(np.median(gaps)),
+    )
 
 
 def explain_refusal(gap: Gap, *, tolerance: float, baseline_gap: Gap | None) -> str:
@@ -51,7 +55,8 @@ def explain_refusal(gap: Gap, *, tolerance: float, baseline_gap: Gap | None) -> 
         ("largest", gap.largest, baseline.largest, tolerance),
         ("median", gap.median, baseline.median, tolerance * MEDIAN_SHARE),
     ):
-        if value > (limit := max(minimum, SLACK * base)):
+        limit = max(minimum, SLACK * base)
+        if value > limit:
             measured = f", baseline gap {base:.3g}" if baseline_gap else ""
             origin = f"from learner.probe_tolerance={tolerance:g}{measured}"
             return f"the {what} difference on the probe is {value:.3g} nats, above {limit:.3g} ({origin})"
@@ -68,10 +73,15 @@ def is_stuck(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray], baseli
         engine: Its (previous, current) logprobs.
         learner: Its (previous, current) logprobs.
     """
-    return bool(np.array_equal(*engine) and np.max(np.abs(np.subtract(*learner))) > baseline_gap.largest)
+    if not np.array_equal(*engine):
+        return False
+    changes = np.abs(np.subtract(*learner))
+    return bool(np.max(changes) > baseline_gap.largest)
 
 
 def make_probe_ids(prompts: Sequence[np.ndarray], vocab_size: int, num_tokens: int) -> np.ndarray:
     """Return [N] int32: the concatenated first tokens of the prompts, filled up with random tokens."""
-    fill = np.random.default_rng(PROBE_SEED).integers(0, vocab_size, num_tokens, dtype=np.int32)
-    return np.concatenate([*prompts[:num_tokens], fill])[:num_tokens].astype(np.int32)
+    rng = np.random.default_rng(PROBE_SEED)
+    fill = rng.integers(0, vocab_size, num_tokens, dtype=np.int32)
+    ids = np.concatenate([*prompts[:num_tokens], fill])
+    return ids[:num_tokens].astype(np.int32)

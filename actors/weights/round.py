@@ -147,7 +147,8 @@ class Round:
 
     async def deliver(self) -> list[float]:
         """Send all buckets to the participants; return the probe gap of each worker that verified them."""
-        version, engine = self.version, self.fleet.config
+        version = self.version
+        engine = self.fleet.config
         # Without replay the next bucket overwrites the memory of this one.
         max_in_flight = MAX_BUCKETS_IN_FLIGHT if self.config.is_replayable else 1
         tasks: list[asyncio.Future[Any]] = []
@@ -155,10 +156,14 @@ class Round:
             if self.config.is_replayable and engine.max_staleness > 0 and not version.buckets:
                 async for _ in self._buckets():  # the engines go on with their requests during the gather
                     pass
+
+            def open_update(worker: Any) -> Any:
+                return worker.open_update.remote(self.id, version.number, engine.dtype, version.shapes)
+
             paused = time.monotonic()
             await self._call_all_timed(
                 "open",
-                lambda w: w.open_update.remote(self.id, version.number, engine.dtype, version.shapes),
+                open_update,
                 "the start of a weight sync",
                 timeout_s=engine.health.check_timeout_s * engine.health.max_failures,  # a slower worker hangs
             )
@@ -167,12 +172,17 @@ class Round:
                     tasks.append(asyncio.ensure_future(self._load(ref)))
                     if len(tasks) >= max_in_flight:
                         await tasks[-max_in_flight]
+
             # The learner computes its logprobs while the engines load the last buckets.
-            tasks.append(asyncio.ensure_future(self._learner_logprobs()))
-            await asyncio.gather(*tasks[:-1])
-            await self._call_all_timed("close", lambda w: w.close_update.remote(self.id), "the end of a weight sync")
+            learner_logprobs = asyncio.ensure_future(self._learner_logprobs())
+            loads = tasks.copy()
+            tasks.append(learner_logprobs)
+            await asyncio.gather(*loads)
+            await self._call_all_timed(
+                "close", lambda worker: worker.close_update.remote(self.id), "the end of a weight sync"
+            )
             version.add_seconds("pause", time.monotonic() - paused)
-            return await self.verify(tasks[-1])
+            return await self.verify(learner_logprobs)
         except BaseException as error:
             self._drop_all(f"the transfer was aborted: {str(error) or type(error).__name__}")
             raise
@@ -186,9 +196,13 @@ class Round:
 
     async def _load(self, ref: Any) -> None:
         """Have the workers load one bucket; each answers with its `timings`."""
-        answers = await self._call_all(lambda w: w.load_bucket.remote(self.id, ref), "a bucket of weights")
-        for name in answers[0][1] if answers else ():
-            self.version.add_seconds(name, max(seconds[name] for _, seconds in answers))
+        answers = await self._call_all(lambda worker: worker.load_bucket.remote(self.id, ref), "a bucket of weights")
+        if not answers:
+            return
+        _, first_timings = answers[0]
+        for name in first_timings:
+            slowest_s = max(timings[name] for _, timings in answers)
+            self.version.add_seconds(name, slowest_s)
 
     async def _buckets(self) -> AsyncGenerator[Any, None]:
         """Yield the stored buckets, or else stream them from the learner and store them if they are replayable.
@@ -227,12 +241,19 @@ class Round:
         self.version.num_calls += 1
         host, port = await asyncio.to_thread(self.learner.address)
         gpus = self.fleet.config.tensor_parallel  # per engine: each GPU is a rank; rank 0 is the learner's
-        ranks = {target.handle: 1 + index * gpus for index, target in enumerate(self.participants)}
-        members = ("the learner", *(target.name for target in self.participants for _ in range(gpus)))
-        rendezvous = Rendezvous(id=self.id, host=host, port=port, members=members)
-        self.group.participants, self.group.rendezvous = list(self.participants), rendezvous
-        what = "the rendezvous with the learner"
-        joining = self._call_all(lambda w: w.join_group.remote(self.id, rendezvous, ranks[w]), what)
+        ranks: dict[Any, int] = {}  # the first of each engine
+        members = ["the learner"]
+        for target in self.participants:
+            ranks[target.handle] = len(members)
+            members += [target.name] * gpus
+        rendezvous = Rendezvous(id=self.id, host=host, port=port, members=tuple(members))
+        self.group.participants = list(self.participants)
+        self.group.rendezvous = rendezvous
+
+        def join_group(worker: Any) -> Any:
+            return worker.join_group.remote(self.id, rendezvous, ranks[worker])
+
+        joining = self._call_all(join_group, "the rendezvous with the learner")
         return rendezvous, [asyncio.ensure_future(joining)]
 
     async def _learner_logprobs(self) -> np.ndarray:
@@ -253,7 +274,7 @@ class Round:
             expected: The learner's logprobs of the probe; None if the version has them.
         """
         started = time.monotonic()
-        answers = await self._call_all(lambda w: w.compute_logprobs.remote(self.version.probe), "the probe")
+        answers = await self._call_all(lambda worker: worker.compute_logprobs.remote(self.version.probe), "the probe")
         if expected is not None:
             await expected
         gaps = self.accept(answers)
@@ -262,11 +283,13 @@ class Round:
 
     def accept(self, answers: Sequence[tuple[SyncTarget, np.ndarray]]) -> list[float]:
         """Record each worker whose logprobs of the probe agree with the learner's; return their gaps."""
-        gaps, learner = [], self.version.learner_logprobs
+        gaps: list[float] = []
+        learner = self.version.learner_logprobs
         assert learner is not None
         for target, engine in answers:
             gap = compute_gap(engine, learner)
-            if mismatch := self._find_mismatch(target, engine, learner, gap):
+            mismatch = self._find_mismatch(target, engine, learner, gap)
+            if mismatch:
                 self._drop(target, mismatch)
                 continue
             gaps.append(gap.largest)
@@ -276,15 +299,20 @@ class Round:
         return gaps
 
     def _find_mismatch(self, target: SyncTarget, engine: np.ndarray, learner: np.ndarray, gap: Gap) -> str:
-        baseline_gap, previous = self.fleet.baseline_gap, self.version.previous
+        baseline_gap = self.fleet.baseline_gap
         tolerance = self.config.resolve_probe_tolerance(self.fleet.config)
-        mismatch = explain_refusal(gap, tolerance=tolerance, baseline_gap=baseline_gap)
-        if not mismatch and baseline_gap and previous and target.name in previous.engine_logprobs:
+        refusal = explain_refusal(gap, tolerance=tolerance, baseline_gap=baseline_gap)
+        if refusal:
+            return f"has other logprobs than the learner: {refusal}"
+
+        previous = self.version.previous
+        if baseline_gap and previous and target.name in previous.engine_logprobs:
             assert previous.learner_logprobs is not None
-            engines = previous.engine_logprobs[target.name], engine
-            if is_stuck(engines, (previous.learner_logprobs, learner), baseline_gap):
+            of_engine = (previous.engine_logprobs[target.name], engine)
+            of_learner = (previous.learner_logprobs, learner)
+            if is_stuck(of_engine, of_learner, baseline_gap):
                 return f"did not apply the new weights: its logprobs are bitwise those of version {previous.number}"
-        return mismatch and f"has other logprobs than the learner: {mismatch}"
+        return ""
 
     async def measure_baseline_gap(self) -> tuple[Gap | None, list[tuple[SyncTarget, np.ndarray]]]:
         """Measure the gap between engines and learner on the checkpoint.
@@ -292,11 +320,13 @@ class Round:
         Returns:
             The gap, None if no engine answered; and each engine with its logprobs.
         """
-        what = "the probe of the checkpoint"
-        answers = await self._call_all(lambda w: w.compute_logprobs.remote(self.version.probe), what)
+        answers = await self._call_all(
+            lambda worker: worker.compute_logprobs.remote(self.version.probe), "the probe of the checkpoint"
+        )
         learner = await self._learner_logprobs()
         gaps = [compute_gap(engine, learner) for _, engine in answers]
-        return max(gaps, key=lambda gap: gap.median, default=None), answers
+        largest = max(gaps, key=lambda gap: gap.median, default=None)
+        return largest, answers
 
     async def _call_all(
         self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf
@@ -306,13 +336,17 @@ class Round:
         The timeout is the round's deadline and at most timeout_s. After the first answer, or the first refusal in a
         broadcast, the other participants have `compute_grace_s` seconds.
         """
-        started, requests = time.monotonic(), dict[asyncio.Future[Any], SyncTarget]()
+        started = time.monotonic()
         until = min(self.deadline, started + timeout_s)
         self.version.num_calls += len(self.participants)
+        requests: dict[asyncio.Future[Any], SyncTarget] = {}
         for target in self.participants:
             target.syncing = True  # set here: the task might start after the end of the sync
-            requests[asyncio.ensure_future(self.fleet.request(target, submit, what))] = target
-        answers, pending = [], set(requests)
+            request = asyncio.ensure_future(self.fleet.request(target, submit, what))
+            requests[request] = target
+
+        answers: list[tuple[SyncTarget, Any]] = []
+        pending = set(requests)
         try:
             while pending:
                 left_s = max(0.0, until - time.monotonic())
@@ -320,15 +354,17 @@ class Round:
                 if not done:
                     break
                 for task in done:
+                    target = requests[task]
                     try:
-                        answers.append((requests[task], task.result()))
+                        answers.append((target, task.result()))
                     except MissedSync as error:
-                        self._drop(requests[task], str(error))
+                        self._drop(target, str(error))
                 if answers or self._broadcasts:
                     took_s = time.monotonic() - started
                     until = min(until, started + took_s + compute_grace_s(took_s))
             for task in pending:
-                reason = f"timed out: {what} took more than {time.monotonic() - started:.3g} s"
+                took_s = time.monotonic() - started
+                reason = f"timed out: {what} took more than {took_s:.3g} s"
                 self._drop(requests[task], reason, timed_out=True)
         finally:
             await cancel_all([*requests])

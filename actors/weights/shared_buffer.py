@@ -29,14 +29,16 @@ class SharedBuffer:
 
     def write(self, tensors: Sequence[np.ndarray]) -> tuple[list[int], int]:
         """Write the tensors one after the other; return their byte offsets and the bytes used."""
-        ends = list(itertools.accumulate(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors))
+        ends = list(itertools.accumulate(_round_up(tensor.nbytes, ALIGNMENT) for tensor in tensors))
         offsets = [0, *ends[:-1]]
-        if ends[-1] > len(self._bytes):
-            os.ftruncate(self._fd, -(-ends[-1] // PAGE) * PAGE)
+        num_bytes = ends[-1]
+        if num_bytes > len(self._bytes):
+            os.ftruncate(self._fd, _round_up(num_bytes, PAGE))
             self._bytes = map_file(self._fd)
         for offset, tensor in zip(offsets, tensors, strict=True):
-            self._bytes[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(np.uint8)
-        return offsets, ends[-1]
+            end = offset + tensor.nbytes
+            self._bytes[offset:end] = tensor.reshape(-1).view(np.uint8)
+        return offsets, num_bytes
 
 
 class BufferMapping:
@@ -51,6 +53,10 @@ class BufferMapping:
             with open(path, "r+b") as file:
                 self._bytes[path] = map_file(file.fileno())
         return self._bytes[path]
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 def map_file(fd: int) -> np.ndarray:

@@ -47,8 +47,12 @@ class WeightSync:
             baseline_file: File of the run that stores the gap between engines and learner on the checkpoint. The gap
                 cannot be measured again once the weights have changed.
         """
-        self._learner, self._fleet, self._config, self._baseline_file = learner, fleet, config, baseline_file
-        self._probe = make_probe_ids(prompts, fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
+        self._learner = learner
+        self._fleet = fleet
+        self._config = config
+        self._baseline_file = baseline_file
+        num_tokens = min(PROBE_TOKENS, fleet.config.max_model_len - 1)
+        self._probe = make_probe_ids(prompts, fleet.vocab_size, num_tokens)
         baseline = read_regular(baseline_file) if baseline_file is not None else None
         if baseline is not None:
             fleet.baseline_gap = Gap(**json.loads(baseline))
@@ -75,31 +79,39 @@ class WeightSync:
         self._take_over()
         async with self.sending:
             started = time.monotonic()
-            shapes, learner_version = await asyncio.to_thread(self._learner.get_manifest), self._learner.policy_version
+            shapes = await asyncio.to_thread(self._learner.get_manifest)
             version = Version(
                 number=policy_version,
-                learner_version=learner_version,
+                learner_version=self._learner.policy_version,
                 shapes=shapes,
                 probe=self._probe,
                 previous=previous,
             )
             gaps = await self._record_baseline_gap(version) if policy_version == 0 else []
             for _ in range(TRIES):
-                if targets := [t for t in await self._wait_for_targets() if t not in version.verified]:
+                started_targets = await self._wait_for_targets()
+                targets = [target for target in started_targets if target not in version.verified]
+                if targets:
                     gaps += await self._round(version, targets).deliver()
-                self._sent, self._push_s = version, time.monotonic() - started
+                self._sent = version
+                self._push_s = time.monotonic() - started
                 if gaps:
-                    return WeightSyncResult(
-                        policy_version=policy_version,
-                        seconds=self._push_s,
-                        bytes=num_bytes(shapes, self._fleet.config.dtype) if targets else 0,
-                        probe_gap=max(gaps),
-                        timings=dict(version.timings),
-                        num_calls=version.num_calls,
-                        missed=tuple(sorted(version.missed.keys() - {target.name for target in version.verified})),
-                    )
+                    return self._make_result(version, max(gaps), was_sent=bool(targets))
         reasons = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
         raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {reasons}")
+
+    def _make_result(self, version: Version, probe_gap: float, *, was_sent: bool) -> WeightSyncResult:
+        verified = {target.name for target in version.verified}
+        missed = sorted(version.missed.keys() - verified)
+        return WeightSyncResult(
+            policy_version=version.number,
+            seconds=self._push_s,
+            bytes=num_bytes(version.shapes, self._fleet.config.dtype) if was_sent else 0,
+            probe_gap=probe_gap,
+            timings=dict(version.timings),
+            num_calls=version.num_calls,
+            missed=tuple(missed),
+        )
 
     async def _record_baseline_gap(self, version: Version) -> list[float]:
         """Measure the gap between engines and learner on the checkpoint, and store it.
@@ -112,7 +124,8 @@ class WeightSync:
         Raises:
             RunStopped: The gap is so large that engines and learner cannot have the same model.
         """
-        fresh, gaps = [target for target in await self._wait_for_targets() if target.version is None], list[float]()
+        gaps: list[float] = []
+        fresh = [target for target in await self._wait_for_targets() if target.version is None]
         if fresh:
             round_ = self._round(version, fresh)
             gap, answers = await round_.measure_baseline_gap()
@@ -135,8 +148,8 @@ class WeightSync:
 
         A bfloat16 learner has rounded weights. With LoRA the engine would have no adapter.
         """
-        rounds = self._config.dtype == "bfloat16" and self._fleet.config.dtype == "float32"
-        return version.number == 0 and self._config.lora is None and not rounds
+        is_rounded = self._config.dtype == "bfloat16" and self._fleet.config.dtype == "float32"
+        return version.number == 0 and self._config.lora is None and not is_rounded
 
     def _take_over(self) -> None:
         """Cancel a catch-up from stored buckets. A catch-up from the learner goes on: its ranks are in a collective.
@@ -161,13 +174,15 @@ class WeightSync:
             version = self._sent
             if version is None or target in version.verified or self._fleet.gpu_user == "learner":
                 return
+            is_replayable = self._config.is_replayable
             has_files = target.version is None and self._equals_model_files(version)
-            gathers_again = not self._config.is_replayable and self._learner.policy_version == version.learner_version
+            gathers_again = not is_replayable and self._learner.policy_version == version.learner_version
             if not (has_files or version.buckets or gathers_again):
                 return
-            timeout_s = compute_grace_s(self._push_s) if self._config.is_replayable else math.inf
+            timeout_s = compute_grace_s(self._push_s) if is_replayable else math.inf
             round_ = self._round(version, [target], timeout_s)
-            delivery = asyncio.ensure_future(round_.verify() if has_files else round_.deliver())
+            steps = round_.verify() if has_files else round_.deliver()
+            delivery = asyncio.ensure_future(steps)
             self._catching_up = round_, delivery
             try:
                 (outcome,) = await asyncio.gather(delivery, return_exceptions=True)

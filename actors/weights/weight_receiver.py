@@ -27,7 +27,8 @@ class WeightReceiver:
 
     _llm: Any  # an AsyncLLM; the engine also has `_lora`, and `_adapter`, which its requests name
     _adapters: Adapters | None = None  # of the open round
-    _round_id, _version = "", 0
+    _round_id = ""
+    _version = 0
     _updating = False  # vLLM's worker refuses to start an update within another one
 
     async def _await_core(self, answer: Awaitable[T]) -> T:
@@ -43,7 +44,8 @@ class WeightReceiver:
 
     async def open_update(self, round_id: str, version: int, dtype: str, shapes: Shapes) -> None:
         """Pause running requests, drop their KV and prefix caches, and send the manifest of a version to the core."""
-        self._round_id, self._version = round_id, version
+        self._round_id = round_id
+        self._version = version
         await self._await_core(self._llm.pause_generation(mode="keep", clear_cache=True))
         if self._lora is not None:
             self._adapters = Adapters(self._lora, shapes, dtype, version)
@@ -61,7 +63,8 @@ class WeightReceiver:
     async def _init_core_transfer(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._await_core(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
+        request = WeightTransferInitRequest(info)
+        await self._await_core(self._llm.init_weight_transfer_engine(request))
 
     async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         """Pass one bucket to the engine core; return its timings in seconds."""
@@ -74,8 +77,13 @@ class WeightReceiver:
         async with self._write_to_buffer(bucket.tensors) as (location, started):
             handed_over = time.monotonic()
             self._check_round(round_id)
-            info = {"version": self._version, "index": bucket.index, "names": list(bucket.names)}
-            request = WeightTransferUpdateRequest(info | {"transport_meta": bucket.transport_meta | location})
+            info = {
+                "version": self._version,
+                "index": bucket.index,
+                "names": list(bucket.names),
+                "transport_meta": bucket.transport_meta | location,
+            }
+            request = WeightTransferUpdateRequest(info)
             try:
                 await self._await_core(self._llm.update_weights(request))
             except Exception:
@@ -103,11 +111,14 @@ class WeightReceiver:
         self._check_round(round_id)
         if self._adapters is not None:
             self._adapter = await self._await_core(self._adapters.load(self._llm))
-            await self._await_core(self._llm.update_weight_version(str(self._version)))
+            version = str(self._version)
+            await self._await_core(self._llm.update_weight_version(version))
         else:
-            await self._await_core(self._llm.finish_weight_update(weight_version=str(self._version)))
+            version = str(self._version)
+            await self._await_core(self._llm.finish_weight_update(weight_version=version))
             self._updating = False
-        if not await self._await_core(self._llm.reset_prefix_cache()):
+        was_reset = await self._await_core(self._llm.reset_prefix_cache())
+        if not was_reset:
             raise RuntimeError("the engine kept a prefix cache of the old weights")
         await self._await_core(self._llm.resume_generation())
 
