@@ -40,7 +40,9 @@ class Admission:
             room: Number of requests at which a worker gets no more.
             on_waiting: Runs while requests wait.
         """
-        self._members, self._room, self._on_waiting = members, room, on_waiting
+        self._members = members
+        self._room = room
+        self._on_waiting = on_waiting
         self._waiting: deque[Waiter] = deque()
         self._watch_task: asyncio.Task[None] | None = None
         self.idle = IdleClock()
@@ -86,7 +88,8 @@ class Admission:
         """Assign waiting requests while the best of these workers, by default of all, has room."""
         while self._waiting:
             waiter = self._waiting[0]
-            able = [m for m in among or self._members if m.health.state is State.SERVING and m.health.reachable]
+            workers = among or self._members
+            able = [worker for worker in workers if worker.health.state is State.SERVING and worker.health.reachable]
             member = min(able, key=lambda m: (m.health.suspect, m is waiter.avoid, m.load / m.capacity), default=None)
             if member is None or member.load >= self._room:
                 return
@@ -101,8 +104,9 @@ class Admission:
     def refuse(self, error: Exception) -> None:
         """Raise it in every waiting request."""
         while self._waiting:
-            if not (assigned := self._waiting.popleft().assigned).done():
-                assigned.set_exception(error)
+            waiter = self._waiting.popleft()
+            if not waiter.assigned.done():
+                waiter.assigned.set_exception(error)
 
 
 class IdleClock:
@@ -114,8 +118,9 @@ class IdleClock:
 
     def account(self, members: Sequence[Member], now: float) -> None:
         """Add the time since the last call; the loads must not have changed in it."""
-        passed, self._at = now - self._at, now
-        loads = [m.load for m in members if m.health.state in (State.STALE, State.SERVING)]
+        passed = now - self._at
+        self._at = now
+        loads = [member.load for member in members if member.health.state in (State.STALE, State.SERVING)]
         self._all_s += passed * len(loads)
         self._idle_s += passed * loads.count(0)
 

@@ -31,7 +31,7 @@ from actors.fleet.member import (
     find_missed_deadline_s,
     unwrap_error,
 )
-from actors.fleet.meter import summary
+from actors.fleet.meter import EngineStats, summary
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
 
@@ -42,6 +42,30 @@ MEASURE_S = 2.0  # timeout of the engines' statistics
 MAX_LOSSES = 6  # losses that the error at the end of a run lists
 CatchUp = Callable[[Member], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
 TRIES = 3  # attempts of one request, each on another worker if there is one
+
+
+class _Answers:
+    """The final answers to several requests."""
+
+    def __init__(self, num_requests: int, on_answer: Callable[[Any], None] | None) -> None:
+        self._num_requests = num_requests
+        self._on_answer = on_answer
+        self._answers: dict[int, Any] = {}  # by the number of the request
+
+    def keep(self, number: int, answer: Any) -> None:
+        """Keep the first answer to a request."""
+        if number in self._answers:
+            return
+        self._answers[number] = answer
+        if self._on_answer:
+            self._on_answer(answer)
+
+    def find_missing(self) -> list[int]:
+        """Return the numbers of the requests without an answer."""
+        return [number for number in range(self._num_requests) if number not in self._answers]
+
+    def in_order(self) -> list[Any]:
+        return [self._answers[number] for number in range(self._num_requests)]
 
 
 class Fleet:
@@ -55,7 +79,8 @@ class Fleet:
     actor: ClassVar[Any]
 
     def __init__(self, arguments: Mapping[str, Any], config: EngineConfig, *, placement_timeout_s: float) -> None:
-        self.config, self._arguments = config, arguments
+        self.config = config
+        self._arguments = arguments
         self._placement_timeout_s = placement_timeout_s
         self._replacement_timeout_s = placement_timeout_s + config.start_timeout_s
         self.catch_up: CatchUp | None = None  # if None, a worker serves the weights that it loaded
@@ -92,12 +117,15 @@ class Fleet:
             RunStopped: Fewer than workers.min engines start in time.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
-        while any(m.health.state is State.STARTING for m in self._members) and time.monotonic() < deadline:
+        while self._has_starting() and time.monotonic() < deadline:
             self.tick()
             time.sleep(TICK_S / 10)
         if len(self.started()) < self.config.workers.min:
             raise self._too_few()
         self.is_ready = True
+
+    def _has_starting(self) -> bool:
+        return any(member.health.state is State.STARTING for member in self._members)
 
     async def supervise(self) -> None:
         """Call `tick` until cancelled. Raises RunStopped as `tick`, LearnerLost as `catch_up`."""
@@ -114,11 +142,11 @@ class Fleet:
             self._unreplaced = []  # a new target size does not wait for restart budgets
 
     def serving(self) -> list[Member]:
-        return [m for m in self._members if m.health.state is State.SERVING]
+        return [member for member in self._members if member.health.state is State.SERVING]
 
     def started(self) -> list[Member]:
         """Return the workers with a loaded model that are not leaving: the targets of a weight sync."""
-        return [m for m in self._members if m.health.state in (State.STALE, State.SERVING)]
+        return [member for member in self._members if member.health.state in (State.STALE, State.SERVING)]
 
     @property
     def expected(self) -> int:
@@ -127,39 +155,48 @@ class Fleet:
 
     @property
     def joining(self) -> bool:
-        return any(m.health.state in (State.STARTING, State.STALE) for m in self._members)
+        return any(member.health.state in (State.STARTING, State.STALE) for member in self._members)
 
     def report(self) -> dict[str, Any]:
         """Return the fleet as JSON, for status.json, with lost workers that wait for their restart budget."""
-        workers = [m.report() for m in (*self._members, *self._unreplaced)]
-        window_s = self.config.health.restart_window_s
-        return {"role": self.role, "target_size": self.target_size, "restart_window_s": window_s, "workers": workers}
+        workers = [member.report() for member in (*self._members, *self._unreplaced)]
+        return {
+            "role": self.role,
+            "target_size": self.target_size,
+            "restart_window_s": self.config.health.restart_window_s,
+            "workers": workers,
+        }
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call: idle share of engine time, losses, the longest recovery."""
-        found = {"workers": float(len(self.serving())), "restarts": float(self._restarts)}
+        metrics = {"workers": float(len(self.serving())), "restarts": float(self._restarts)}
         if self._recoveries:
-            found["recovery_s"] = max(self._recoveries)
-        self._recoveries, self._restarts = [], 0
-        return found | {"idle": self._admission.idle.share(self._members, time.monotonic())}
+            metrics["recovery_s"] = max(self._recoveries)
+        self._recoveries = []
+        self._restarts = 0
+        metrics["idle"] = self._admission.idle.share(self._members, time.monotonic())
+        return metrics
 
     async def engine_metrics(self) -> dict[str, float]:
         """Return the engines' own statistics since the last call, and update the members' capacities.
 
         Engines that do not answer within MEASURE_S are left out.
         """
-        members = [m for m in self.serving() if m.health.reachable]
-        requests = [asyncio.wrap_future(m.handle.measure.remote().future()) for m in members]
-        if requests:
-            await asyncio.wait(requests, timeout=MEASURE_S)
-        for answer in requests:
+        members = [member for member in self.serving() if member.health.reachable]
+        refs = [member.handle.measure.remote() for member in members]
+        answers = [asyncio.wrap_future(ref.future()) for ref in refs]
+        if answers:
+            await asyncio.wait(answers, timeout=MEASURE_S)
+
+        measured: list[tuple[Member, EngineStats]] = []
+        for member, answer in zip(members, answers, strict=True):
             answer.cancel()
-        done = [(m, a) for m, a in zip(members, requests, strict=True) if not a.cancelled()]
-        answers = [(m, a.result()) for m, a in done if a.exception() is None]
-        max_tokens = max((stats.cache_tokens for _, stats in answers), default=0)
-        for member, stats in answers:
+            if not answer.cancelled() and answer.exception() is None:
+                measured.append((member, answer.result()))
+        max_tokens = max((stats.cache_tokens for _, stats in measured), default=0)
+        for member, stats in measured:
             member.capacity = stats.cache_tokens / max_tokens if stats.cache_tokens else 1.0
-        return summary([stats for _, stats in answers])
+        return summary([stats for _, stats in measured])
 
     def close(self) -> None:
         """End every worker; their engine cores end with them."""
@@ -195,38 +232,32 @@ class Fleet:
             RunStopped: No worker is left.
             UserError: The worker raised it.
         """
-        answers: dict[int, Any] = {}
-
-        def keep(number: int, answer: Any) -> None:
-            if number not in answers:
-                answers[number] = answer
-                if on_answer:
-                    on_answer(answer)
-
+        answers = _Answers(len(submits), on_answer)
         reasons: list[str] = []
         member: Member | None = None
         for _ in range(TRIES):
-            if time.monotonic() - self._ticked_at >= TICK_S:  # not every job calls `supervise`
-                self.tick()
-            open_ = [number for number in range(len(submits)) if number not in answers]
+            self._tick_if_due(time.monotonic())  # not every job calls `supervise`
+            open_ = answers.find_missing()
             member = await self._admission.enter(len(open_), avoid=member)
             try:
                 requests = {number: submits[number] for number in open_}
-                futures = await member.answers(requests, timeout_s, self._admission.leave, keep)
+                futures = await member.answers(requests, timeout_s, self._admission.leave, answers.keep)
                 failures = [self._explain_failure(member, future, timeout_s) for future in futures]
             except Interrupted:
-                futures, failures = [], [f"{member.name} {member.health.reason or 'stopped serving'}"]
+                futures = []
+                failures = [f"{member.name} {member.health.reason or 'stopped serving'}"]
             for number, future, failure in zip(open_, futures, failures, strict=False):
                 if not failure:
-                    keep(number, future.result())
-            if len(answers) == len(submits):
+                    answers.keep(number, future.result())
+            if not answers.find_missing():
                 if futures:
                     self._apply_event(member, "request_answered")
-                return [answers[number] for number in range(len(submits))]
-            reasons.append(next(filter(None, failures)))
+                return answers.in_order()
+            reason = next(filter(None, failures))
+            reasons.append(reason)
             late_s = max((find_missed_deadline_s(future, timeout_s) for future in futures), default=0.0)
             if late_s:  # several late requests count as one failure
-                logger.warning("%s: %s", what, reasons[-1])
+                logger.warning("%s: %s", what, reason)
                 self._apply_event(member, "request_failed", f"did not answer within {late_s:g} s")
         raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
 
@@ -256,10 +287,9 @@ class Fleet:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             try:
-                if now - self._ticked_at >= TICK_S:
-                    self.tick()
+                self._tick_if_due(now)
                 self._admission.admit()
-                if any(m.health.reachable for m in self.serving()):
+                if any(member.health.reachable for member in self.serving()):
                     reached_at = now
                 elif now - reached_at > self._replacement_timeout_s:
                     limit = f"within {self._replacement_timeout_s:g} s"
@@ -268,15 +298,21 @@ class Fleet:
                 self._admission.refuse(error)
 
     # ------------------------------------------------------------------------------------------------- supervision
+    def _tick_if_due(self, now: float) -> None:
+        if now - self._ticked_at >= TICK_S:
+            self.tick()
+
     def tick(self) -> None:
         """Check and replace workers, without waiting. Raises RunStopped if fewer than workers.min are left."""
         if self._failure is not None:
             raise self._failure
-        now = self._ticked_at = time.monotonic()
+        now = time.monotonic()
+        self._ticked_at = now
         self._admission.idle.account(self._members, now)
         for member in list(self._members):
             self._supervise_member(member, now)
-        for member in [m for m in self._unreplaced if self._should_restart(m)]:
+        restartable = [member for member in self._unreplaced if self._should_restart(member)]
+        for member in restartable:
             self._unreplaced.remove(member)
             self._add(placement.request_placement(self.config), predecessor=member)
         self._resize()
@@ -295,7 +331,8 @@ class Fleet:
             self._check_start(member)
         else:
             self._check_health(member, now)
-        if overdue := describe_overdue(member.health, now=now, config=self.config):
+        overdue = describe_overdue(member.health, now=now, config=self.config)
+        if overdue:
             self._apply_event(member, "died", overdue)
         elif member.health.state is State.DRAINING and member.load == 0:
             self._apply_event(member, "drained", "left")
@@ -310,7 +347,8 @@ class Fleet:
             self._failure = error
 
     def _check_start(self, member: Member) -> None:
-        if not ray.wait([member.starting], timeout=0)[0]:
+        done, _ = ray.wait([member.starting], timeout=0)
+        if not done:
             return
         try:
             self.started_with = ray.get(member.starting)
@@ -322,7 +360,8 @@ class Fleet:
                 self._start_error = raised if isinstance(raised, UserError | RunStopped) else error  # has a traceback
             self._apply_event(member, "died", f"could not start ({first_line(raised)})")
         else:
-            self._has_started, self._start_error = True, None
+            self._has_started = True
+            self._start_error = None
             self._apply_event(member, "started")
             if self.catch_up is None:
                 self._apply_event(member, "weights_verified")
@@ -342,8 +381,8 @@ class Fleet:
     def _apply_event(self, member: Member, event: Event, reason: str = "") -> None:
         """Update the health of a worker after an event, and act on its new state."""
         before = member.health.state
-        now, health = time.monotonic(), self.config.health
-        member.health = apply_event(member.health, event, now=now, config=health, reason=reason)
+        now = time.monotonic()
+        member.health = apply_event(member.health, event, now=now, config=self.config.health, reason=reason)
         state = member.health.state
         if state is before:
             return
@@ -375,7 +414,8 @@ class Fleet:
         """
         if isinstance(self._start_error, UserError) and member.health.reason == member.predecessor_reason:
             return False
-        return restarts_left(member.restart_times, now=time.monotonic(), config=self.config.health) > 0
+        num_left = restarts_left(member.restart_times, now=time.monotonic(), config=self.config.health)
+        return num_left > 0
 
     def record_failure(self, member: Member, error: Exception) -> None:
         """Record that a call of the worker ended in an error of DIED."""
@@ -402,10 +442,11 @@ class Fleet:
 
     def _resize(self) -> None:
         """Add or dismiss workers towards the target size."""
-        living = [m for m in self._members if m.health.state is not State.DRAINING]
+        living = [member for member in self._members if member.health.state is not State.DRAINING]
         for _ in range(self.expected - len(living)):
             self._add(placement.request_placement(self.config))
-        for member in sorted(living, key=Member.dismissal_order)[: max(0, len(living) - self.target_size)]:
+        num_surplus = max(0, len(living) - self.target_size)
+        for member in sorted(living, key=Member.dismissal_order)[:num_surplus]:
             if not member.syncing:  # its answers would count before its weights are verified; dismiss it later
                 self._apply_event(member, "dismissed", "was scaled down")
 
@@ -414,7 +455,8 @@ class Fleet:
         member = Member(name, placement_group, self.config)
         if predecessor:
             now = time.monotonic()
-            member.restart_times, member.lost_at = (*predecessor.restart_times, now), predecessor.lost_at or now
+            member.restart_times = (*predecessor.restart_times, now)
+            member.lost_at = predecessor.lost_at or now
             member.predecessor_reason = predecessor.health.reason
         self._members.append(member)
         return member
@@ -422,23 +464,25 @@ class Fleet:
     def _check_min_workers(self, now: float) -> None:
         """Raise RunStopped, or the error of a worker's start, if fewer than workers.min are left."""
         minimum = min(self.config.workers.min, self.target_size)
-        num_starting = sum(m.health.state is State.STARTING for m in self._members)
+        num_starting = sum(member.health.state is State.STARTING for member in self._members)
         num_started = len(self.started())
         if num_started >= minimum:
             self._short_since = None
             return
-        self._short_since = now if self._short_since is None else self._short_since
+        if self._short_since is None:
+            self._short_since = now
         if num_started + num_starting < minimum or now - self._short_since > self._replacement_timeout_s:
             raise self._too_few()
 
     def _too_few(self) -> Exception:
         if self._start_error is not None:
             return self._start_error
-        have = len(self.started())
-        left = f"{have or 'no'} {self.role} worker{'s are' if have > 1 else ' is'} left"
+        num_left = len(self.started())
+        noun = "workers are" if num_left > 1 else "worker is"
+        left = f"{num_left or 'no'} {self.role} {noun} left"
         return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self._describe_workers()}")
 
     def _describe_workers(self) -> str:
         """Describe the lost workers with their reasons, and the state of the others."""
-        living = [f"{m.name} is {m.health.state}" for m in self._members]
+        living = [f"{member.name} is {member.health.state}" for member in self._members]
         return "; ".join([*self._history, *living])

@@ -56,7 +56,8 @@ def apply_event(health: Health, event: Event, *, now: float, config: HealthConfi
             return replace(_into(health, State.SERVING, now), missed_syncs=0)
         case "sync_missed" if health.state in (State.STALE, State.SERVING):
             stale = _into(health, State.STALE, now)
-            return _bounded(replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason), now, config)
+            stale = replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason)
+            return _bounded(stale, now, config)
         case "request_answered":
             return replace(health, failed_requests=0, suspect=False, reachable=True)
         case "unreachable":  # many requests report it at once, perhaps for a moment: only health checks are counted
@@ -93,15 +94,19 @@ def restarts_left(restart_times: Sequence[float], *, now: float, config: HealthC
     >>> [restarts_left([0, 50], now=now, config=config) for now in (55, 60, 110)]
     [0, 1, 2]
     """
-    return max(0, config.max_restarts - sum(now - time < config.restart_window_s for time in restart_times))
+    num_recent = sum(now - time < config.restart_window_s for time in restart_times)
+    return max(0, config.max_restarts - num_recent)
 
 
 def _into(health: Health, state: State, now: float) -> Health:
-    return health if health.state is state else replace(health, state=state, since=now)
+    if health.state is state:
+        return health
+    return replace(health, state=state, since=now)
 
 
 def _bounded(health: Health, now: float, config: HealthConfig) -> Health:
     """Return DEAD once a count of successive failures reaches max_failures."""
-    if max(health.failed_checks, health.failed_requests, health.missed_syncs) < config.max_failures:
+    num_failures = max(health.failed_checks, health.failed_requests, health.missed_syncs)
+    if num_failures < config.max_failures:
         return health
     return _into(health, State.DEAD, now)

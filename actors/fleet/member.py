@@ -37,7 +37,9 @@ def describe_error(error: Exception) -> str:
 
 def unwrap_error(error: Exception) -> Exception:
     """Return the error that the worker raised, or Ray's error if the worker's could not be pickled."""
-    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return error
 
 
 class Interrupted(Exception):
@@ -58,7 +60,25 @@ def find_missed_deadline_s(answer: "asyncio.Future[Any]", timeout_s: float) -> f
     if answer.cancelled():
         return timeout_s
     error = answer.exception()
-    return error.timeout_s if isinstance(error, RequestTimedOut) and not error.was_syncing else 0.0
+    if isinstance(error, RequestTimedOut) and not error.was_syncing:
+        return error.timeout_s
+    return 0.0
+
+
+def _start_request(request: Any) -> "asyncio.Future[Any]":
+    """Return the future answer of an ObjectRef, or of a coroutine, which this starts."""
+    if asyncio.iscoroutine(request):
+        # No task: it is not `cancelled()` right after `cancel()`, by which the fleet knows late requests.
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, asyncio.get_running_loop()))
+    return asyncio.wrap_future(request.future())
+
+
+def _cancel_request(request: Any) -> None:
+    """Cancel a request on its worker. A coroutine makes several calls, and cancels them itself."""
+    if asyncio.iscoroutine(request):
+        return
+    with contextlib.suppress(RayActorError):
+        ray.cancel(request)
 
 
 class Notifier:
@@ -87,7 +107,9 @@ class Member:
     """A worker from its placement request to its end. Its fleet decides; this class executes."""
 
     def __init__(self, name: str, placement_group: PlacementGroup, config: EngineConfig) -> None:
-        self.name, self.placement_group, self._config = name, placement_group, config
+        self.name = name
+        self.placement_group = placement_group
+        self._config = config
         self.handle: Any = None  # None until the placement group is ready
         self.starting: Any = None  # reference to the result of its start
         self.health = Health(since=time.monotonic())
@@ -108,7 +130,8 @@ class Member:
     def start_process(self, actor: Any, arguments: Mapping[str, Any]) -> None:
         """Start the process in its placement group."""
         options = placement.actor_options(self._config, self.placement_group)
-        self.handle = actor.options(max_concurrency=MAX_CALLS, **options).remote(**arguments)
+        configured = actor.options(max_concurrency=MAX_CALLS, **options)
+        self.handle = configured.remote(**arguments)
         self.starting = self.handle.start.remote()
         self.health = Health(since=time.monotonic())
 
@@ -134,9 +157,11 @@ class Member:
         elif self._check is None:
             at_once = self.health.suspect and self.health.failed_checks == 0
             if now - self._checked_at >= health.check_interval_s or at_once:
-                self._check, self._checked_at = self.handle.check_health.remote(), now
+                self._check = self.handle.check_health.remote()
+                self._checked_at = now
         elif ray.wait([self._check], timeout=0)[0]:
-            check, self._check = self._check, None
+            check = self._check
+            self._check = None
             ray.get(check)
             return True
         elif now - self._checked_at > health.check_timeout_s:
@@ -163,7 +188,8 @@ class Member:
         Raises:
             Interrupted: The worker stopped serving.
         """
-        deadline, num_interrupts = time.monotonic() + timeout_s, self._num_interrupts
+        deadline = time.monotonic() + timeout_s
+        num_interrupts = self._num_interrupts
         requests: list[tuple[Any, asyncio.Future[Any]]] = []
 
         def settle(number: int, answer: "asyncio.Future[Any]") -> None:
@@ -177,18 +203,15 @@ class Member:
         try:
             for number, submit in submits.items():
                 request = submit(self.handle)
-                if asyncio.iscoroutine(request):
-                    # No task: it is not `cancelled()` right after `cancel()`, by which the fleet knows late requests.
-                    future = asyncio.run_coroutine_threadsafe(request, asyncio.get_running_loop())
-                else:
-                    future = request.future()
-                requests.append((request, asyncio.wrap_future(future)))
-                requests[-1][1].add_done_callback(partial(settle, number))
+                answer = _start_request(request)
+                requests.append((request, answer))
+                answer.add_done_callback(partial(settle, number))
             answers = [answer for _, answer in requests]
             all_done = asyncio.gather(*answers, return_exceptions=True)
             while self._num_interrupts == num_interrupts:
                 if not all_done.done():
-                    if await self._changed.wait(all_done, timeout_s=max(0.0, deadline - time.monotonic())):
+                    remaining_s = max(0.0, deadline - time.monotonic())
+                    if await self._changed.wait(all_done, timeout_s=remaining_s):
                         continue
                     if not self.syncing:
                         return answers
@@ -202,9 +225,7 @@ class Member:
             for request, answer in requests:
                 if not answer.done():
                     answer.cancel()
-                    if not asyncio.iscoroutine(request):
-                        with contextlib.suppress(RayActorError):
-                            ray.cancel(request)
+                    _cancel_request(request)
             for _ in range(len(submits) - len(requests)):
                 leave(self)
 
@@ -220,13 +241,20 @@ class Member:
 
     def dismissal_order(self) -> tuple[bool, bool, bool, int]:
         """Return a sort key: first workers without a placement, not serving, suspect, with a small load."""
-        serving = self.health.state is State.SERVING
-        return self.handle is not None, serving, not self.health.suspect, self.load
+        is_placed = self.handle is not None
+        is_serving = self.health.state is State.SERVING
+        return is_placed, is_serving, not self.health.suspect, self.load
 
     def report(self) -> dict[str, Any]:
-        state = {"state": str(self.health.state), "version": self.version, "reason": self.health.reason}
-        left = restarts_left(self.restart_times, now=time.monotonic(), config=self._config.health)
-        return {"name": self.name, **state, "restarts": self.restarts, "restarts_left": left, "load": self.load}
+        return {
+            "name": self.name,
+            "state": str(self.health.state),
+            "version": self.version,
+            "reason": self.health.reason,
+            "restarts": self.restarts,
+            "restarts_left": restarts_left(self.restart_times, now=time.monotonic(), config=self._config.health),
+            "load": self.load,
+        }
 
     def remove(self) -> None:
         """Kill the process and remove the placement group."""

@@ -22,7 +22,8 @@ class Meter:
 
     def __init__(self) -> None:
         self._so_far = EngineStats()
-        self._open, self._since = 0, 0.0
+        self._open = 0
+        self._since = 0.0
 
     def enter(self, now: float) -> None:
         """Count a request that begins."""
@@ -46,7 +47,8 @@ class Meter:
     def read(self, now: float, *, cache_tokens: int) -> EngineStats:
         """Return the counters since the last call, and reset them."""
         self._count_time(now)
-        stats, self._so_far = self._so_far, EngineStats()
+        stats = self._so_far
+        self._so_far = EngineStats()
         stats.cache_tokens = cache_tokens
         return stats
 
@@ -64,13 +66,16 @@ def summary(engines: Sequence[EngineStats]) -> dict[str, float]:
     >>> summary([first, second])["tokens_per_s"]
     400.0
     """
-    steps = sum(engine.num_steps for engine in engines)
-    if not steps:
+    num_steps = sum(engine.num_steps for engine in engines)
+    if not num_steps:
         return {}
-    generated, busy_s = sum(e.num_generated for e in engines), sum(e.busy_s for e in engines)
+    num_generated = sum(engine.num_generated for engine in engines)
+    busy_s = sum(engine.busy_s for engine in engines)
+    sum_queued = sum(engine.sum_queued for engine in engines)
+    num_preempted = sum(engine.num_preempted for engine in engines)
     return {
-        "tokens_per_s": generated / busy_s if busy_s else 0.0,
-        "queued": sum(e.sum_queued for e in engines) / steps,
-        "cache_use": max(e.cache_use for e in engines),
-        "preemptions": float(sum(e.num_preempted for e in engines)),
+        "tokens_per_s": num_generated / busy_s if busy_s else 0.0,
+        "queued": sum_queued / num_steps,
+        "cache_use": max(engine.cache_use for engine in engines),
+        "preemptions": float(num_preempted),
     }

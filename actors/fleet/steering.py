@@ -22,22 +22,27 @@ class Steering:
 
     def __init__(self, config: PolicyJob, rollouts: Fleet, feedback: FeedbackSource) -> None:
         self._config = config
-        self._fleets: dict[str, Fleet] = {"rollout": rollouts} | ({"reward": feedback.fleet} if feedback.fleet else {})
+        self._fleets: dict[str, Fleet] = {"rollout": rollouts}
+        if feedback.fleet:
+            self._fleets["reward"] = feedback.fleet
         self._control = Control(config.run.folder, get_scalable_fleets(config))
         self._loads: list[StepLoad] = []
-        self._step, self._metrics = 0, dict[str, float]()
+        self._step = 0
+        self._metrics: Mapping[str, float] = {}
 
     def make_background_tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Return the background tasks of the trainer. They raise RunStopped if fewer than workers.min are left."""
-        return [*(fleet.supervise() for fleet in self._fleets.values()), self._steer()]
+        supervisions = [fleet.supervise() for fleet in self._fleets.values()]
+        return [*supervisions, self._steer()]
 
     async def _steer(self) -> None:
         num_reads = 0
         while True:
             requested = self._control.read_changes()
             for role, fleet in self._fleets.items():
-                if FIELDS[role] in requested:
-                    fleet.set_target_size(requested[FIELDS[role]])
+                field = FIELDS[role]
+                if field in requested:
+                    fleet.set_target_size(requested[field])
             if num_reads % STATUS_EVERY == 0:
                 self.write_status()
             num_reads += 1
@@ -45,15 +50,16 @@ class Steering:
 
     async def metrics(self) -> dict[str, float]:
         """Return metrics of each fleet since the last step: idle share, workers, losses, recovery, engine metrics."""
-        found = {}
+        metrics: dict[str, float] = {}
         for role, fleet in self._fleets.items():
             values = fleet.metrics() | await fleet.engine_metrics()
-            found[IDLE + role] = values.pop("idle")
-            found |= {f"{role}/{name}": value for name, value in values.items()}
-        return found
+            metrics[IDLE + role] = values.pop("idle")
+            metrics |= {f"{role}/{name}": value for name, value in values.items()}
+        return metrics
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step, self._metrics = step, metrics
+        self._step = step
+        self._metrics = metrics
         if self._config.rollout.autoscale and step > 0:
             self._scale(metrics)
         self.write_status()
@@ -68,18 +74,25 @@ class Steering:
             buffered=metrics["buffer/samples"] / samples_per_step(self._config.rollout),
         )
         self._loads = [*self._loads, load][-WINDOW_STEPS:]
-        workers, current = self._config.rollout.workers, fleet.expected
+        workers = self._config.rollout.workers
+        current = fleet.expected
         number = compute_target_workers(self._loads, current=current, joining=fleet.joining, workers=workers)
         if number != current:
             fleet.set_target_size(number)
 
     def write_status(self) -> None:
+        idle: dict[str, float] = {}
+        for name, value in self._metrics.items():
+            if name.startswith(IDLE):
+                role = name.removeprefix(IDLE)
+                idle[role] = value
+        fleets = [FleetStatus(**fleet.report()) for fleet in self._fleets.values()]
         status = Status(
             step=self._step,
             num_steps=self._config.num_steps,
             samples=int(self._metrics.get("samples", 0)),
             updated=now(),
-            fleets=tuple(FleetStatus(**fleet.report()) for fleet in self._fleets.values()),
-            idle={name.removeprefix(IDLE): v for name, v in self._metrics.items() if name.startswith(IDLE)},
+            fleets=tuple(fleets),
+            idle=idle,
         )
         write_status(self._config.run.folder, status)
