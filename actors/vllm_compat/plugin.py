@@ -40,7 +40,8 @@ OWNER_POLL_S = 0.5
 def register() -> None:
     """Register the transports. vLLM calls this once in each process of an engine."""
     for transport, engine in BACKENDS.items():
-        if (name := f"t2g_{transport}") not in WeightTransferEngineFactory._registry:
+        name = f"t2g_{transport}"
+        if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, __name__, engine)
     owner = int(os.environ.get(OWNER_ENV, os.getpid()))
     if owner != os.getpid():
@@ -100,7 +101,8 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
     bytes of a bucket.
     """
 
-    init_info_cls, update_info_cls = WeightManifest, BucketInfo
+    init_info_cls = WeightManifest
+    update_info_cls = BucketInfo
     _manifest: WeightManifest | None = None
     _missing: dict[str, list[int]]  # name -> shape of the tensors not received yet
     _open = False
@@ -139,11 +141,12 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         if manifest is None or update_info.version != manifest.version:
             found = "no manifest was received" if manifest is None else f"the manifest has version {manifest.version}"
             raise ValueError(f"bucket {update_info.index} has version {update_info.version}, and {found}")
-        wrong_names = [n for n in update_info.names if n not in self._missing]
+        wrong_names = [name for name in update_info.names if name not in self._missing]
         if wrong_names:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong_names)} not in the manifest, or sent before")
+        shapes = [manifest.shapes[name] for name in update_info.names]
         dtypes = update_info.transport_meta.get("dtypes") or [manifest.dtype] * len(update_info.names)
-        self._load(update_info, [manifest.shapes[name] for name in update_info.names], dtypes)
+        self._load(update_info, shapes, dtypes)
         for name in update_info.names:
             del self._missing[name]
 
@@ -207,12 +210,13 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
         self._mapping = BufferMapping()
 
     def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtypes: list[str]) -> None:
-        data = self._mapping.read(bucket.transport_meta["path"], bucket.transport_meta["num_bytes"])
+        meta = bucket.transport_meta
+        data = self._mapping.read(meta["path"], meta["num_bytes"])
         views: list[np.ndarray] = []
-        for shape, dtype, start in zip(shapes, dtypes, bucket.transport_meta["offsets"], strict=True):
-            num_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
-            views.append(data[start : start + num_bytes])
-        if hash_arrays(*views) != bucket.transport_meta["xxh3"]:
+        for shape, dtype, start in zip(shapes, dtypes, meta["offsets"], strict=True):
+            end = start + _count_bytes(shape, dtype)
+            views.append(data[start:end])
+        if hash_arrays(*views) != meta["xxh3"]:
             raise ValueError(f"xxh3 mismatch: bucket {bucket.index} of version {bucket.version} changed in transfer")
         self.model.load_weights(self._tensors(bucket, views, shapes, dtypes))
         self._own_pending()
@@ -222,8 +226,9 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         hashes = bucket.transport_meta["tensor_xxh3"] or [""] * len(views)
         for name, view, shape, dtype, expected in zip(bucket.names, views, shapes, dtypes, hashes, strict=True):
-            tensor = torch.from_numpy(view).view(getattr(torch, dtype)).view(shape).to(self.device)
-            if expected and hash_arrays(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
+            typed = torch.from_numpy(view).view(getattr(torch, dtype))
+            tensor = typed.view(shape).to(self.device)
+            if expected and _hash_tensor(tensor) != expected:
                 raise ValueError(f"xxh3 mismatch: {name} of version {bucket.version} differs from the learner's")
             yield name, tensor
 
@@ -233,7 +238,8 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
 
         for module in self.model.modules():
             for _, call in get_layerwise_info(module).loaded_weights:
-                call.arguments.update(tree_map_only(torch.Tensor, _own, call.arguments))
+                owned = tree_map_only(torch.Tensor, _own, call.arguments)
+                call.arguments.update(owned)
 
     def shutdown(self) -> None:
         self._manifest = None
@@ -243,7 +249,9 @@ class NcclBroadcastEngine(ManifestTransferEngine, NCCLWeightTransferEngine):
     """vLLM's nccl engine, with a process group that is reused until its members change."""
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        return (GroupInitInfo if "rendezvous" in init_dict else WeightManifest)(**init_dict)
+        if "rendezvous" in init_dict:
+            return GroupInitInfo(**init_dict)
+        return WeightManifest(**init_dict)
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Take the manifest, or join the group. Raises RuntimeError as `transports.join_group`."""
@@ -252,10 +260,9 @@ class NcclBroadcastEngine(ManifestTransferEngine, NCCLWeightTransferEngine):
             return
         NCCLWeightTransferEngine.shutdown(self)
         members = tuple(init_info.rendezvous["members"])
+        rendezvous = Rendezvous(**init_info.rendezvous | {"members": members})
         rank = init_info.rank_offset + self.parallel_config.rank
-        self.model_update_group = join_group(
-            Rendezvous(**init_info.rendezvous | {"members": members}), rank, self.device
-        )
+        self.model_update_group = join_group(rendezvous, rank, self.device)
 
     def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtypes: list[str]) -> None:
         """Raises RuntimeError when the broadcast does not arrive in time, or was aborted."""
@@ -274,12 +281,13 @@ class IpcSharedEngine(ManifestTransferEngine, IPCWeightTransferEngine):
 
     def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtypes: list[str]) -> None:
         """Raises ValueError if no learner rank is on this GPU."""
-        sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        sizes = [_count_bytes(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        handles = bucket.transport_meta["handles"]
         info = IPCWeightTransferUpdateInfo(
             names=bucket.names,
             dtype_names=dtypes,
             shapes=shapes,
-            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in bucket.transport_meta["handles"].items()},
+            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in handles.items()},
             tensor_sizes=sizes,
         )
         IPCWeightTransferEngine.receive_weights(self, info)
@@ -289,9 +297,20 @@ class IpcSharedEngine(ManifestTransferEngine, IPCWeightTransferEngine):
         self._packed_importer.close()  # mapped memory of a removed rank would not be freed
 
 
+def _count_bytes(shape: list[int], dtype: str) -> int:
+    return math.prod(shape) * getattr(torch, dtype).itemsize
+
+
+def _hash_tensor(tensor: torch.Tensor) -> str:
+    received = tensor.reshape(-1).view(torch.uint8)
+    return hash_arrays(received.cpu().numpy())
+
+
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = ", ".join(names[:3])
+    num_more = len(names) - 3
+    return f"{text} and {num_more} more" if num_more > 0 else text

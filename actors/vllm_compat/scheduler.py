@@ -28,7 +28,8 @@ def join_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     Raises:
         ValueError: An output has a field that cannot be joined.
     """
-    first, last = outputs[0], outputs[-1]
+    first = outputs[0]
+    last = outputs[-1]
     for name in UNJOINABLE_FIELDS:
         if getattr(first, name) is not None:
             raise ValueError(f"{name} of request {first.request_id} cannot be joined; set join_outputs=false")
@@ -65,7 +66,11 @@ class JoiningMixin:
         for message in messages.values():
             for output in message.outputs:
                 kept.setdefault(output.request_id, []).append(output)
-            due = [o.request_id for o in message.outputs if o.finished or len(kept[o.request_id]) >= MAX_KEPT_STEPS]
+            due = [
+                output.request_id
+                for output in message.outputs
+                if output.finished or len(kept[output.request_id]) >= MAX_KEPT_STEPS
+            ]
             message.outputs = [join_outputs(kept.pop(request_id)) for request_id in due]
         if self._must_flush():
             message = messages.setdefault(0, EngineCoreOutputs())

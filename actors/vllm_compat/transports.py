@@ -45,7 +45,7 @@ def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline
         if rank == 0:
             what = f"cannot open the rendezvous at {rendezvous.host}:{rendezvous.port}: {str(error).splitlines()[0]}"
         raise RuntimeError(f"{rendezvous.members[0]} {what}") from error
-    while absent := [member for i, member in enumerate(rendezvous.members) if not store.check([f"here/{i}"])]:
+    while absent := _find_absent(rendezvous, store):
         if time.monotonic() > until:
             names = ", ".join(dict.fromkeys(absent))
             raise RuntimeError(f"{names} did not join the rendezvous within {deadline_s:g} s")
@@ -70,6 +70,11 @@ def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline
     return group
 
 
+def _find_absent(rendezvous: Rendezvous, store: TCPStore) -> list[str]:
+    """Return the members that have not joined, each GPU of an engine by its name."""
+    return [member for rank, member in enumerate(rendezvous.members) if not store.check([f"here/{rank}"])]
+
+
 def communicator(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
     """Connect to the group. The caller's thread is new, and its current device would be the first one."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -78,7 +83,8 @@ def communicator(store: TCPStore, rank: int, size: int, device: torch.device) ->
 
     torch.accelerator.set_device_index(device)
     with unpinned_nccl_env():
-        return PyNcclCommunicator(StatelessProcessGroup(rank=rank, world_size=size, store=store), device=device)
+        group = StatelessProcessGroup(rank=rank, world_size=size, store=store)
+        return PyNcclCommunicator(group, device=device)
 
 
 class NcclSender:
@@ -94,7 +100,8 @@ class NcclSender:
             return
         if self._group is not None:  # not before: an engine may still have read from it
             self._group.destroy()
-        self._group, self._rendezvous = None, rendezvous
+        self._group = None
+        self._rendezvous = rendezvous
         try:
             self._group = join_group(rendezvous, 0, device)
         except RuntimeError as error:
@@ -171,11 +178,13 @@ class IpcSender:
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
         """Pack the bucket into shared memory; yield its description with the handles of all GPUs on rank 0."""
-        num_bytes, slot = sum(tensor.nbytes for tensor in tensors), index % 2
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        slot = index % 2
         if slot not in self._shared or len(self._shared[slot].memory) < num_bytes:
             self._shared[slot] = self.share(num_bytes)
         shared = self._shared[slot]
-        torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=shared.memory[:num_bytes])
+        as_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        torch.cat(as_bytes, out=shared.memory[:num_bytes])
         _finish([shared.memory])
         handles = dict(self.gather((shared.gpu, shared.handle)))
         if self._rank == 0:
@@ -188,7 +197,8 @@ class IpcSender:
 
         memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         _, arguments = reduce_tensor(memory)
-        return SharedMemory(memory, str(torch.cuda.get_device_properties(memory.device).uuid), tuple(arguments[6:]))
+        gpu = str(torch.cuda.get_device_properties(memory.device).uuid)
+        return SharedMemory(memory, gpu, tuple(arguments[6:]))
 
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all ranks, in order of rank."""
