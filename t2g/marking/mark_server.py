@@ -44,7 +44,8 @@ class MarkServer(ThreadingHTTPServer):
     timeout = 0.2  # s, of handle_request
 
     def __init__(self, marks: Marks, port: int = 0) -> None:
-        self.marks, self.secret = marks, secrets.token_urlsafe(16)
+        self.marks = marks
+        self.secret = secrets.token_urlsafe(16)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -67,11 +68,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: the address contains the secret."""
 
     def _reply(self, handle: Callable[[str], Reply]) -> None:
-        code, kind = 200, "text/plain"
+        code = 200
+        kind = "text/plain"
         try:
             kind, content = handle(self._resource())
         except ValidationError as error:
-            code, content = 400, format_first_error(error).encode()
+            code = 400
+            content = format_first_error(error).encode()
         except (PermissionError, LookupError, ValueError) as error:
             code = {PermissionError: 403, LookupError: 404, StaleMark: 409}.get(type(error), 400)
             content = str(error).encode(errors="replace")
@@ -88,7 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         Raises:
             PermissionError: The request is not from the page of this server.
         """
-        own_origin, secret = self.server.origin, self.path.split("/")[1]
+        own_origin = self.server.origin
+        secret = self.path.split("/")[1]
         origin = self.headers.get("Origin", own_origin if self.command == "GET" else "")
         if f"http://{self.headers.get('Host')}" != own_origin or origin != own_origin:
             raise PermissionError(f"requests are accepted from {own_origin} only")

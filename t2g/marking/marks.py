@@ -22,7 +22,8 @@ from t2g.runs.journal import Journal, read_journal
 from t2g.text.segments import printable
 from t2g.types import Span
 
-JOURNAL_FILE, RECORDS_FILE = "journal.jsonl", "annotated.jsonl"
+JOURNAL_FILE = "journal.jsonl"
+RECORDS_FILE = "annotated.jsonl"
 
 
 class Mark(BaseModel):
@@ -50,15 +51,21 @@ class Marks:
         Raises:
             UserError: No sample has a response, or the journal is invalid.
         """
-        self.samples = list({sample.key: sample for sample in samples if not sample.problem}.values())
+        by_key = {sample.key: sample for sample in samples if not sample.problem}
+        self.samples = list(by_key.values())
         if not self.samples:
             raise UserError(f"no record can be judged; {samples[0].problem}")
-        self.by, self._all, self._folder = by, folder, folder / by
+        self.by = by
+        self._all = folder
+        self._folder = folder / by
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marks = self._read_marks(by)
-        self._journal, self._lock = Journal(self._folder / JOURNAL_FILE), Lock()
-        done = (index for index, finished in enumerate(self.finished) if finished)
-        self._records = {index: self._record(index, self[index]) for index in done}
+        self._journal = Journal(self._folder / JOURNAL_FILE)
+        self._lock = Lock()
+        self._records: dict[int, AnnotatedRecord] = {}
+        for index, is_finished in enumerate(self.finished):
+            if is_finished:
+                self._records[index] = self._record(index, self[index])
         self._write()
 
     def __getitem__(self, index: int) -> Mark:
@@ -115,19 +122,25 @@ class Marks:
             UserError: The person's journal has a broken line.
         """
         marks = self._read_marks(person)
-        pairs = [
-            [_labels(sample.response or "", mark.spans) for mark in (own, marks[sample.key])]
-            for sample, own in ((sample, self[index]) for index, sample in enumerate(self.samples))
-            if own.done and sample.key in marks and marks[sample.key].done
-        ]
-        if not pairs:
+        own_labels: list[np.ndarray] = []
+        other_labels: list[np.ndarray] = []
+        for index, sample in enumerate(self.samples):
+            own = self[index]
+            other = marks.get(sample.key)
+            if own.done and other is not None and other.done:
+                response = sample.response or ""
+                own_labels.append(_labels(response, own.spans))
+                other_labels.append(_labels(response, other.spans))
+        if not own_labels:
             return None
-        a, b = (np.concatenate(labels) for labels in zip(*pairs, strict=True))
-        by_kappa = kappa(a, b)
+        own_characters = np.concatenate(own_labels)
+        other_characters = np.concatenate(other_labels)
+        by_kappa = kappa(own_characters, other_characters)
         chance = "" if by_kappa is None else f", kappa {by_kappa:.2f}"
+        share = np.mean(own_characters == other_characters)
         return (
-            f"with {person}: {len(pairs)} responses that both marked, the same label on {np.mean(a == b):.0%} "
-            f"of {len(a)} characters{chance}"
+            f"with {person}: {len(own_labels)} responses that both marked, the same label on {share:.0%} "
+            f"of {len(own_characters)} characters{chance}"
         )
 
     def _read_marks(self, name: str) -> dict[str, Mark]:
@@ -136,14 +149,16 @@ class Marks:
     def _record(self, index: int, mark: Mark) -> AnnotatedRecord:
         sample = self.samples[index]
         response = sample.response or ""
-        good, poor = ([span for span in mark.spans if span.label == label] for label in (1, -1))
+        good = [span for span in mark.spans if span.label == 1]
+        poor = [span for span in mark.spans if span.label == -1]
         feedback = make_feedback(mark.critique, good, poor, response, source="human", version=self.by)
         if feedback.num_located < feedback.num_quotes:
             raise ValueError(f"a span is blank, or not within the {len(response)} characters of the response")
         return make_annotated_record(sample.prompt, response, feedback, sample_index=sample.sample_index)
 
     def _write(self) -> None:
-        write_annotated(self._folder / RECORDS_FILE, [record for _, record in sorted(self._records.items())])
+        in_order = [self._records[index] for index in sorted(self._records)]
+        write_annotated(self._folder / RECORDS_FILE, in_order)
 
 
 def _labels(response: str, spans: Sequence[Span]) -> np.ndarray:

@@ -142,14 +142,11 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     for level in KL_LEVELS:
         scores = [run.score_at(level, run.kls) for run in runs]
         scores_at_kl[f"{level:g}"] = interval_of_all(scores)
-    summary: dict[str, Any] = {
-        "score": interval([run.score for run in runs]),
-        "score_at_kl": scores_at_kl,
-        "samples": max(run.samples[-1] for run in runs),
-        "step_seconds": mean_known(run.step_seconds for run in runs),
-        "targeting": summarise_targeting([run.targeting for run in runs]),
-        "by_seed": {seed: describe_run(run) for seed, run in by_seed.items()},
-    }
+    summary: dict[str, Any] = {"score": interval([run.score for run in runs]), "score_at_kl": scores_at_kl}
+    summary["samples"] = max(run.samples[-1] for run in runs)
+    summary["step_seconds"] = mean_known(run.step_seconds for run in runs)
+    summary["targeting"] = summarise_targeting([run.targeting for run in runs])
+    summary["by_seed"] = {seed: describe_run(run) for seed, run in by_seed.items()}
     if scalar is None:
         return summary
     reached: dict[int, dict[str, float | None]] = {}
