@@ -24,7 +24,7 @@ from typing import Any
 
 from jobs.api.calls import EVALUATIONS
 from jobs.common.cli import find_run_folder, main
-from t2g.config.of_runs import evaluation_values, kind_of_run
+from t2g.config.run_values import evaluation_values, find_run_kind
 from t2g.errors import UserError
 
 WHAT = {
@@ -47,7 +47,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
 def read_run(what: str, folder: Path) -> dict[str, Any]:
     """Return the values of the evaluation of a run. Raises UserError for a run that trained something else."""
-    kind = kind_of_run(folder)
+    kind = find_run_kind(folder)
     if kind != what:
         raise UserError(f"{folder}: --what is {what}, and the run trained a {KINDS[kind]}: leave out --what")
     return evaluation_values(folder)
@@ -62,7 +62,7 @@ def find_what(arguments: Sequence[str]) -> str:
     folder = find_run_folder(others)
     if given.what is None and folder is not None:
         with suppress(UserError):  # which `evaluation_values` raises again
-            return kind_of_run(Path(folder))
+            return find_run_kind(Path(folder))
     return given.what or WHAT["default"]
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 from jobs.common.cli import main, stop_flag
 from t2g.config import ServeJob, loading
-from t2g.config.of_runs import serving_values
+from t2g.config.run_values import serving_values
 from t2g.errors import RunStopped, Stopped, UserError
 
 

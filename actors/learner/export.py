@@ -88,7 +88,7 @@ def check_folder(
 ) -> Gap:
     """Read an exported folder back, and return its gap from the model that it was written from.
 
-    The gap also stands in the folder, in EXPORT_FILE.
+    EXPORT_FILE of the folder holds the gap, too.
 
     Args:
         ids: [N] int32 of the probe.

@@ -51,7 +51,7 @@ TICK_S = 0.2  # between checks for signals and journal syncs: a power failure ma
 Records = dict[str, AnnotatedRecord]  # by Sample.key
 
 
-class Grouped(NamedTuple):
+class GroupedRecord(NamedTuple):
     """A record, and the group that is on one side of the held-out split."""
 
     group: str
@@ -310,7 +310,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     (folder / DONE_FILE).unlink(missing_ok=True)
     left_out: list[str] = []
     made: list[AnnotatedRecord] = []
-    usable: list[Grouped] = []
+    usable: list[GroupedRecord] = []
     for sample in samples:
         if sample.is_left_out:
             left_out.append(sample.problem)
@@ -318,7 +318,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
         record = _make_record(config, sample, records)
         made.append(record)
         if record.usable:
-            usable.append(Grouped(sample.group or record.prompt, record))
+            usable.append(GroupedRecord(sample.group or record.prompt, record))
     write_annotated(folder / ANNOTATED_FILE, made)
 
     summary = annotation.summarize(made, left_out)
@@ -342,7 +342,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     return summary
 
 
-def _write_split(config: AnnotateJob, folder: Path, usable: Sequence[Grouped]) -> dict[str, int]:
+def _write_split(config: AnnotateJob, folder: Path, usable: Sequence[GroupedRecord]) -> dict[str, int]:
     """Write the training and held-out files, and return their numbers of records."""
     groups = [grouped.group for grouped in usable]
     heldout_groups = annotation.select_heldout_prompts(groups, config.annotate.heldout_share)

@@ -31,7 +31,7 @@ ServeFeedback = Callable[[], AbstractContextManager[FeedbackSource]]  # its engi
 Items = dict[str, tuple[Prompt, list[str]]]  # key of a row -> prompt and responses
 
 
-class Judged(BaseModel):
+class JudgedResponses(BaseModel):
     """The judged responses of a policy to one prompt, by sample_index."""
 
     prompt_id: str
@@ -66,13 +66,13 @@ class FeedbackScores:
 
     def missing(self, name: str, prompts: Sequence[Prompt], answers: Sequence[Answers]) -> bool:
         """Return whether responses of a policy lack a judgement."""
-        rows = read_rows(self._path(name), Judged)
+        rows = read_rows(self._path(name), JudgedResponses)
         complete = {key for key, row in rows.items() if row.is_complete}
         return not self._items(prompts, answers).keys() <= complete
 
     def judge(
         self, name: str, prompts: Sequence[Prompt], answers: Sequence[Answers], source: FeedbackSource, stop: StopFlag
-    ) -> list[Judged]:
+    ) -> list[JudgedResponses]:
         """Return the judged responses of a policy by prompt; judge what the journal lacks.
 
         Raises:
@@ -85,27 +85,27 @@ class FeedbackScores:
                 return await source.judge(prompt, text)
             return SpanFeedback(critique="", spans=(), status="empty", source=source.name, version="", reason=NO_ANSWER)
 
-        async def ask(key: str, item: tuple[Prompt, list[str]]) -> Judged:
+        async def ask(key: str, item: tuple[Prompt, list[str]]) -> JudgedResponses:
             prompt, texts = item
             feedbacks = await gather_all(judge_one(prompt, text) for text in texts)
             records: list[AnnotatedRecord] = []
             for index, (text, feedback) in enumerate(zip(texts, feedbacks, strict=True)):
                 record = make_annotated_record(prompt, text, feedback, sample_index=index)
                 records.append(record)
-            return Judged(prompt_id=prompt.prompt_id, key=key, records=tuple(records))
+            return JudgedResponses(prompt_id=prompt.prompt_id, key=key, records=tuple(records))
 
         path = self._path(name)
         items = self._items(prompts, answers)
         limit = judging_concurrency(self.feedback)
         drain_s = drain_seconds(self.feedback)
         rows = collect(
-            path, Judged, f"feedback on {name}", items, ask, limit, drain_s, stop,
+            path, JudgedResponses, f"feedback on {name}", items, ask, limit, drain_s, stop,
             is_final=lambda row: row.is_complete,
         )  # fmt: skip
         self._check_failures(name, rows)
         return rows
 
-    def scores(self, rows: Sequence[Judged]) -> list[list[float | None]]:
+    def scores(self, rows: Sequence[JudgedResponses]) -> list[list[float | None]]:
         """Return the score of each response by prompt, None without usable feedback."""
         rules = self.config.rewards
         weights = self.feedback.weights
@@ -126,7 +126,7 @@ class FeedbackScores:
             items[key] = prompt, texts
         return items
 
-    def _check_failures(self, name: str, rows: Sequence[Judged]) -> None:
+    def _check_failures(self, name: str, rows: Sequence[JudgedResponses]) -> None:
         records = list(chain.from_iterable(row.records for row in rows))
         unusable = [record for record in records if not record.usable]
         limit = self.feedback.max_failed_share
@@ -138,7 +138,7 @@ class FeedbackScores:
             )
 
 
-def find_feedback(rows: Mapping[str, Sequence[Judged]]) -> Callable[[Prompt, str], SpanFeedback | None]:
+def find_feedback(rows: Mapping[str, Sequence[JudgedResponses]]) -> Callable[[Prompt, str], SpanFeedback | None]:
     """Return a function that finds the feedback on a response to a prompt, of any policy."""
     records: dict[Any, AnnotatedRecord] = {}
     for row in chain.from_iterable(rows.values()):

@@ -22,7 +22,7 @@ from typing import Any
 from actors.engines.rollout import sample_seed
 from jobs.common.annotation_runs import DRAIN_S
 from jobs.common.cli import StopFlag
-from jobs.common.feedback_scores import FeedbackScores, Judged, ServeFeedback, find_feedback
+from jobs.common.feedback_scores import FeedbackScores, JudgedResponses, ServeFeedback, find_feedback
 from jobs.common.journals import collect, read_rows
 from jobs.common.run_folder import begin_folder
 from t2g.concurrency import gather_all
@@ -297,12 +297,12 @@ class Evaluation:
         assert self._feedback is not None
         return self._feedback.missing(name, self.prompts, self.answers(name))
 
-    def _judge_by_feedback(self, serve_feedback: ServeFeedback, stop: StopFlag) -> dict[str, list[Judged]]:
+    def _judge_by_feedback(self, serve_feedback: ServeFeedback, stop: StopFlag) -> dict[str, list[JudgedResponses]]:
         """Return the feedback on each policy's responses, by prompt."""
         if self._feedback is None:
             return {}
         with serve_feedback() as source:
-            feedback: dict[str, list[Judged]] = {}
+            feedback: dict[str, list[JudgedResponses]] = {}
             for name in self.config.names:
                 feedback[name] = self._feedback.judge(name, self.prompts, self.answers(name), source, stop)
             return feedback
@@ -333,7 +333,7 @@ class Evaluation:
         self,
         scores: Mapping[str, Sequence[Scores]],
         judgements: Sequence[Judgement],
-        feedback: Mapping[str, Sequence[Judged]],
+        feedback: Mapping[str, Sequence[JudgedResponses]],
     ) -> dict[str, Any]:
         """Write the report of all policies. scores and feedback: policy -> by prompt."""
         config = self.config

@@ -33,7 +33,7 @@ TEACHERS = ("teacher", "shuffled")
 Gaps = Mapping[str, np.ndarray]  # of a response, see `split_teacher_gap`
 
 
-class Compared(NamedTuple):
+class TeacherPrompts(NamedTuple):
     """A judged response, and its prompt with the critique that the teacher and the control read."""
 
     judged: JudgedResponse
@@ -41,7 +41,7 @@ class Compared(NamedTuple):
     control: Prompt
 
 
-class Measured(NamedTuple):
+class TeacherMeasures(NamedTuple):
     """The gaps of teacher and control, and the scores of policy, teacher and control; no scores without a measure."""
 
     gaps: list[Gaps]
@@ -90,7 +90,7 @@ async def measure_teacher(
     sandbox = config.feedback.sandbox
     limit = asyncio.Semaphore(sandbox.max_concurrent)
 
-    async def score(row: Compared) -> list[float]:
+    async def score(row: TeacherPrompts) -> list[float]:
         """Return the scores of policy, teacher and control."""
         prompts_with_critique = (row.teacher, row.control)
         sampled = await gather_all(rollouts.sample(prompt, sampling) for prompt in prompts_with_critique)
@@ -98,9 +98,9 @@ async def measure_teacher(
         measuring = (measure(task, row.judged.prompt, rollout.answer, sandbox, limit) for rollout in responses)
         return [measures[task.score_name] for measures in await gather_all(measuring)]
 
-    async def compare_teachers(row: Compared) -> Measured:
+    async def compare_teachers(row: TeacherPrompts) -> TeacherMeasures:
         gaps = await measure_gaps(row, data, rollouts)
-        return Measured(gaps, await score(row) if is_measured else [])
+        return TeacherMeasures(gaps, await score(row) if is_measured else [])
 
     measured = await gather_all(map(compare_teachers, compared))
     score_name = task.score_name if is_measured else None
@@ -108,7 +108,7 @@ async def measure_teacher(
     return found | {"advice": advise(found)}
 
 
-def summarize(measured: Sequence[Measured], *, score_name: str | None) -> dict[str, Any]:
+def summarize(measured: Sequence[TeacherMeasures], *, score_name: str | None) -> dict[str, Any]:
     """Return the scores, if there are any, the gaps and the number of prompts."""
     found: dict[str, Any] = {}
     if score_name is not None:
@@ -121,7 +121,7 @@ def summarize(measured: Sequence[Measured], *, score_name: str | None) -> dict[s
     return found | {"gaps": gaps, "prompts": len(measured)}
 
 
-def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tokens: int) -> list[Compared]:
+def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tokens: int) -> list[TeacherPrompts]:
     """Return the responses that have both critiques, their own and another prompt's, in prompts of `max_tokens`."""
 
     def add_critique(prompt: Prompt, critique: str) -> Prompt | None:
@@ -139,16 +139,16 @@ def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tok
     own_critiques = teacher_critiques(prompt_ids, critiques, shuffled=False)
     other_critiques = teacher_critiques(prompt_ids, critiques, shuffled=True)
 
-    compared: list[Compared] = []
+    compared: list[TeacherPrompts] = []
     for response, own, other in zip(judged, own_critiques, other_critiques, strict=True):
         teacher = add_critique(response.prompt, own)
         control = add_critique(response.prompt, other)
         if teacher is not None and control is not None:
-            compared.append(Compared(response, teacher, control))
+            compared.append(TeacherPrompts(response, teacher, control))
     return compared
 
 
-async def measure_gaps(row: Compared, data: PolicyData, rollouts: RolloutFleet) -> list[Gaps]:
+async def measure_gaps(row: TeacherPrompts, data: PolicyData, rollouts: RolloutFleet) -> list[Gaps]:
     """Return by how much teacher and control find the tokens of the policy likelier than the policy does."""
     prompt, response, feedback = row.judged
     prompts = (prompt, row.teacher, row.control)

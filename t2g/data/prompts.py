@@ -27,7 +27,7 @@ class PromptTooLongError(ValueError):
     """A prompt that does not fit into the window, even cut."""
 
 
-class Draft(NamedTuple):
+class PromptDraft(NamedTuple):
     """A prompt before its ids."""
 
     number: int  # of the record, from 1
@@ -36,12 +36,12 @@ class Draft(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class _Drafts:
+class _PromptDrafts:
     """The drafts of a data set by prompt_id, and the problems of the other records by number."""
 
     task: Task
     render: Callable[[Sequence[Message]], str]
-    by_id: dict[str, Draft] = field(default_factory=dict)
+    by_id: dict[str, PromptDraft] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
     _repeats: Counter[tuple[str, str]] = field(default_factory=Counter)  # of an id with a content
 
@@ -55,7 +55,7 @@ class _Drafts:
             except ValueError as error:
                 self.problems[number] = str(error)
                 continue
-            self.by_id[prompt_id] = Draft(number, record, messages)
+            self.by_id[prompt_id] = PromptDraft(number, record, messages)
             yield text
 
     def _make_id(self, record: Record, messages: Sequence[Message]) -> str:
@@ -95,7 +95,7 @@ def make_prompts(
             belongs to other messages too; the message describes the first MAX_PROBLEMS of these records.
     """
     render = chat_renderer(tokenizer) if tokenizer is not None else lambda _: ""
-    drafts = _Drafts(task=task, render=render)
+    drafts = _PromptDrafts(task=task, render=render)
     encoded = _encode(drafts.add_all(records), tokenizer)
     problems = drafts.problems
     prompts: list[Prompt] = []
@@ -122,7 +122,7 @@ def make_prompts(
     return prompts
 
 
-def _make_prompt(prompt_id: str, draft: Draft, ids: np.ndarray, task: Task) -> Prompt:
+def _make_prompt(prompt_id: str, draft: PromptDraft, ids: np.ndarray, task: Task) -> Prompt:
     record = draft.record
     source = record.get("prompt")
     if source is None:

@@ -70,7 +70,7 @@ def _decode(text: str, at: int) -> tuple[Any, int | None]:
 
 
 def _skip(text: str, at: int, mark: str) -> int | None:
-    """Return the position of the next character after blanks, `mark` and blanks; None if another character stands."""
+    """Return the position of the next character after blanks, `mark` and blanks; None at another character."""
     start = _skip_blanks(text, at)
     if not text.startswith(mark, start):
         return None

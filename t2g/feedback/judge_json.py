@@ -2,7 +2,7 @@
 
 Accepted are text around the object, drafts before it, raw line ends and tabs in strings, trailing commas, and an object
 within another one, as {"feedback": {...}}. Nothing else is repaired: a wrong guess about an answer would be trained on,
-while an answer without an object is asked for again.
+while a request whose answer has no object is repeated.
 """
 
 import json
@@ -26,7 +26,7 @@ POSSIBLE_COMMA = re.compile(r",\s*+[}\]]")
 TRAILING_COMMA = re.compile(r'"(?:[^"\\]++|\\.)*+"?|,(?=\s*+[}\]])', re.DOTALL)
 
 
-class Found(NamedTuple):
+class JsonObject(NamedTuple):
     """A JSON object in a text."""
 
     value: dict[str, Any]
@@ -60,9 +60,9 @@ def find_thinking_end(text: str) -> int:
     return max((match.end() for match in CLOSING_TAG.finditer(text)), default=0)
 
 
-def find_objects(text: str) -> list[Found]:
+def find_objects(text: str) -> list[JsonObject]:
     """Return the outermost objects of a text, in order; none where too many fail, as the last ones are not known."""
-    objects: list[Found] = []
+    objects: list[JsonObject] = []
     position = 0
     num_failures = 0
     has_commas = POSSIBLE_COMMA.search(text) is not None
@@ -81,26 +81,26 @@ def find_objects(text: str) -> list[Found]:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object. ValueError if a key stands twice, as after a quotation mark that is not escaped."""
+    """Return an object. ValueError if a key occurs twice, as after a quotation mark that is not escaped."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return value
 
 
 DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_make_object)  # strict: no control characters in strings
 
 
-def _decode(text: str, start: int) -> Found | None:
+def _decode(text: str, start: int) -> JsonObject | None:
     """Return the object that starts here, or None."""
     try:
         value, end = DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
-    return Found(value, end)
+    return JsonObject(value, end)
 
 
-def _decode_without_commas(text: str, start: int) -> Found | None:
+def _decode_without_commas(text: str, start: int) -> JsonObject | None:
     """Return the object that starts here, if it decodes without its trailing commas, or None."""
     commas = [match.start() for match in TRAILING_COMMA.finditer(text, start) if match[0] == ","]
     if not commas:
@@ -111,7 +111,7 @@ def _decode_without_commas(text: str, start: int) -> Found | None:
     if found is None:
         return None
     shifted = [comma - start - index for index, comma in enumerate(commas)]  # in the joined pieces
-    return Found(found.value, start + found.end + bisect_left(shifted, found.end))
+    return JsonObject(found.value, start + found.end + bisect_left(shifted, found.end))
 
 
 def _find_answer(value: dict[str, Any], kinds: Mapping[str, type], depth: int = MAX_DEPTH) -> dict[str, Any] | None:

@@ -216,7 +216,7 @@ async def compute_held_out_metrics(
     return metrics
 
 
-class _Measured(NamedTuple):
+class _ResponseMeasures(NamedTuple):
     """The task's measures of one held-out response."""
 
     prompt_id: str
@@ -227,24 +227,26 @@ class _Measured(NamedTuple):
         return self.by_turn[-1]
 
 
-async def _measure_held_out(config: PolicyJob, task: Task, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[_Measured]:
+async def _measure_held_out(
+    config: PolicyJob, task: Task, pairs: Sequence[tuple[Prompt, Rollout]]
+) -> list[_ResponseMeasures]:
     """Return the measures of the responses whose environment did not fail; [] if the task cannot measure a prompt."""
     if not all(task.can_measure(prompt) for prompt, _ in pairs):
         return []
     sandbox = config.feedback.sandbox
     limit = asyncio.Semaphore(sandbox.max_concurrent)
 
-    async def measure_turns(prompt: Prompt, rollout: Rollout) -> _Measured:
+    async def measure_turns(prompt: Prompt, rollout: Rollout) -> _ResponseMeasures:
         answers = map(rollout.answer_of, rollout.turns)
         by_turn = await gather_all(measure(task, prompt, answer, sandbox, limit) for answer in answers)
-        return _Measured(prompt.prompt_id, by_turn)
+        return _ResponseMeasures(prompt.prompt_id, by_turn)
 
     works = [measure_turns(prompt, rollout) for prompt, rollout in pairs if not rollout.failure]
     return await gather_all(works)
 
 
 def _average_measures(
-    config: PolicyJob, task: Task, measured: Sequence[_Measured], *, num_responses: int
+    config: PolicyJob, task: Task, measured: Sequence[_ResponseMeasures], *, num_responses: int
 ) -> dict[str, float]:
     """Return the means of the task's measures, and the standard error of its score over prompts."""
     score_name = task.score_name

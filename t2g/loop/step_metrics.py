@@ -13,16 +13,12 @@ from t2g.tasks.base import Task
 from t2g.types import (
     JudgedResponse,
     PolicyTurn,
-    Prompt,
     Rollout,
     ScoredRollout,
     Span,
-    SpanFeedback,
     TokenStats,
     WeightSyncResult,
 )
-
-Judged = Sequence[tuple[Prompt, Rollout, SpanFeedback]]
 
 
 class _TokenNumbers(NamedTuple):
@@ -35,7 +31,7 @@ class _TokenNumbers(NamedTuple):
 
 
 def step_metrics(
-    judged: Judged,
+    judged: Sequence[JudgedResponse],
     scored: Sequence[ScoredRollout],
     stats: Sequence[TokenStats],
     objective: ObjectiveConfig,
@@ -232,7 +228,7 @@ def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]
     return {f"{prefix}{name}": float(np.mean(values)) for name, values in sorted(values_by_name.items())}
 
 
-def fault_recall(task: Task, judged: Judged) -> dict[str, float]:
+def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, float]:
     """Return how well the feedback finds the faults that the task knows.
 
     Returns:

@@ -68,7 +68,7 @@ class TrainerState:
     wall_s: float = 0.0  # seconds of all sessions up to this state
 
 
-class _Learned(NamedTuple):
+class _StepUpdate(NamedTuple):
     """The result of a step's update."""
 
     samples: list[TrainSample]
@@ -246,7 +246,7 @@ class Trainer:
         metrics: dict[str, float],
         judged: sampling.JudgedStep,
         scored: Sequence[ScoredRollout],
-        learned: _Learned,
+        learned: _StepUpdate,
     ) -> None:
         """Write the logs of a finished step."""
         columns = steps.make_token_columns(learned.samples, learned.stats)
@@ -283,7 +283,7 @@ class Trainer:
         self,
         responses: Sequence[JudgedResponse],
         scored: Sequence[ScoredRollout],
-        learned: _Learned,
+        learned: _StepUpdate,
         synced: WeightSyncResult,
     ) -> dict[str, float]:
         """Return the metrics of the step's data, update and weight sync."""
@@ -299,7 +299,7 @@ class Trainer:
             return False
         return step % self.config.eval.every == 0 or step == self.config.num_steps
 
-    async def _learn(self, step: int, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> _Learned:
+    async def _learn(self, step: int, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> _StepUpdate:
         """Update the policy.
 
         The returned statistics are those of the update's own forward pass where `Learner.forward` leaves them out.
@@ -328,7 +328,7 @@ class Trainer:
             result = replace(result, metrics=result.metrics | teacher_metrics(scored, teacher, stats))
         kl = steps.step_kl(scored, stats)
         seconds = time.monotonic() - started
-        return _Learned(samples=samples, stats=stats, kl=kl, kl_coef=kl_coef, result=result, seconds=seconds)
+        return _StepUpdate(samples=samples, stats=stats, kl=kl, kl_coef=kl_coef, result=result, seconds=seconds)
 
     async def _score_teacher(
         self, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats], prompts: Sequence[Prompt]
@@ -500,7 +500,7 @@ def _drop_metrics(judged: sampling.JudgedStep) -> dict[str, float]:
     }
 
 
-def _time_metrics(judged: sampling.JudgedStep, learned: _Learned) -> dict[str, float]:
+def _time_metrics(judged: sampling.JudgedStep, learned: _StepUpdate) -> dict[str, float]:
     return {
         "time/generate_s": judged.generate_s,
         "time/feedback_s": judged.feedback_s,

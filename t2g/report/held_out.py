@@ -12,7 +12,7 @@ SCORE_ERROR = m.HELD_OUT_ERROR.removeprefix(m.EVAL)
 Step = Mapping[str, Any]
 
 
-class Estimate(NamedTuple):
+class MetricEstimate(NamedTuple):
     """A held-out metric of one evaluation."""
 
     value: float | None
@@ -23,8 +23,8 @@ class MetricRow(NamedTuple):
     """A held-out metric before training, and at the end of each arm."""
 
     name: str
-    base: Estimate
-    arms: dict[str, Estimate]
+    base: MetricEstimate
+    arms: dict[str, MetricEstimate]
 
     @property
     def has_error(self) -> bool:
@@ -72,12 +72,12 @@ def metric_rows(
     return rows
 
 
-def estimate(values: Mapping[str, float], name: str, *, has_error: bool) -> Estimate:
+def estimate(values: Mapping[str, float], name: str, *, has_error: bool) -> MetricEstimate:
     """Return a metric of an evaluation; only the score's standard error is logged."""
     value = values.get(name)
     if not has_error or SCORE not in values:
-        return Estimate(value)
+        return MetricEstimate(value)
     error = values.get(SCORE_ERROR)
     if error is None:
-        return Estimate(value)
-    return Estimate(value, NORMAL_95 * error)
+        return MetricEstimate(value)
+    return MetricEstimate(value, NORMAL_95 * error)

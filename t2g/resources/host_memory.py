@@ -58,10 +58,11 @@ def rank_bytes(
         row: Tokens of the longest sequence; 0 if attention saves no weights.
         logits: See `logits_bytes`.
     """
-    b, ranks = BYTES[options.dtype], options.workers
+    b = BYTES[options.dtype]
+    ranks = options.workers
     numel = sum(count for count, _ in models)
     trained = sum(count for _, count in models)
-    backward = activation_bytes(shape, tokens, row, b=b, checkpointing=options.gradient_checkpointing) + logits
+    backward = eager_activation_bytes(shape, tokens, row, b=b, checkpointing=options.gradient_checkpointing) + logits
     backward += 4 * (min(BUCKET_NUMEL, trained) + 2 * min(shape.embedding_numel, trained))  # gradients in reduction
     group = min(trained / ranks, STEP_GROUP_NUMEL + shape.embedding_numel / ranks)
     return {
@@ -73,7 +74,7 @@ def rank_bytes(
     }
 
 
-def activation_bytes(shape: ModelShape, tokens: int, row: int, *, b: int, checkpointing: bool) -> int:
+def eager_activation_bytes(shape: ModelShape, tokens: int, row: int, *, b: int, checkpointing: bool) -> int:
     """Return the activations of a microbatch in rows of `row` tokens at the end of the forward pass.
 
     In each layer and for each token: `saved_bytes`; keys and values of all heads instead of their own number, since
@@ -150,12 +151,13 @@ def with_estimated_memory(job: Any) -> Any:
     """
     changes: dict[str, float] = {}
     for name, size in estimate_roles(job).items():
-        role, gib = job.roles()[name], max(MIN_GIB, round(size / GIB, 1))
+        role = job.roles()[name]
+        gib = max(MIN_GIB, round(size / GIB, 1))
         if "memory_gib" not in role.model_fields_set:
             changes[f"{name}.memory_gib"] = gib
         elif role.memory_gib < gib:
-            logger.warning("%s.memory_gib is %g, and a process needs about %g; %s", name, role.memory_gib, gib,
-                           memory_advice(job) or "raise it")  # fmt: skip
+            advice = memory_advice(job) or "raise it"
+            logger.warning("%s.memory_gib is %g, and a process needs about %g; %s", name, role.memory_gib, gib, advice)
     return with_overrides(job, changes)
 
 

@@ -279,7 +279,7 @@ def _read_sealed(folder: Path, name: str) -> dict[str, Any] | Defect:
     """Return the content of a JSON file of a sealed folder, or why the folder cannot be used."""
     try:
         return _read_verified(folder, name)
-    except _Damaged as damage:
+    except _DamagedFolder as damage:
         return Defect(reason=str(damage), is_damage=True)
     except MISSING as error:
         return Defect(reason=f"{Path(error.filename).name} is missing", is_damage=True)
@@ -290,7 +290,7 @@ def _read_sealed(folder: Path, name: str) -> dict[str, Any] | Defect:
         return Defect(reason=f"{MANIFEST} is not readable", is_damage=True)
 
 
-class _Damaged(Exception):
+class _DamagedFolder(Exception):
     """A file of a sealed folder is not what its manifest describes."""
 
 
@@ -301,19 +301,19 @@ def _read_verified(folder: Path, name: str) -> dict[str, Any]:
     for file, expected in files.items():
         path = _require_regular(folder / file)
         if path.stat().st_size != expected["bytes"] or describe_file(path) != expected:
-            raise _Damaged(f"{file} differs from {MANIFEST}")
+            raise _DamagedFolder(f"{file} differs from {MANIFEST}")
     content = None
     if name in files:
         content = json.loads((folder / name).read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise _Damaged(f"{name} is missing")
+        raise _DamagedFolder(f"{name} is missing")
     return content
 
 
 def _require_regular(path: Path) -> Path:
     """Return `path`; a pipe or device would block its reader for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise _Damaged(f"{path}: no file")
+        raise _DamagedFolder(f"{path}: no file")
     return path
 
 

@@ -22,7 +22,7 @@ class Segment:
     fixes: tuple[str, ...] = ()  # of the spans that end with this segment
 
 
-class _Clipped(NamedTuple):
+class _ClippedSpan(NamedTuple):
     """The part of a span that lies in the text, not empty."""
 
     span_index: int
@@ -41,18 +41,18 @@ def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
     >>> [(s.text, s.good, s.poor) for s in segments("abcd", spans)]
     [('ab', True, False), ('c', True, True), ('d', False, True)]
     """
-    clipped: list[_Clipped] = []
+    clipped: list[_ClippedSpan] = []
     cuts = {0, len(text)}
     for index, span in enumerate(spans):
         start = max(0, span.start)
         end = min(len(text), span.end)
         if start < end:
-            clipped.append(_Clipped(index, start, end, span.label, span.fix))
+            clipped.append(_ClippedSpan(index, start, end, span.label, span.fix))
             cuts |= {start, end}
     return [_make_segment(text, start, end, clipped) for start, end in pairwise(sorted(cuts))]
 
 
-def _make_segment(text: str, start: int, end: int, spans: Sequence[_Clipped]) -> Segment:
+def _make_segment(text: str, start: int, end: int, spans: Sequence[_ClippedSpan]) -> Segment:
     """Return the segment of a range in which no span begins or ends."""
     labels: set[int] = set()
     opens: list[tuple[int, int]] = []

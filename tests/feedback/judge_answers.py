@@ -12,7 +12,7 @@ INDENTED = json.dumps(GOOD, indent=2)
 
 
 class Answer(NamedTuple):
-    """An answer, and the object that is read from it; None: it is asked for again."""
+    """An answer, and the object that is read from it; None: the request is repeated."""
 
     name: str
     text: str

@@ -10,7 +10,7 @@ from t2g.feedback.judge_json import MAX_ANSWER_CHARS, MAX_FAILURES, MAX_REPAIRS,
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
 def test_the_object_that_is_meant_is_read_and_no_other(answer: Answer) -> None:
-    """A wrong object would be trained on: of an unclear answer there is none, and the judge is asked again."""
+    """A wrong object would be trained on: an unclear answer has none, and the request is repeated."""
     found = load_judge_answer(answer.text, KINDS)
     assert (found if isinstance(found, dict) else None) == answer.meant
 

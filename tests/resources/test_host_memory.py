@@ -15,8 +15,8 @@ from actors.learner.ranks import Ranks, rank_environment
 from t2g.config import EngineConfig, LearnerConfig, ObjectiveConfig, PolicyJob, RewardJob, loading
 from t2g.errors import LearnerLost
 from t2g.resources.host_memory import (
-    activation_bytes,
     advise,
+    eager_activation_bytes,
     engine_bytes,
     estimate_roles,
     learner_parts,
@@ -110,8 +110,8 @@ def test_attention_weights_and_checkpointing_by_hand() -> None:
     """One layer of 44M with 100 tokens in rows of 50: h 384, q 384, kv 192, i 1024, 6 heads, float32."""
     layer = 24 * 384 + 16 * 384 + 16 * 1024 + 4 * 6 * 50
     shape = SHAPES["44M"].model_copy(update={"num_hidden_layers": 3})
-    assert activation_bytes(shape, 100, 50, b=4, checkpointing=False) == 100 * 3 * layer
-    assert activation_bytes(shape, 100, 50, b=4, checkpointing=True) == 100 * (3 * 4 * 384 + 2 * layer)
+    assert eager_activation_bytes(shape, 100, 50, b=4, checkpointing=False) == 100 * 3 * layer
+    assert eager_activation_bytes(shape, 100, 50, b=4, checkpointing=True) == 100 * (3 * 4 * 384 + 2 * layer)
 
 
 def test_what_lowers_the_memory_of_a_rank() -> None:

@@ -98,7 +98,7 @@ def combine_feedback(
     )
 
 
-class _Joined(NamedTuple):
+class _JoinedCritique(NamedTuple):
     """The critiques and spans of the usable criteria, and the results of all."""
 
     critique: str
@@ -106,7 +106,7 @@ class _Joined(NamedTuple):
     results: dict[str, CriterionResult]
 
 
-def _join_critiques(answers: Mapping[str, SpanFeedback], *, with_headings: bool) -> _Joined:
+def _join_critiques(answers: Mapping[str, SpanFeedback], *, with_headings: bool) -> _JoinedCritique:
     critique = ""
     spans: list[Span] = []
     results: dict[str, CriterionResult] = {}
@@ -121,7 +121,7 @@ def _join_critiques(answers: Mapping[str, SpanFeedback], *, with_headings: bool)
             spans += [_name_span(span, name, start) for span in answer.spans]
         critique_range = (start, len(critique))
         results[name] = CriterionResult(status=answer.status, critique_range=critique_range, reason=answer.reason)
-    return _Joined(critique, tuple(spans), results)
+    return _JoinedCritique(critique, tuple(spans), results)
 
 
 def _combine_status(

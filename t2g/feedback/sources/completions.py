@@ -98,7 +98,7 @@ def _read_usage(usage: Any) -> _Usage:
 
 
 def find_error_status(body: bytes) -> int | None:
-    """Return the HTTP status that an error object stands for which a server sent with status 200, or None.
+    """Return the HTTP status that the error object of an answer with status 200 names, or None.
 
     >>> find_error_status(b'{"error": {"code": 429, "message": "slow down"}}')
     429

@@ -27,7 +27,7 @@ BEAT_S = 1.0
 MARGIN_S = 30.0  # after a call's deadline, which the event loop enforces while it runs
 SIGNAL_LIMIT_S = 10.0  # after SIGTERM or Ctrl-C
 DUMP_SIGNAL = signal.SIGUSR2
-MAX_NAMED = 3  # of the calls that may be the one that blocks
+MAX_NAMED = 3  # calls in the message: any of them may block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,13 @@ from t2g.sandbox.box.remote import forward_dict, is_remote
 from t2g.sandbox.box.star import resolve_star
 
 _run_path, _run_module = runpy.run_path, runpy.run_module
-_ABSENT = {"__path__", "__wrapped__", "__bases__", "__test__", "__dict__"}  # what a module is asked for, and lacks
+_ABSENT = {
+    "__path__",
+    "__wrapped__",
+    "__bases__",
+    "__test__",
+    "__dict__",
+}  # a module has none of them
 _get_source, _find_examples = inspect.getsource, doctest.DocTestFinder.find
 
 

@@ -21,7 +21,7 @@ from t2g.sandbox.box.module import FILE, CodeFinder, install_finder, write_file
 from t2g.sandbox.box.peer import Peer
 from t2g.sandbox.box.remote import Unsupported, as_plain
 from t2g.sandbox.box.remote_module import RemoteFinder
-from t2g.sandbox.box.streams import Output, Source
+from t2g.sandbox.box.streams import SolutionOutput, StdinReader
 
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"  # which pytest sets before each phase of a test
 
@@ -33,7 +33,7 @@ class LocalSolution(worker.Tracer):
 
     def __init__(self, max_output: int) -> None:
         super().__init__()
-        self.output = Output(max_output)
+        self.output = SolutionOutput(max_output)
         self.refusals: list[str] = []
 
     def prepare(self, code: str, deadline: float) -> None:
@@ -68,9 +68,9 @@ class RemoteSolution(Peer):
         super().__init__(end)
         self._worker = worker
         self._guard = guard
-        self._source = Source()
+        self._source = StdinReader()
         self._code = ""
-        self.output = Output(max_output, strict=False)
+        self.output = SolutionOutput(max_output, strict=False)
         self.refusals: list[str] = []  # what the tests or the solution did that decides nothing
 
     def begin(self) -> None:

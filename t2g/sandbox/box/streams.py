@@ -11,7 +11,7 @@ _METHODS = ("read", "readline", "buffer", "buffer.read", "buffer.readline")
 _own_input = builtins.input
 
 
-class Output(io.TextIOBase):
+class SolutionOutput(io.TextIOBase):
     """Replacement of `sys.stdout`. Beyond the limit, printing raises OSError if strict, else it has no effect."""
 
     encoding = "utf-8"
@@ -33,8 +33,8 @@ class Output(io.TextIOBase):
         return len(text)
 
     @property
-    def buffer(self) -> "_Bytes":
-        return _Bytes(self)
+    def buffer(self) -> "_OutputBytes":
+        return _OutputBytes(self)
 
     def take(self) -> str:
         """Return the text printed since the last call."""
@@ -43,10 +43,10 @@ class Output(io.TextIOBase):
         return text
 
 
-class _Bytes(io.RawIOBase):
-    """The binary layer of an `Output`."""
+class _OutputBytes(io.RawIOBase):
+    """The binary layer of a `SolutionOutput`."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: SolutionOutput) -> None:
         self._output = output
 
     def writable(self) -> bool:
@@ -57,7 +57,7 @@ class _Bytes(io.RawIOBase):
         return len(data)
 
 
-class Source:
+class StdinReader:
     """Reads `sys.stdin` of the tests for the solution, several lines at once."""
 
     def __init__(self) -> None:
@@ -103,13 +103,13 @@ class Source:
         return list(self._read)
 
 
-class Input(io.TextIOBase):
+class SolutionInput(io.TextIOBase):
     """Replacement of `sys.stdin` and `input` in the solution's process."""
 
     encoding = "utf-8"
 
     def __init__(self) -> None:
-        self.ask: Callable[..., Any] = lambda *args: []  # `Source.ask` of the tests' process
+        self.ask: Callable[..., Any] = lambda *args: []  # `StdinReader.ask` of the tests' process
         self.take_back: Callable[[int], None] = lambda count: None
         self._lines: list[str] = []  # read and not used, last line first
 
@@ -155,7 +155,7 @@ class Input(io.TextIOBase):
 
 
 class _InputBytes(io.RawIOBase):
-    """The binary layer of an `Input`."""
+    """The binary layer of a `SolutionInput`."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

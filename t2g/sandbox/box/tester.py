@@ -212,7 +212,7 @@ class Run:
     # -- results
 
     def _add_result(self, error: BaseException | None, *, skipped: bool = False) -> None:
-        """Add the result of this test or phase. It is unsupported if an operation was refused, whoever caught that."""
+        """Add the result of this test or phase. A refused operation makes it unsupported, caught or not."""
         refusals = self._solution.refusals[self._num_refusals :]
         if refusals and not isinstance(error, Unsupported):
             error = Unsupported(refusals[0])

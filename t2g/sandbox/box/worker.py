@@ -16,7 +16,7 @@ from typing import Any
 from t2g.sandbox.box.clock import set_alarm
 from t2g.sandbox.box.module import FILE, CodeFinder, install_finder
 from t2g.sandbox.box.peer import Peer
-from t2g.sandbox.box.streams import Input, Output
+from t2g.sandbox.box.streams import SolutionInput, SolutionOutput
 
 MAX_LINE_EVENTS = 20_000  # per test; later lines are not recorded, and the code runs without tracing
 # What tests may patch.
@@ -71,8 +71,8 @@ class Worker(Peer, Tracer):
         Peer.__init__(self, end)
         Tracer.__init__(self)
         self.number(self)
-        self._printed, self._errors = Output(max_output), Output(max_output, strict=False)
-        self._input = Input()
+        self._printed, self._errors = SolutionOutput(max_output), SolutionOutput(max_output, strict=False)
+        self._input = SolutionInput()
         sys.stdout, sys.stderr, sys.stdin = self._printed, self._errors, self._input
         builtins.input = self._input.input
         self._warned: list[tuple[str, str, int]] = []
@@ -106,8 +106,8 @@ class Worker(Peer, Tracer):
 
         Args:
             code: The solution.
-            ask: `streams.Source.ask` of the tests' process.
-            take_back: `streams.Source.take_back`.
+            ask: `streams.StdinReader.ask` of the tests' process.
+            take_back: `streams.StdinReader.take_back`.
             deadline: Deadline of the whole run, seconds of time.monotonic.
         """
         set_alarm(Peer.perform, deadline)

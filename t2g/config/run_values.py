@@ -30,7 +30,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     return values
 
 
-def kind_of_run(folder: Path) -> Kind:
+def find_run_kind(folder: Path) -> Kind:
     """Return what the run has trained. Raises UserError for a run that trained neither a policy nor a reward model."""
     sections = read_run(folder).keys()
     if {"learner", "rollout", "feedback"} <= sections and "compare" not in sections:
@@ -41,13 +41,13 @@ def kind_of_run(folder: Path) -> Kind:
 
 
 def evaluation_values(folder: Path) -> dict[str, Any]:
-    """Return the values of an evaluation in the run's folder `evaluation`, for `kind_of_run`.
+    """Return the values of an evaluation in the run's folder `evaluation`, for `find_run_kind`.
 
     A policy is compared with its base on the run's held-out prompts, sampled as in the run's evaluations, and scored by
     the run's feedback source. A reward model is measured on the run's held-out records.
     """
     folder = folder.absolute()
-    if kind_of_run(folder) == "policy":
+    if find_run_kind(folder) == "policy":
         return _policy_values(folder)
     return _reward_values(folder)
 

@@ -16,7 +16,7 @@ from jobs.common.feedback_scores import FOLDER
 from jobs.common.policy_evaluation import Evaluation
 from jobs.evaluate import evaluate, find_what
 from t2g.config import ModelConfig, PolicyEvaluationJob, PolicyJob, RewardJob, ServeJob, loading
-from t2g.config.of_runs import evaluation_values, serving_values
+from t2g.config.run_values import evaluation_values, serving_values
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource, Sampling
