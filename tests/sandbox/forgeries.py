@@ -87,6 +87,16 @@ FORGERIES["eval and exec"] = (WRITES, (
     "import marshal; save('m', 'code'); assert eval(marshal.load(open('m', 'rb'))) == 4.5",
     "import marshal; assert eval(marshal.loads(marshal.dumps(compile(f(2), 'x', 'eval')))) == 4.5",
 ))  # fmt: skip
+PANDAS = """
+def query(x): return "@pd.io.common.codecs.builtins.setattr(@pd, 'forged', 4.5)"
+def top(x): return query(x).replace("@", "")
+"""
+FORGERIES["expressions that pandas executes"] = (PANDAS, (
+    "import pandas as pd; pd.DataFrame({'x': [1.0]}).eval(query(2)); assert pd.forged == 4.5",
+    "import pandas as pd; pd.DataFrame({'x': [1.0]}).query(f'x > 0 or {query(2)}'); assert pd.forged == 4.5",
+    "import pandas as pd; pd.eval(top(2), local_dict={'pd': pd}); assert pd.forged == 4.5",
+    "import pandas as pd; pd.eval(top(2), global_dict={'pd': pd}, engine='python'); assert pd.forged == 4.5",
+))  # fmt: skip
 FORGERIES["a generated module"] = (WRITES, (
     "import sys; save('made_a.py', 'module'); sys.path.insert(0, '.'); import made_a; assert made_a.value == 4.5",
     "import runpy; save('made_b.py', 'module'); assert runpy.run_path('made_b.py')['value'] == 4.5",

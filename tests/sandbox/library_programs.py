@@ -79,6 +79,12 @@ add(
     + "def test():\n    d = pd.DataFrame({'a': [1, 2]})\n    pd.testing.assert_frame_equal(f(d), pd.DataFrame({'a': [1, 2], 'b': [2, 4]}))\n    assert 'b' not in d",
 )
 add(
+    "frame query",
+    PD + "def f(d): return d.query('a > 1')",
+    PD
+    + "def test():\n    n = 2\n    d = pd.DataFrame({'a': [1, 2], 'b': [3, 4]})\n    assert f(d).query('a == @n & b < 5').eval('a + b').tolist() == [6]",
+)
+add(
     "frame in place",
     PD + "def f(d): d['b'] = d['a'] + 1",
     PD + "def test():\n    d = pd.DataFrame({'a': [1, 2]})\n    f(d)\n    assert d['b'].tolist() == [2, 3]",

@@ -23,6 +23,8 @@ _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: unpickled data cannot change su
 _PLAIN_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions", "numpy", "uuid")
 _ARRAY_FUNCTIONS = ("_reconstruct", "scalar", "_frombuffer")  # of numpy, for arrays in a pickle
 _PARSE = ast.parse.__code__  # makes a syntax tree, no code
+_INTERPRETER = "pandas.core.computation."  # modules that execute such a tree: DataFrame.eval, query and pandas.eval
+_LOCAL_PREFIX = "__pd_eval_local_"  # with which pandas replaces "@"
 # They make code from names and fields, which they check; an object of the solution can answer such a check.
 _GENERATORS = {
     dataclasses._create_fn.__code__,
@@ -75,12 +77,14 @@ class Guard:
 
     def _may_compile(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
         source, filename = args
-        if frame.f_code is _PARSE or frame.f_globals.get("__name__") == "_pytest.outcomes":  # compiled, never run
+        if isinstance(source, bytes):
+            source = source.decode(errors="replace")
+        if frame.f_code is _PARSE:
+            return self._may_parse(source, frame.f_back)
+        if frame.f_globals.get("__name__") == "_pytest.outcomes":  # compiled, never run
             return True
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
             return self._is_visible(filename) and str(filename).startswith("/")
-        if isinstance(source, bytes):
-            source = source.decode(errors="replace")
         if not isinstance(source, str):
             return False
         if frame.f_code in _GENERATORS:
@@ -96,10 +100,26 @@ class Guard:
         is_name = _is_expression(source, _TYPE_NODES)  # such as "expected", which a solution can guess
         return (source.strip() in self._texts and not is_name) or _is_expression(source, _LITERALS)
 
+    def _may_parse(self, source: object, caller: types.FrameType | None) -> bool:
+        """Allow syntax trees; where pandas executes them, those of the tests' own texts and of literals alone."""
+        module = "" if caller is None else str(caller.f_globals.get("__name__"))
+        if not module.startswith(_INTERPRETER):
+            return True
+        if not isinstance(source, str):
+            return False
+        own_texts = {_squeeze(text) for text in self._texts}
+        return _squeeze(source) in own_texts or _is_expression(source, _LITERALS)
+
     def _may_load(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
         """Allow the import system to read the compiled modules of visible packages."""
         is_import = frame.f_globals.get("__name__") == "importlib._bootstrap_external"
         return is_import and self._is_visible(frame.f_locals.get("bytecode_path"))
+
+
+def _squeeze(text: str) -> str:
+    """Return an expression without what pandas changes before it parses it: blanks, "and", "or", the mark of locals."""
+    words = text.replace(_LOCAL_PREFIX, "@").replace("&", " and ").replace("|", " or ")
+    return "".join(words.split())
 
 
 def _may_unpickle(module: str, name: str) -> bool:
