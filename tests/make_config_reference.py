@@ -31,6 +31,8 @@ from t2g.config import (
     ServeJob,
     SFTJob,
 )
+from t2g.config.evaluation import SampledConfig
+from t2g.config.feedback import RolloutConfig
 from t2g.config.field_marks import can_change_on_resume
 from t2g.config.validation_errors import list_fields, section_type
 
@@ -48,6 +50,7 @@ JOBS: dict[type[BaseModel], str] = {  # schema -> the command that reads it
     ServeJob: "t2g serve",
     BenchmarkJob: "t2g benchmark",
 }
+EXTENDS: dict[type[BaseModel], type[BaseModel]] = {CompareJob: PolicyJob, SampledConfig: RolloutConfig}
 INTRO = """\
 # Config reference
 
@@ -170,12 +173,32 @@ def format_purpose(section: type[BaseModel]) -> str:
 
 
 def format_table(section: type[BaseModel]) -> str:
-    """Return the table of one section or job."""
-    lines = ["| key | type | default | on resume | meaning |", "| --- | --- | --- | --- | --- |"]
+    """Return the table of one section or job: all of its keys, or what they add to those of the section it extends."""
+    header = ["| key | type | default | on resume | meaning |", "| --- | --- | --- | --- | --- |"]
+    rows = format_rows(section)
+    extended = EXTENDS.get(section)
+    if extended:
+        same = format_rows(extended)
+        rows = [row for row in rows if row not in same]
+        header = [f"Takes every key of {name_section(extended)}. Its own keys and defaults:\n", *header]
+    return "\n".join([*header, *rows, ""])
+
+
+def name_section(section: type[BaseModel]) -> str:
+    """Return a link to the table of a job or section."""
+    name = JOBS.get(section, section.__name__)
+    anchor = name.lower().replace(" ", "-")
+    return f"[{name}](#{anchor})"
+
+
+def format_rows(section: type[BaseModel]) -> list[str]:
+    """Return a row of the table for each key."""
+    rows = []
     for name, info in section.model_fields.items():
         facts = format_type(info), format_default(info), format_resume(section, name), format_meaning(section, name)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *facts)) + " |")
-    return "\n".join([*lines, ""])
+        cells = [cell.replace("|", "\\|") for cell in (f"`{name}`", *facts)]
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
 
 
 def format_meaning(section: type[BaseModel], name: str) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from make_config_reference import JOBS, MEANINGS, TARGET, format_reference, list_sections
+from make_config_reference import JOBS, MEANINGS, TARGET, format_reference, format_table, list_sections
 from models import random_model
 
+from t2g.config import CompareJob
 from t2g.config.validation_errors import list_fields
 from t2g.runs import metrics
 
@@ -208,6 +209,12 @@ def list_metrics() -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------ the config reference
 def test_the_config_reference_is_current() -> None:
     assert read(TARGET) == format_reference(), "run: make docs"
+
+
+def test_a_job_that_extends_another_documents_what_it_adds() -> None:
+    table = format_table(CompareJob)
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == ["run", "compare"]
+    assert "every key of [t2g train](#t2g-train)" in table
 
 
 def test_no_meaning_is_given_twice() -> None:
