@@ -38,7 +38,8 @@ class ScriptedChat(Chat):
     model = name = "scripted"
 
     def __init__(self, *script: str | Completion | Exception | Callable[[int], str], delay_s: float = 0.0) -> None:
-        self.script, self.delay_s = script, delay_s
+        self.script = script
+        self.delay_s = delay_s
         self.requests: list[Sequence[Message]] = []
         self.schemas: list[Mapping[str, Any]] = []
         self.times: list[float] = []  # time.monotonic() at each

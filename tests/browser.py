@@ -23,7 +23,9 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 KEYS = {"Shift": "\ue008", "Control": "\ue009", "Enter": "\ue007", "Escape": "\ue00c", "Right": "\ue014"}
-START_S, ANSWER_S, WAIT_S = 60, 120, 20
+START_S = 60
+ANSWER_S = 120
+WAIT_S = 20
 STARTED = re.compile(r"started successfully on port (\d+)")
 
 needs_browser = pytest.mark.skipif(not all(map(shutil.which, PROGRAMS)), reason=f"needs Chromium: {INSTALL}")

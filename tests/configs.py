@@ -18,5 +18,7 @@ def shipped() -> list[Path]:
 
 def differing(a: Section, b: Section) -> set[str]:
     """Dotted keys that differ, those that only one of the two has included."""
-    left, right, absent = flatten(a.model_dump()), flatten(b.model_dump()), object()
+    left = flatten(a.model_dump())
+    right = flatten(b.model_dump())
+    absent = object()
     return {key for key in left.keys() | right.keys() if left.get(key, absent) != right.get(key, absent)}

@@ -18,9 +18,12 @@ def make_conversation(
     A token is a letter of the transcript; the environment's messages stand in it as upper-case letters.
     """
     rng = np.random.default_rng(seed)
-    parts, text, ids = [], "", 0
+    parts = []
+    text = ""
+    ids = 0
     for number, length in enumerate(turns):
-        tokens, characters = (ids, ids + length), (len(text), len(text) + length)
+        tokens = (ids, ids + length)
+        characters = (len(text), len(text) + length)
         parts.append(PolicyTurn(tokens=tokens, characters=characters, answer_start=len(text), reply="R"))
         gap = inserted[number] if number < len(turns) - 1 else 0
         text += "".join(rng.choice([*"abc"], length)) + "E" * gap
@@ -54,8 +57,11 @@ class TwoTurns(FakeRollouts):
         )
         found = []
         for rollout in await super()._sample(prompt, sampling):
-            text, ids, logprobs = rollout.response_text, rollout.response_ids.copy(), rollout.rollout_logprobs.copy()
-            ids[2], logprobs[2] = self.ids[2], 0
+            text = rollout.response_text
+            ids = rollout.response_ids.copy()
+            logprobs = rollout.rollout_logprobs.copy()
+            ids[2] = self.ids[2]
+            logprobs[2] = 0
             versions = tuple(part for part in rollout.policy_versions if part[0] != 2)
             found.append(
                 replace(

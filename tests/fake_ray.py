@@ -42,8 +42,10 @@ class Handle:
     """Of one actor: `handle.method.remote(...)` gives a `Ref`."""
 
     def __init__(self, ray: "FakeRay", instance: Any) -> None:
-        self.ray, self.instance = ray, instance
-        self.dead, self.open = False, set[Ref]()
+        self.ray = ray
+        self.instance = instance
+        self.dead = False
+        self.open = set[Ref]()
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda *args: self.submit(name, *args))
@@ -74,7 +76,8 @@ class Handle:
 
 class ActorClass:
     def __init__(self, ray: "FakeRay", plain: type[Any]) -> None:
-        self._ray, self._plain = ray, plain
+        self._ray = ray
+        self._plain = plain
 
     def options(self, **options: Any) -> "ActorClass":
         return self

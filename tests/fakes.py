@@ -64,7 +64,9 @@ class FakeRollouts:
     async def _sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         key = int.from_bytes(prompt.prompt_id.encode())
         rngs = [np.random.default_rng([sampling.seed, key, index]) for index in range(sampling.num_samples)]
-        letters, logprobs, versions = [], [], []  # by place
+        letters = []  # by place
+        logprobs = []
+        versions = []
         for place in range(LENGTH):
             if place == LENGTH // 2:
                 await self.midway(prompt.prompt_id, sampling.seed)
@@ -162,7 +164,8 @@ class FakeLearner:
             place = torch.arange(LENGTH).repeat(len(minibatch))
             names = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs", "weights")
             given = {name: rows.numbers(name) for name in names}
-            old, weights = given["old_logprobs"], given["weights"]
+            old = given["old_logprobs"]
+            weights = given["weights"]
             written = np.concatenate([sample.response_ids for sample in minibatch])
             logprobs = self.logits.log_softmax(-1)[place, self._places(written)]
             correction = importance_weights(old, given["rollout_logprobs"], rows.segment_ids, weights, "token", 2.0)
@@ -211,7 +214,8 @@ class FakeLearner:
 
 class FakeSync:
     def __init__(self, learner: FakeLearner, rollouts: FakeRollouts) -> None:
-        self.learner, self.rollouts = learner, rollouts
+        self.learner = learner
+        self.rollouts = rollouts
 
     async def push(self, policy_version: int) -> WeightSyncResult:
         with self.learner.call("push"):

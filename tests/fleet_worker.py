@@ -18,7 +18,9 @@ class Worker:
 
     def __init__(self, gate: Path | None = None) -> None:
         """gate: a file without which it does not come to an end of its start."""
-        self.gate, self.name, self.mood = gate, "", ""
+        self.gate = gate
+        self.name = ""
+        self.mood = ""
         self.open = self.most = 0
         self.cache_tokens = 640
 
@@ -28,7 +30,8 @@ class Worker:
         return 42
 
     async def become(self, name: str, mood: str = "") -> None:
-        self.name, self.mood = name, mood
+        self.name = name
+        self.mood = mood
 
     async def check_health(self) -> None:
         while self.mood == "deaf":

@@ -55,7 +55,8 @@ def cpu_streams() -> Iterator[None]:
     try:
         yield
     finally:
-        packed_tensor._get_streams, torch.accelerator.current_device_index = streams, index
+        packed_tensor._get_streams = streams
+        torch.accelerator.current_device_index = index
         transports.communicator = communicator
 
 
@@ -97,7 +98,9 @@ class Fallible(GlooGroup):
     """A group of nobody, whose broadcast raises or waits until it is destroyed."""
 
     def __init__(self, *, hangs: bool) -> None:
-        self.disabled, self.hangs, self.num_broadcasts = False, hangs, 0
+        self.disabled = False
+        self.hangs = hangs
+        self.num_broadcasts = 0
         self._released = threading.Event()
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:

@@ -78,12 +78,14 @@ class HostedRank:
     """A handle on a rank in a `Host`."""
 
     def __init__(self, host: Any, group: int, *args: Any) -> None:
-        self.host, self._group = host, group
+        self.host = host
+        self._group = group
         host.make.remote(group, *args)
 
     @property
     def stream_weights(self) -> Any:
-        stream, group = self.host.stream, self._group
+        stream = self.host.stream
+        group = self._group
         return SimpleNamespace(options=lambda **o: SimpleNamespace(remote=partial(stream.options(**o).remote, group)))
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +114,9 @@ RANK_ENVIRON: dict[str, str] = {}  # of this process, while it is a rank
 @contextmanager
 def as_a_rank() -> Iterator[None]:
     """What a rank leaves behind in its process, which is its own elsewhere, is there in its calls alone."""
-    environ, threads, random_state = dict(os.environ), torch.get_num_threads(), torch.get_rng_state()
+    environ = dict(os.environ)
+    threads = torch.get_num_threads()
+    random_state = torch.get_rng_state()
     os.environ.update(RANK_ENVIRON)
     torch.set_num_threads(1)
     try:
@@ -129,7 +133,8 @@ class Processes:
     """Where a `SharedGroup` finds its ranks, in place of an actor class."""
 
     def __init__(self, hosts: Sequence[Any] = (), **options: Any) -> None:
-        self._hosts, self._options = hosts, options
+        self._hosts = hosts
+        self._options = options
 
     def options(self, **options: Any) -> "Processes":
         return Processes(self._hosts, **options)
@@ -229,14 +234,17 @@ def saved_state(folder: Path, part: str) -> tuple[float, dict[tuple[str, str], t
 
     A rank writes ceil(n / ranks) elements of each parameter, one parameter after the other; the last ranks' are padded.
     """
-    shards, steps = [], set()
+    shards = []
+    steps = set()
     for file in sorted((folder / part).glob("*_optim_states.pt")):  # to ten ranks
         zero = torch.load(file, weights_only=False)["optimizer_state_dict"]
-        (adam,), (flat,) = zero["optimizer_state_dict"]["state"].values(), zero["fp32_flat_groups"]
+        (adam,) = zero["optimizer_state_dict"]["state"].values()
+        (flat,) = zero["fp32_flat_groups"]
         shards.append({"weight": flat, "exp_avg": adam["exp_avg"], "exp_avg_sq": adam["exp_avg_sq"]})
         steps.add(float(adam["step"]))
     (shapes,) = torch.load(next((folder / part).glob("*_model_states.pt")), weights_only=False)["param_shapes"]
-    whole, start = {}, 0
+    whole = {}
+    start = 0
     for name, shape in shapes.items():
         end = start + math.ceil(shape.numel() / len(shards))
         for kind in shards[0]:

@@ -221,7 +221,8 @@ def format_type(info: FieldInfo) -> str:
 
 def type_name(annotation: Any) -> str:
     """Return a type as a user of YAML names it."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return type_name(arguments[0])
     if origin is Literal:

@@ -21,7 +21,8 @@ SHARED = {
     "initializer_range": 0.08,
     "bos_token_id": None,
 }
-BYTE_VOCABULARY, BYTE_EOS = 300, 256
+BYTE_VOCABULARY = 300
+BYTE_EOS = 256
 WINDOWED = ["sliding_attention", "full_attention"]  # of a model's two layers
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": False},
@@ -87,7 +88,8 @@ def bigram_model(folder: Path, follows: Mapping[str, str]) -> Path:
     random_model(folder, "llama")
     ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids
     weights = load_file(folder / "model.safetensors")
-    embedding, head = weights["model.embed_tokens.weight"].zero_(), weights["lm_head.weight"].zero_()
+    embedding = weights["model.embed_tokens.weight"].zero_()
+    head = weights["lm_head.weight"].zero_()
     embedding[:, 0] = 1.0  # what comes before leaves no trace: the layers add nothing to the last token's embedding
     for place, (character, following) in enumerate(follows.items(), start=1):
         embedding[ids(character)] = torch.eye(embedding.shape[1])[place]

@@ -68,7 +68,8 @@ def train(
         if progress:
             seen.append(progress)
 
-    options, model = make_options(**changes), ModelConfig(policy=str(base))
+    options = make_options(**changes)
+    model = ModelConfig(policy=str(base))
     metrics = run_sft(
         model=model, examples=make_examples(base), options=options, cluster=cluster, out_folder=out_folder, seed=3,
         run_identity=Identity.from_config(options, model=str(base)), on_start=on_start, on_report=on_report,
@@ -78,7 +79,8 @@ def train(
 
 def stand_in_the_way(part: Path, step: int) -> None:
     """Once the checkpoint of `step` stands alone, a file is where the folder was: rank 0 alone dies, at the next."""
-    folder, until = part / CHECKPOINTS, time.monotonic() + 300
+    folder = part / CHECKPOINTS
+    until = time.monotonic() + 300
 
     def watch() -> None:
         while [path.name for path in folder.glob("step-*")] != [f"step-{step:08d}"] and time.monotonic() < until:

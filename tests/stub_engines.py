@@ -25,7 +25,8 @@ VOCABULARY = 100
 LENGTH = 6
 WORK_S = 0.05  # of one request
 BREAK_SYNC = "break-sync"
-SLOW, SLOW_S = "slow", 3.0
+SLOW = "slow"
+SLOW_S = 3.0
 
 
 class Again:
@@ -47,8 +48,10 @@ class StubRolloutWorker:
         found = {number: words.id_to_token(number) for number in range(VOCABULARY)}
         self._letters = {number: text for number, text in found.items() if len(text) == 1 and text.isascii()}
         self._folder = Path(model)
-        self._version, self._opened = 0, -1
-        self._round, self._received = "", 0
+        self._version = 0
+        self._opened = -1
+        self._round = ""
+        self._received = 0
         self._paused = asyncio.Event()
         self._paused.set()
 
@@ -78,7 +81,9 @@ class StubRolloutWorker:
 
     async def open_update(self, round_id: str, version: int, dtype: str, shapes: Any) -> None:
         self._paused.clear()
-        self._round, self._opened, self._received = round_id, version, 0
+        self._round = round_id
+        self._opened = version
+        self._received = 0
 
     async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         started = time.monotonic()
@@ -116,9 +121,11 @@ class StubRewardWorker:
         self, prompt: Prompt, response_text: str, *, critique: str | None = None, guided: bool = True
     ) -> SpanFeedback:
         await asyncio.sleep(WORK_S)
-        good, poor = [(response_text[:1], 1)], [(response_text[-1:], response_text.count(response_text[-1:]))]
+        good = [(response_text[:1], 1)]
+        poor = [(response_text[-1:], response_text.count(response_text[-1:]))]
         if not response_text.strip():
-            good, poor = [], []
+            good = []
+            poor = []
         return make_feedback(
             "the beginning helps, the end does not", good, poor, response_text,
             source="reward_model", version=self._version,

@@ -30,7 +30,8 @@ class Tenant:
         await asyncio.sleep(self.naps_s)
         self.log.append((time.time(), "works"))
 
-    offload_states, reload_states = sleep, wake_up  # of a rank
+    offload_states = sleep  # a rank's
+    reload_states = wake_up
 
     async def said(self) -> tuple[str, list[tuple[float, str]]]:
         """On which GPU, and what it did when."""

@@ -14,7 +14,8 @@ class TensorMemory(TorchDispatchMode):
         """Count tensors of at least `min_numel` elements, and of `last_dim` columns if that is given."""
         super().__init__()
         self.largest_numel = self.peak_bytes = 0
-        self._min_numel, self._last_dim = min_numel, last_dim
+        self._min_numel = min_numel
+        self._last_dim = last_dim
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

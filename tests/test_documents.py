@@ -34,7 +34,10 @@ OLD_TERMS = (  # of the names that this project gave to things, left sides of th
     "arena", "at rest", "asleep", "bell", "colocat", "crew", "door sign", "in turn", "invitation", "never run", "seam",
     "the floor", "who is late", "in vain",
 )  # fmt: skip
-SKIP, DRY_RUN, FILE = "not run:", "dry run:", "file: "  # in the comment above a block
+# in the comment above a block
+SKIP = "not run:"
+DRY_RUN = "dry run:"
+FILE = "file: "
 TIMEOUT_S = 900
 
 
@@ -272,7 +275,8 @@ def test_the_commands_of_a_document_work(file: Path, tmp_path: Path) -> None:
     """In a folder with the repository's files as links, so that nothing is written into the checkout."""
     if (ROOT / ".venv").is_symlink():
         pytest.skip(".venv is that of another checkout, which `make` would empty and build again for this one")
-    model, work = tmp_path / "model", tmp_path / "work"
+    model = tmp_path / "model"
+    work = tmp_path / "work"
     random_model(model)
     work.mkdir()
     for name in ("Makefile", "pyproject.toml", ".venv", "actors", "configs", "docker", "jobs", "t2g", "tests"):

@@ -130,7 +130,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @examples(500)
 @given(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 300), max_size=60))
 def test_offsets(tokenizer: Any, ids: list[int]) -> None:
-    text, offsets = decode(tokenizer, ids), token_offsets(tokenizer, np.asarray(ids, np.int64))
+    text = decode(tokenizer, ids)
+    offsets = token_offsets(tokenizer, np.asarray(ids, np.int64))
     assert offsets.shape == (len(ids), 2) and (np.diff(offsets[:, 0]) >= 0).all()
     assert set(range(len(text))) == {at for start, end in offsets.tolist() for at in range(start, end)}
 
@@ -159,7 +160,8 @@ def record(number: int, payload: Any) -> AnnotatedRecord:
 def test_journal_cuts(payloads: list[Any], data: st.DataObject) -> None:
     """Cut off anywhere, the whole lines before are kept, and it goes on behind them."""
     with TemporaryDirectory() as folder:
-        path, records = Path(folder, "journal.jsonl"), [record(i, payload) for i, payload in enumerate(payloads)]
+        path = Path(folder, "journal.jsonl")
+        records = [record(i, payload) for i, payload in enumerate(payloads)]
         with closing(Journal(path)) as journal:
             for one in records:
                 journal.append(one)
@@ -206,7 +208,8 @@ DAMAGES = {
 def test_checkpoint_damage(damages: list[tuple[int, str, bytes]]) -> None:
     """With run.resume=readable `latest` and `best` give what is whole or nothing, and the run goes on writing."""
     with TemporaryDirectory() as name:
-        folder, store = Path(name), CheckpointStore(Path(name), keep=3)
+        folder = Path(name)
+        store = CheckpointStore(Path(name), keep=3)
         for step in (1, 2, 3):
             store.write(step, lambda to, step=step: (to / "w").write_text(f"weights {step}"), {"step": step})
         store.keep_best(2, lambda to: (to / "w").write_text("best"), 0.5)

@@ -87,5 +87,6 @@ def test_three_of_ten_details_are_wrong_and_no_study_is_on_both_sides(real: Modu
         _, good, poor = feedback_function(record["post"], record["ideal_human_summary"])
         assert record["ideal_human_summary"].count("\n- ") == 3 and len(good) >= 4 and not poor
     judged = [feedback_function(record["post"], record["ideal_human_summary"]) for record in files["lines_sft"]]
-    num_poor, num_details = sum(len(poor) for *_, poor in judged), 5 * 4 * len(judged)
+    num_poor = sum(len(poor) for *_, poor in judged)
+    num_details = 5 * 4 * len(judged)
     assert 0.2 < num_poor / num_details < 0.3  # some replacements stand elsewhere in the text

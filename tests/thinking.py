@@ -7,7 +7,8 @@ from tokenizers import AddedToken
 
 from t2g.tasks.tiny.assets import build_tokenizer
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
+CLOSE = "</think>"
 QWEN3_LIKE = """\
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}

@@ -17,7 +17,8 @@ from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import RunLog
 
 NUM_STEPS = 6
-NUM_PROMPTS, PER_STEP = 20, 8  # two steps an epoch
+NUM_PROMPTS = 20
+PER_STEP = 8  # two steps an epoch
 MEASURED_IN_TIME = ("time/", "speed/", "idle/", "recovery/")
 
 
@@ -70,7 +71,8 @@ class Bench:
         **options: Any,
     ) -> None:
         self.folder = folder
-        self.rollouts, self.feedback = rollouts or FakeRollouts(tokenizer), FakeFeedback()
+        self.rollouts = rollouts or FakeRollouts(tokenizer)
+        self.feedback = FakeFeedback()
         self.feedback.journal_version = journal_version
         self.journaled = journaled = JournaledFeedback(self.feedback, folder, Identity.from_config(config), keep=2)
         self.learner = FakeLearner(self.rollouts)

@@ -150,14 +150,16 @@ def test_a_conversation_stays_on_its_worker_and_starts_again_with_the_same_seeds
 
 
 def test_the_time_of_the_environment_is_not_the_engines_and_a_late_turn_is(ray: FakeRay, tokenizer: Any) -> None:
-    config, failures = CONFIG.model_copy(update={"request_timeout_s": 0.5}), list[int]()
+    config = CONFIG.model_copy(update={"request_timeout_s": 0.5})
+    failures = list[int]()
     feedback = {"source": "pkg:judge", "timeout_s": 0.3, "concurrency": 1}
     rollout = {"max_turns": 1, "max_new_tokens": 8, "max_model_len": 128}
     job = policy_job(f"{__name__}:Busy", feedback=feedback, rollout=rollout)
     found = converse(ray, tokenizer, "", "", job=job, config=config, failures=failures)
     assert failures == [0, 0] and len(Talker.requests) == 6, "0.9 s for six replies, one after the other"
 
-    Talker.requests, failures = [], []
+    Talker.requests = []
+    failures = []
     again = converse(ray, tokenizer, "late", "", config=config, failures=failures)
     assert failures[0] >= 1 and failures[1] == 0
     assert {worker for worker, *_ in Talker.requests} == {"worker 0", "worker 1"}
@@ -168,7 +170,8 @@ def test_the_time_of_the_environment_is_not_the_engines_and_a_late_turn_is(ray: 
 def test_a_turn_that_is_late_because_of_a_weight_sync_is_no_failure_of_its_engine(ray: FakeRay) -> None:
     fleet = make_fleet(ray.actor(Talker), {}, CONFIG, placement_timeout_s=20)
     fleet.wait_ready()
-    workers, tries = {member.handle: member for member in fleet.serving()}, list[Any]()
+    workers = {member.handle: member for member in fleet.serving()}
+    tries = list[Any]()
 
     async def ask(worker: Any) -> str:
         tries.append(worker)

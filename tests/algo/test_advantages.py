@@ -66,8 +66,11 @@ def test_gae_equals_a_double_loop_on_ragged_batches(data: st.DataObject, gamma: 
     expected = torch.zeros(2, *rewards.shape, dtype=torch.float64)
     for i, n in enumerate(lengths):
         r, v = (data.draw(st.lists(numbers, min_size=n, max_size=n)) for _ in range(2))
-        rewards[i, :n], values[i, :n], mask[i, :n] = torch.tensor(r), torch.tensor(v), 1
-        r, v = rewards[i, :n].tolist(), values[i, :n].tolist()
+        rewards[i, :n] = torch.tensor(r)
+        values[i, :n] = torch.tensor(v)
+        mask[i, :n] = 1
+        r = rewards[i, :n].tolist()
+        v = values[i, :n].tolist()
         for k, line in enumerate(double_loop(r, v, gamma, lam)):
             expected[k, i, :n] = torch.tensor(line, dtype=torch.float64)
     torch.testing.assert_close(torch.stack(gae(rewards, values, mask, gamma, lam)), expected)
@@ -222,7 +225,8 @@ def test_spans_at_other_places_of_equal_totals_stay_in_scale() -> None:
 
 
 def test_whiten_worked_by_hand() -> None:
-    advantages, mask = row(0, 0, 3, -1, 50), row(1, 1, 1, 1, 0)
+    advantages = row(0, 0, 3, -1, 50)
+    mask = row(1, 1, 1, 1, 0)
     # mean .5, deviations -.5 -.5 2.5 -1.5, variance (.25 + .25 + 6.25 + 2.25) / 4 = 2.25, standard deviation 1.5
     torch.testing.assert_close(whiten(advantages, mask, "full"), row(-1 / 3, -1 / 3, 5 / 3, -1, 0))
     # mean square (9 + 1) / 4 = 2.5

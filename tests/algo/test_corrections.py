@@ -25,7 +25,8 @@ def weights_of(
 
 
 def test_modes_worked_by_hand() -> None:
-    ratios, segments = [4.0, 0.25, 1.0, 3.0, 1.5], [0, 0, 0, 1, 1]
+    ratios = [4.0, 0.25, 1.0, 3.0, 1.5]
+    segments = [0, 0, 0, 1, 1]
     assert weights_of(ratios, "token", segments=segments) == pytest.approx([2, 0.25, 1, 2, 1.5])
     assert weights_of(ratios, "sequence", segments=segments) == pytest.approx([1, 1, 1, 2, 2])  # 1, and 4.5 cut to 2
     assert weights_of(ratios, "masked", segments=segments) == pytest.approx([0, 0, 1, 0, 1.5])
@@ -119,7 +120,8 @@ RATIOS = [1.0, 1.05, 1.2, 0.4, 4.0]
     ],
 )
 def test_metrics_are_of_the_ratios_and_of_what_the_bound_changed(mode: ImportanceMode, changed: float) -> None:
-    segments, cap = torch.tensor([0, 0, 0, 1, 1]), 1.5 if mode == "sequence" else 2.0
+    segments = torch.tensor([0, 0, 0, 1, 1])
+    cap = 1.5 if mode == "sequence" else 2.0
     metrics = importance_metrics(torch.tensor(RATIOS).log(), torch.zeros(5), segments, mode, cap)
     assert metrics["importance/mean"] == pytest.approx(sum(RATIOS) / 5)
     assert metrics["importance/outside_share"] == pytest.approx(3 / 5)

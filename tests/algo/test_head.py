@@ -67,7 +67,8 @@ def test_the_model_is_otherwise_the_same(architecture: str, fields: dict[str, An
     """Names, ties, plain logits, and what save_pretrained writes."""
     model = tiny_model(architecture, **fields)
     ids = torch.arange(8)[None]
-    before, names = model(ids).logits, [name for name, _ in model.named_parameters()]
+    before = model(ids).logits
+    names = [name for name, _ in model.named_parameters()]
     assert install_chunked_head(model)
     assert not install_chunked_head(model)  # once is enough
     assert isinstance(model.lm_head, ChunkedHead)
@@ -120,7 +121,8 @@ def test_gradients_are_those_of_whole_logits(frozen_head: bool, layers_checkpoin
 @pytest.mark.parametrize("frozen_head", [False, True])
 def test_the_logits_of_a_batch_never_exist_at_once(frozen_head: bool) -> None:
     """A plain head makes [T, V] and keeps several of them for the backward pass; this one a few chunks, of 16."""
-    tokens, vocabulary = 16 * CHUNK_TOKENS, 512
+    tokens = 16 * CHUNK_TOKENS
+    vocabulary = 512
     chunk = CHUNK_TOKENS * vocabulary
     model = tiny_model("llama", vocab_size=vocabulary, num_hidden_layers=1)
     if frozen_head:

@@ -13,7 +13,8 @@ logits3 = st.lists(st.floats(-3, 3), min_size=3, max_size=3).map(lambda x: torch
 @given(logits3, logits3)
 def test_k1_has_the_divergence_as_its_mean(policy: torch.Tensor, reference: torch.Tensor) -> None:
     """Full enumeration of a vocabulary of three."""
-    p, q = policy.log_softmax(0), reference.log_softmax(0)
+    p = policy.log_softmax(0)
+    q = reference.log_softmax(0)
     divergence = sum(p[i].exp() * (p[i] - q[i]) for i in range(3))
     torch.testing.assert_close((p.exp() * kl_k1(p, q)).sum(), divergence)
 
@@ -25,7 +26,8 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 @given(logits3, logits3)
 def test_k3_has_the_divergence_as_its_mean_and_no_negative_term(policy: torch.Tensor, reference: torch.Tensor) -> None:
-    p, q = policy.log_softmax(0), reference.log_softmax(0)
+    p = policy.log_softmax(0)
+    q = reference.log_softmax(0)
     k3 = kl_k3(p, q)
     assert (k3 >= 0).all()
     torch.testing.assert_close((p.exp() * k3).sum(), divergence(p, q))
@@ -45,7 +47,8 @@ def test_as_a_loss_k3_moves_the_policy_along_the_other_divergence(
 ) -> None:
     """Mean over the policy's own tokens of the gradient of k3 = gradient of KL(q || p), not of KL(p || q)."""
     policy = policy.clone().requires_grad_()
-    p, q = policy.log_softmax(0), reference.log_softmax(0)
+    p = policy.log_softmax(0)
+    q = reference.log_softmax(0)
     (of_loss,) = torch.autograd.grad((p.detach().exp() * kl_k3(p, q)).sum(), policy, retain_graph=True)
     (expected,) = torch.autograd.grad(divergence(q, p), policy)
     torch.testing.assert_close(of_loss, expected, rtol=1e-6, atol=1e-9)
@@ -65,7 +68,8 @@ def test_a_token_that_the_policy_all_but_excludes_stays_finite() -> None:
 
 @given(st.lists(logits3, min_size=4, max_size=4))
 def test_full_kl_equals_a_loop_over_the_vocabulary(rows: list[torch.Tensor]) -> None:
-    logits, ref_logits = torch.stack(rows[:2]).float().requires_grad_(), torch.stack(rows[2:]).float()
+    logits = torch.stack(rows[:2]).float().requires_grad_()
+    ref_logits = torch.stack(rows[2:]).float()
     kl = full_kl(logits, ref_logits)
     expected = torch.stack(
         [divergence(a.log_softmax(0), b.log_softmax(0)) for a, b in zip(logits, ref_logits, strict=True)]
@@ -90,7 +94,8 @@ def test_full_kl_survives_tokens_of_probability_zero() -> None:
 
 
 def test_sequence_kl_sums_tokens_and_averages_sequences() -> None:
-    logprobs, reference = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]]), torch.tensor([[-2.0] * 3, [-5.0] * 3])
+    logprobs = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]])
+    reference = torch.tensor([[-2.0] * 3, [-5.0] * 3])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     assert sequence_kl(logprobs, reference, mask) == (2 + 3) / 2
 

@@ -38,13 +38,15 @@ def ids_of(sequence: TrainSequence) -> torch.Tensor:
 @pytest.mark.parametrize("chunked", [True, False])
 def test_sequences_together_are_as_alone(chunked: bool) -> None:
     """Value and gradient of one microbatch of four sequences = one plain forward of each of them."""
-    model, reference = tiny_model(seed=1), tiny_model(seed=2)
+    model = tiny_model(seed=1)
+    reference = tiny_model(seed=2)
     rows = Rows(sequences(), CPU)
     weights = torch.linspace(-1, 1, 30).unflatten(0, (3, 10))
 
     expected: list[list[torch.Tensor]] = [[], [], []]
     for one in sequences():
-        ids, before = ids_of(one), slice(len(one.prompt_ids) - 1, len(one) - 1)
+        ids = ids_of(one)
+        before = slice(len(one.prompt_ids) - 1, len(one) - 1)
         logprobs, ref = ((m(ids[None]).logits[0, before] / TEMPERATURE).log_softmax(-1) for m in (model, reference))
         p = logprobs.exp()
         chosen = logprobs.gather(-1, torch.from_numpy(one.response_ids)[:, None])[:, 0]
@@ -77,7 +79,8 @@ class Heads:
 
 def test_logits_are_computed_where_a_response_is_predicted() -> None:
     """By a plain head in the columns where any row has a response; of a chunked one see test_head."""
-    long, short = ((60, 40), (50, 1))
+    long = (60, 40)
+    short = (50, 1)
     made = [
         TrainSequence(prompt_ids=np.ones(p), response_ids=np.full(r, 4), weights=np.ones(r)) for p, r in (long, short)
     ]

@@ -174,7 +174,9 @@ def test_kl_loss_worked_by_hand() -> None:
 
 
 def test_a_value_loss_without_a_clip_is_the_plain_squared_error() -> None:
-    values, old, returns = torch.tensor([1.0, -3.0]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 1.0])
+    values = torch.tensor([1.0, -3.0])
+    old = torch.tensor([0.0, 0.0])
+    returns = torch.tensor([2.0, 1.0])
     weights = torch.tensor([0.25, 0.75])
     given = {"values": values, "old_values": old, "returns": returns, "weights": weights}
     loss, metrics = value_loss(**given, value_clip=math.inf)

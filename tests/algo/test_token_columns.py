@@ -21,7 +21,8 @@ def test_worked_by_hand() -> None:
     expected = [[math.log(3 / 4)], [math.log(4 / 5)]]
     torch.testing.assert_close(token_columns(logits, request(ids, 1.0)), torch.tensor(expected))
     # at temperature 1/2 odds are squared: (1, 9) / 10 and (16, 1) / 17; the reference's are even at any temperature
-    p, q = 9 / 10, 16 / 17
+    p = 9 / 10
+    q = 16 / 17
     entropy = [-(x * math.log(x) + (1 - x) * math.log(1 - x)) for x in (p, q)]
     expected = [
         [math.log(p), entropy[0], math.log(2) - entropy[0]],
@@ -37,10 +38,12 @@ def test_worked_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_change_neither_values_nor_gradients(dtype: torch.dtype) -> None:
-    tokens, vocabulary = 2 * CHUNK_TOKENS + 3, 5
+    tokens = 2 * CHUNK_TOKENS + 3
+    vocabulary = 5
     generator = torch.Generator().manual_seed(1)
     states, head, ref_logits = (torch.randn(n, m, generator=generator) for n, m in ((tokens, 4), (5, 4), (tokens, 5)))
-    states, head = states.to(dtype).requires_grad_(), head.to(dtype).requires_grad_()
+    states = states.to(dtype).requires_grad_()
+    head = head.to(dtype).requires_grad_()
     ids = torch.randint(0, vocabulary, (tokens,), generator=generator)
     weights = torch.randn(tokens, 3, generator=generator)
 
@@ -77,7 +80,8 @@ def test_a_token_of_probability_0_adds_nothing(ruled_out: float) -> None:
     """As if it were not in the vocabulary, in value and gradient; -200 is past what float32 can say of exp."""
     few = torch.tensor([[0.3, -1.0, 0.7]], requires_grad=True)
     more = torch.tensor([[0.3, -1.0, ruled_out, 0.7]], requires_grad=True)
-    few_ref, more_ref = torch.tensor([[0.0, 0.1, 0.2]]), torch.tensor([[0.0, 0.1, ruled_out, 0.2]])
+    few_ref = torch.tensor([[0.0, 0.1, 0.2]])
+    more_ref = torch.tensor([[0.0, 0.1, ruled_out, 0.2]])
     ids = torch.tensor([0])
     want = token_columns(few, request(ids, 0.9, entropy=True, ref_logits=few_ref))
     got = token_columns(more, request(ids, 0.9, entropy=True, ref_logits=more_ref))

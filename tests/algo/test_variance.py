@@ -41,7 +41,8 @@ def moments(placement: Placement, p: float) -> tuple[np.ndarray, np.ndarray]:
 def test_a_place_leaves_the_gradient_and_takes_variance(p: float) -> None:
     v = 2 * p * (1 - p)
     later = np.arange(NUM_FACTS)[::-1]
-    split_by_sequence, at_the_end = moments("span", p), moments("scalar", p)
+    split_by_sequence = moments("span", p)
+    at_the_end = moments("scalar", p)
     for mean, _ in (split_by_sequence, at_the_end):
         np.testing.assert_allclose(mean, v, rtol=1e-5)  # the same gradient: both are without bias
     np.testing.assert_allclose(split_by_sequence[1], v - v**2 + later * v**2, rtol=1e-5)

@@ -18,7 +18,9 @@ from test_documents import ROOT
 from t2g.credit import assign_credit
 from t2g.feedback import decode
 
-GENERATIONS, TOKENS, STEPS = 4, 12, 3
+GENERATIONS = 4
+TOKENS = 12
+STEPS = 3
 
 
 def judge_text(text: str) -> Any:
@@ -102,10 +104,12 @@ def test_three_steps_train_on_the_loops_own_advantages(tmp_path: Path, model: Pa
     assert not all(batch["advantages"].any(1).all() for batch in batches)  # some were not judged
     # what the spans praise is likelier than before, what they blame less likely, in the first batch
     before = token_logprobs(AutoModelForCausalLM.from_pretrained(model), batches[0])
-    change, advantages = token_logprobs(trainer.model, batches[0]) - before, batches[0]["advantages"]
+    change = token_logprobs(trainer.model, batches[0]) - before
+    advantages = batches[0]["advantages"]
     assert change[advantages > 0.1].mean() > 0 > change[advantages < -0.1].mean()
     logged = trainer.state.log_history[0]
-    tokenizer, rows = trainer.processing_class, rows_of(batches[0])
+    tokenizer = trainer.processing_class
+    rows = rows_of(batches[0])
     texts = [decode(tokenizer, row) for row in rows]
     judgements = [judge_text(text) for text in texts]
     total = assign_credit(tokenizer, texts, rows, judgements, range(len(rows))).token_rewards.sum().item()

@@ -190,7 +190,8 @@ def test_a_folder_is_its_split_as_the_datasets_library_finds_it(tmp_path: Path) 
 
 
 def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
-    first, folder = write(tmp_path / "z.jsonl", '{"prompt": "1", "n": 1}\n\n{"prompt": "2"}\n'), tmp_path / "folder"
+    first = write(tmp_path / "z.jsonl", '{"prompt": "1", "n": 1}\n\n{"prompt": "2"}\n')
+    folder = tmp_path / "folder"
     folder.mkdir()
     write(folder / "b.csv", "prompt\n3\n")
     last = write(tmp_path / "a.json", '[{"question": "4"}]')

@@ -31,7 +31,8 @@ def broken_rules(main: Json) -> list[str]:
 
 
 def _name_rules(main: Json) -> Iterator[str]:
-    name, longest = main["metadata"]["name"], 47 if main["kind"] == "RayJob" else 53
+    name = main["metadata"]["name"]
+    longest = 47 if main["kind"] == "RayJob" else 53
     if len(name) > longest:
         yield f"the name is longer than {longest} characters"
     if not NAME.fullmatch(name):
@@ -55,7 +56,8 @@ def _job_rules(spec: Json) -> Iterator[str]:
 
 
 def _deletion_rules(spec: Json) -> Iterator[str]:
-    shutdown, strategy = spec.get("shutdownAfterJobFinishes", False), spec.get("deletionStrategy")
+    shutdown = spec.get("shutdownAfterJobFinishes", False)
+    strategy = spec.get("deletionStrategy")
     if spec.get("suspend") and not shutdown:
         yield "a job that can be suspended needs shutdownAfterJobFinishes"
     if spec.get("ttlSecondsAfterFinished", 0) < 0:
@@ -85,7 +87,8 @@ def _cluster_rules(spec: Json, groups: list[Json]) -> Iterator[str]:
 
 
 def _group_rules(spec: Json, group: Json) -> Iterator[str]:
-    pod, params = group["template"]["spec"], group.get("rayStartParams", {})
+    pod = group["template"]["spec"]
+    params = group.get("rayStartParams", {})
     if not pod.get("containers"):
         yield "there is no container"
     if group.get("resources") and any(params.get(name) for name in OWN_RESOURCES):

@@ -82,7 +82,8 @@ def test_all_workers_fit(file: Any, request_resources: Any) -> None:
 
 @by_file
 def test_workers_land_on_their_own_group_and_one_more_than_max_does_not(file: Any, request_resources: Any) -> None:
-    spec, groups = cluster_spec(documents(file.read_text())[1]), pod_groups(made(file).config)
+    spec = cluster_spec(documents(file.read_text())[1])
+    groups = pod_groups(made(file).config)
     for group in groups:
         expected = least(groups) | Counter({group.name: group.pods.max})
         for extra in (0, 1):
@@ -107,6 +108,7 @@ def test_without_labels_they_would_land_anywhere(request_resources: Any) -> None
 
 def test_a_label_that_no_group_has_is_never_served(request_resources: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
-    spec, groups = cluster_spec(documents(file.read_text())[1]), pod_groups(made(file).config)
+    spec = cluster_spec(documents(file.read_text())[1])
+    groups = pod_groups(made(file).config)
     stray = with_overrides(groups[1].role, {"labels": {"rl/role": "rolout"}})
     assert plan(spec, places(request_resources, replace(groups[1], role=stray), 1)) == (least(groups), 1)

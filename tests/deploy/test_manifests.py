@@ -162,7 +162,8 @@ def test_shared_memory_holds_the_object_store_and_the_pod_holds_both(file: Path)
     for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
         pod = group["template"]["spec"]
         (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shared-mem"]
-        shm_gib, store = int(shm["sizeLimit"].removesuffix("Gi")), int(group["rayStartParams"]["object-store-memory"])
+        shm_gib = int(shm["sizeLimit"].removesuffix("Gi"))
+        store = int(group["rayStartParams"]["object-store-memory"])
         memory = pod["containers"][0]["resources"]["limits"]["memory"]
         workers = int(group.get("resources", {}).get("memory", 0))
         assert shm["medium"] == "Memory"
@@ -272,7 +273,8 @@ def test_every_stage_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None
         config = loading.load(schema, ROOT / file, overrides, environ={}, cwd=ROOT, have=lambda _, have=have: have)
         main = render(config, config_path=file, cpu=False, stage=stage)
         rendered.append(main)
-        program, found = submission.STAGES[stage].program, cluster_spec(main)["workerGroupSpecs"]
+        program = submission.STAGES[stage].program
+        found = cluster_spec(main)["workerGroupSpecs"]
         assert f"exec python -m {program} " in main["spec"]["entrypoint"]
         assert [(group["groupName"], group["replicas"]) for group in found] == groups, stage
         assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in found)

@@ -45,7 +45,8 @@ def test_an_old_picture_says_so_and_a_clock_that_is_behind_does_not() -> None:
 
 
 def test_a_finished_run_reports_no_engines_and_needs_no_driver() -> None:
-    last, later = STATUS.model_copy(update={"step": 100, "samples": 6400}), THEN + timedelta(hours=2)
+    last = STATUS.model_copy(update={"step": 100, "samples": 6400})
+    later = THEN + timedelta(hours=2)
     assert format_status("own", last, done=True, now=later).splitlines() == [
         "run own: step 100 of 100, 6400 samples, as of 2 h 00 min ago",
         "it is done: policy/, summary.json and report.html are written",

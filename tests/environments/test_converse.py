@@ -67,7 +67,8 @@ class Script:
     timeout_s = 1.0
 
     def __init__(self, *replies: Reply | Exception) -> None:
-        self.replies, self.seen = replies, list[list[str]]()
+        self.replies = replies
+        self.seen = list[list[str]]()
 
     async def reply(self, prompt: Prompt, messages: Any) -> Reply:
         self.seen.append([f"{turn['role']}: {turn['content']}" for turn in messages])
@@ -81,8 +82,11 @@ class Conversation:
     """One conversation with the policy's texts given; `contexts` are what it was asked after."""
 
     def __init__(self, tokenizer: Any, texts: list[str], end: str | None, question: str = "Write.") -> None:
-        self.tokenizer, self.texts, self.end = tokenizer, texts, end
-        self.contexts, self.sampled = list[np.ndarray](), list[np.ndarray]()
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.end = end
+        self.contexts = list[np.ndarray]()
+        self.sampled = list[np.ndarray]()
         ids = encode_chat(tokenizer, [{"role": "user", "content": question}])
         self.prompt = Prompt(prompt_id="p", prompt_text="", task="t", prompt_ids=np.array(ids, np.int32))
 
@@ -126,7 +130,8 @@ REPLIES = st.one_of(WORDS, st.sampled_from(["<|im_end|>", "a<|eot_id|>b", "<|end
 def test_ids_are_those_of_the_template_applied_at_once(
     tokenizers: dict[str, Any], family: str, question: str, texts: list[str], replies: list[str]
 ) -> None:
-    tokenizer, thinking = tokenizers[family], f"{OPEN}the{CLOSE}\n\n" if family == "thinking" else ""
+    tokenizer = tokenizers[family]
+    thinking = f"{OPEN}the{CLOSE}\n\n" if family == "thinking" else ""
     sampled = [thinking + text for text in texts]
     conversation = Conversation(tokenizer, sampled, ENDS[family], question)
     environment = Script(*(Reply(reply, done=i == len(texts) - 1) for i, reply in enumerate(replies)))

@@ -55,7 +55,8 @@ def ask_often(num_calls: int, task: CodeTask, program: str, payload: dict[str, A
     prompt = Prompt(prompt_id="p", prompt_text="red: add 2; blue: times 3.", task=task.name, payload=payload)
 
     async def run() -> list[Reply]:
-        environment, turns = Environment(job, task), [{"role": "assistant", "content": program}]
+        environment = Environment(job, task)
+        turns = [{"role": "assistant", "content": program}]
         return list(await asyncio.gather(*(environment.reply(prompt, turns) for _ in range(num_calls))))
 
     return asyncio.run(run())

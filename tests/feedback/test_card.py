@@ -10,7 +10,8 @@ from t2g.errors import UserError
 from t2g.feedback.card import CARD_FILE, RewardCard, check_card, make_card, read_card, write_card
 from t2g.tasks.tiny.task import TinyTask
 
-BARE, DENSE = StyleConfig(critique=False), StyleConfig(labels="dense")
+BARE = StyleConfig(critique=False)
+DENSE = StyleConfig(labels="dense")
 
 
 def test_a_card_comes_back_and_admits_what_it_was_written_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

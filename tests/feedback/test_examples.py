@@ -90,7 +90,8 @@ def test_reward_examples_learn_the_answer_and_cut_input_text_only(tokenizer: Any
 
 def test_records_that_do_not_fit_are_left_out_and_named(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     row = {"prompt_id": "a", "prompt": "p", "response": "r", "critique": "c", "good": [], "poor": []}
-    short, long = read_record(row), read_record({**row, "prompt_id": "b", "critique": "c" * 2000})
+    short = read_record(row)
+    long = read_record({**row, "prompt_id": "b", "critique": "c" * 2000})
     options = {"max_length": 1200}
     assert len(make_reward_examples([short, *[long] * 6, short], PromptsTask(), tokenizer, **options)) == 2
     # 14 characters, the 2,000 of the critique, 26 characters, EOS
@@ -103,7 +104,8 @@ def test_records_that_do_not_fit_are_left_out_and_named(tokenizer: Any, caplog: 
 
 def test_without_a_critique_the_target_is_the_span_map(tokenizer: Any) -> None:
     row = {"prompt": "p", "response": "by Zoë", "critique": "Right.", "good": ["Zoë"], "poor": []}
-    task, style = PromptsTask(), StyleConfig(critique=False)
+    task = PromptsTask()
+    style = StyleConfig(critique=False)
     (made,) = make_reward_examples([read_record(row)], task, tokenizer, max_length=2000, style=style)
     assert decode(tokenizer, made.response_ids) == '{"good": ["Zoë"], "poor": []}'
     messages = task.feedback_messages(read_record(row).to_prompt(), "by Zoë", style=style)

@@ -128,7 +128,8 @@ def test_a_malformed_message_is_named(record: dict[str, Any], problem: str) -> N
     ],
 )
 def test_a_content_that_is_not_understood_leaves_out_its_turn_alone(message: dict[str, Any], problem: str) -> None:
-    before, after = chat("user: q", "assistant: a", "user: no"), chat("assistant: b", "user: ok", "assistant: c")
+    before = chat("user: q", "assistant: a", "user: no")
+    after = chat("assistant: b", "user: ok", "assistant: c")
     messages = [*before, *chat("assistant: x", "user: y"), message, *after]
     conversation = read_conversation({"messages": messages})
     assert list(conversation.problems) == [5] and conversation.problems[5].startswith("messages[5] ")

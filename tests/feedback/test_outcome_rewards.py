@@ -131,7 +131,8 @@ def test_functions_in_the_style_of_trls_documentation_run_unchanged() -> None:
     assert score("trl.rewards:think_format_reward", number=1)[1].outcomes == {"trl.rewards:think_format_reward": 0.0}
 
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,8 @@ def test_a_metric_of_the_feedback_function_is_paid_and_a_missing_one_is_named() 
 
 
 def test_the_task_measures_the_answers_that_are_trained_on() -> None:
-    task, prompt = LetterTask(), letter_prompts(1)[0]
+    task = LetterTask()
+    prompt = letter_prompts(1)[0]
     found = make_samples(prompt, ("aab", "ab", "a"))
     found[1] = (replace(found[1][0], answer_start=None), found[1][1])
     found[2] = (found[2][0], replace(found[2][1], status="failed"))
@@ -279,7 +281,8 @@ def test_what_cannot_be_paid_is_refused_before_the_run(source: str, feedback: di
 
 
 def test_every_prompt_needs_a_measure_and_none_is_measured() -> None:
-    task, prompts = LetterTask(), letter_prompts(4)
+    task = LetterTask()
+    prompts = letter_prompts(4)
     OutcomeRewards(paying("task"), task, prompts)
     task.unmeasured = {"p2", "p3"}
     OutcomeRewards(paying(), task, prompts)

@@ -234,7 +234,8 @@ def test_guided_decoding_can_write_what_training_teaches(critique: str, quotes: 
 @settings(deadline=None)
 @given(critique=st.text(max_size=20) | st.text('"\\\\\n\u2028é😀', max_size=9), data=st.data())
 def test_a_given_critique_is_gone_on_from_wherever_it_was_cut(critique: str, data: st.DataObject) -> None:
-    answer, begun = formatted(critique, ["a"], [("b", 2)]), format_answer_prefix(critique)
+    answer = formatted(critique, ["a"], [("b", 2)])
+    begun = format_answer_prefix(critique)
     cut = data.draw(st.integers(0, len(begun)))
     assert answer.startswith(begun)
     assert grammar_accepts(answer[cut:], critique_suffix=begun[cut:])
@@ -292,7 +293,8 @@ def test_pieces_that_a_feedback_function_may_give() -> None:
     assert parse_piece("a", 1) == Quote(quote="a")
     assert parse_piece(("a", 2), 1) == Quote(quote="a", occurrence=2)
     assert parse_piece({"quote": "a", "severity": 3}, 1) == Quote(quote="a", severity=3)
-    quote, span = Quote(quote="a", occurrence=2, severity=3), Span(start=0, end=1, label=-1, severity=3)
+    quote = Quote(quote="a", occurrence=2, severity=3)
+    span = Span(start=0, end=1, label=-1, severity=3)
     assert (parse_piece(quote, -1), parse_piece(span, -1)) == (quote, span)
     assert parse_piece((3, 9), -1) == Span(start=3, end=9, label=-1)
     assert parse_piece(Span(start=0, end=1, label=-1, severity=3, criterion="style"), -1) == span, (
@@ -301,7 +303,8 @@ def test_pieces_that_a_feedback_function_may_give() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    two, three = np.int64(2), np.int32(3)
+    two = np.int64(2)
+    three = np.int32(3)
     assert parse_piece((two, three), -1) == parse_piece(np.array([2, 3]), -1) == Span(start=2, end=3, label=-1)
     assert parse_piece(("a", two), 1) == parse_piece({"quote": "a", "occurrence": two}, 1)
     span = Span(start=two, end=three, label=-1, severity=three, critique_range=(two, three))  # type: ignore[arg-type]

@@ -207,10 +207,12 @@ def test_a_span_once_agrees_with_sets_of_characters(
     values = (-0.25, -0.5, -2)
     units: list[tuple[int, set[int], int]] = []  # label, characters, severity
     for s in made:
-        characters, severity = set(range(s.start, s.end)), s.severity
+        characters = set(range(s.start, s.end))
+        severity = s.severity
         for unit in [u for u in units if u[0] == s.label and u[1] & characters]:
             units.remove(unit)
-            characters, severity = characters | unit[1], max(severity, unit[2])
+            characters = characters | unit[1]
+            severity = max(severity, unit[2])
         units.append((s.label, characters, severity))
     expected = np.zeros(len(offsets))
     for label, characters, severity in units:
@@ -273,7 +275,8 @@ def test_step_pays_each_sum_at_the_last_token_of_its_step() -> None:
 def test_step_agrees_with_a_loop(tokens: list[tuple[int, bool]]) -> None:
     deltas = np.array([quarter / 4 for quarter, _ in tokens], np.float32)
     steps = np.cumsum([2 * starts for _, starts in tokens])  # ids may skip: a step may have no token
-    expected, total = [], 0.0
+    expected = []
+    total = 0.0
     for t, delta in enumerate(deltas):
         total += delta
         last = t + 1 == len(deltas) or steps[t + 1] != steps[t]

@@ -66,7 +66,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """Ray on this machine as a job starts it; no process of it is left behind."""
-    before, init = psutil.Process().children(), ray.init
+    before = psutil.Process().children()
+    init = ray.init
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]  # workers import helpers by name
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

@@ -39,7 +39,9 @@ from t2g.loop.steps import select_prompts
 
 ROOT = Path(__file__).parents[2]
 SEED = 5
-NUM_PROMPTS, PROMPTS_PER_STEP, SAMPLES = 8, 4, 2  # two steps an epoch
+NUM_PROMPTS = 8
+PROMPTS_PER_STEP = 4  # two steps an epoch
+SAMPLES = 2
 FAULTS = ("rollout", "reward", "learner", "node", "hang", "half a sync")
 STEPS_APART = 2  # from one fault to the next
 FAULT_DEADLINE_S = 480
@@ -158,7 +160,8 @@ def run_through(stage: Stage, job: PolicyJob, plan: dict[int, str], fleets: Call
     begin_folder(job)
     data = read_data(job)
     check_placement(job.roles(), timeout_s=60)
-    done, broken = threading.Event(), list[str]()
+    done = threading.Event()
+    broken = list[str]()
     chaos = threading.Thread(target=break_things, args=(stage, job.run.folder, plan, done, broken), daemon=True)
     rollouts, feedback = fleets()
     chaos.start()
@@ -262,7 +265,9 @@ class Grown:
     """A stop flag that holds once the fleet had two workers and has one again; it makes the engines fast between."""
 
     def __init__(self, run: Path, slow: Path) -> None:
-        self._run, self._slow, self._deadline = run, slow, time.monotonic() + FAULT_DEADLINE_S
+        self._run = run
+        self._slow = slow
+        self._deadline = time.monotonic() + FAULT_DEADLINE_S
 
     def __bool__(self) -> bool:
         sizes = [line["rollout/workers"] for line in logged(self._run) if line["step"] > 0]

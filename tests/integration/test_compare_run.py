@@ -49,7 +49,8 @@ def start(folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
 
 @pytest.mark.slow  # a minute and a half, of paths that have tests of their own
 def test_a_comparison_goes_on_run_by_run(folder: Path) -> None:
-    run, log = folder / "runs" / "compare", folder / "log.txt"
+    run = folder / "runs" / "compare"
+    log = folder / "log.txt"
     process = start(folder)
     deadline = time.monotonic() + DEADLINE_S
     first = run / "arms" / "scalar-1" / "summary.json"

@@ -56,7 +56,9 @@ def kill_the_engine(head: Head, metrics: Path, done: threading.Event, died: list
 
 def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: Head, tmp_path: Path) -> None:
     """With one engine: nobody else serves until it is replaced, and its successor gets the present weights."""
-    runs, done, died = tmp_path / "runs", threading.Event(), list[psutil.Process]()
+    runs = tmp_path / "runs"
+    done = threading.Event()
+    died = list[psutil.Process]()
     whole = demo(f"run.root={runs}", *SMALL)
     metrics = runs / "demo" / "arms" / "span" / "metrics.jsonl"
     chaos = threading.Thread(target=kill_the_engine, args=(head, metrics, done, died), daemon=True)

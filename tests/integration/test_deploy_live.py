@@ -94,7 +94,8 @@ def submission(root: Path, **values: object) -> list[str]:
 def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
     head: Head, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    root, log = tmp_path_factory.mktemp("runs"), head.folder / "stub.txt"
+    root = tmp_path_factory.mktemp("runs")
+    log = head.folder / "stub.txt"
     (project / "jobs" / "train_policy.py").write_text(STUB.replace("__file__", repr(str(root / "x"))))
     submit = [*submission(root), "--address", head.address]
     refused = partial(head.said, project, "jobs.deploy", *submit, code=2)
@@ -138,7 +139,8 @@ def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
 def test_a_run_is_submitted_scaled_stopped_and_submitted_again(
     head: Head, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    root, log = tmp_path_factory.mktemp("runs"), head.folder / "run.txt"
+    root = tmp_path_factory.mktemp("runs")
+    log = head.folder / "run.txt"
     random_model(root / "policy", "llama", seed=1)
     prompts = [{"prompt": f"Say what is wrong, {i}."} for i in range(12)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))

@@ -41,7 +41,8 @@ def own_command(folder: Path, **overrides: object) -> list[str]:
 
 @pytest.mark.slow  # two starts of a whole run; tests/test_restarts.py has the same on fakes
 def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> None:
-    run, log = folder / "runs" / "own", folder / "log.txt"
+    run = folder / "runs" / "own"
+    log = folder / "log.txt"
     process = start(own_command(folder), log)
     deadline = time.monotonic() + DEADLINE_S
     while 1 not in logged_steps(run):

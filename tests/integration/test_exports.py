@@ -74,7 +74,8 @@ def policy_rank(group: LearnerGroup) -> LearnerWorker:
 
 
 def test_names_of_the_files_are_sent_buffers_included(group: LearnerGroup, model: tuple[str, Path]) -> None:
-    stored, sent = load_file(model[1] / "model.safetensors"), sent_weights(group)
+    stored = load_file(model[1] / "model.safetensors")
+    sent = sent_weights(group)
     assert sent.keys() == stored.keys() == group.get_manifest().keys()
     assert {name: t.shape for name, t in sent.items()} == {name: tuple(t.shape) for name, t in stored.items()}
     for name in get_buffers(policy_rank(group).parts["policy"].engine.module):

@@ -87,7 +87,9 @@ def test_a_death_is_reported_before_its_consequences(ranks: list) -> None:
 
 def test_whether_one_has_failed_by_now(ranks: list) -> None:
     late = rank_class().remote()
-    done, failed, open_ = ranks[0].value.remote(1), ranks[1].fail.remote(ValueError("no")), late.sleep.remote()
+    done = ranks[0].value.remote(1)
+    failed = ranks[1].fail.remote(ValueError("no"))
+    open_ = late.sleep.remote()
     ray.wait([done, failed], num_returns=2, timeout=30)
     assert not any_failed([]) and not any_failed([done, open_]) and any_failed([open_, done, failed])
     ray.kill(late)

@@ -56,7 +56,8 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
             await turns.switch_to(user)
 
     asyncio.run(rounds())
-    engines, ranks = [member.handle for member in fleet.serving()], group.parts["policy"].workers
+    engines = [member.handle for member in fleet.serving()]
+    ranks = group.parts["policy"].workers
     said = {who: ray.get([actor.said.remote() for actor in of]) for who, of in (("engine", engines), ("rank", ranks))}
     for who in said:
         assert {gpu for gpu, _ in said[who]} == {str(i) for i in range(NUM_GPUS)}, f"one {who} on each GPU"

@@ -101,13 +101,16 @@ def test_ranks_microbatches_and_memory_do_not_change_an_update(
 ) -> None:
     """All of a minibatch at once; in many microbatches over two ranks of which some have nothing to do; and with the
     critic on a rank of its own, gradient checkpointing and all in host memory."""
-    results, moved, values = {}, {}, {}
+    results = {}
+    moved = {}
+    values = {}
     before = sent_weights(groups["one"])
     for name, group in groups.items():
         group.load(start[name])
         group.update(train_batch(group, rollouts))  # the critic's warm-up
         results[name] = group.update(train_batch(group, rollouts))
-        moved[name], values[name] = sent_weights(group), [s.values for s in group.forward(rollouts)]
+        moved[name] = sent_weights(group)
+        values[name] = [s.values for s in group.forward(rollouts)]
         assert results[name].policy_version == 2
     whole = results["one"].metrics
     assert whole["policy/grad_norm"] > 0.1  # so that clipping acts: an optimizer like Adam hides a gradient's scale
@@ -134,8 +137,10 @@ def test_a_restored_group_makes_the_same_next_update(
     group = groups[name]
     group.update(train_batch(group, rollouts, seed=6))
     group.save(tmp_path)
-    version, batch = group.policy_version, train_batch(group, rollouts, seed=7)
-    first, after = group.update(batch), sent_weights(group)
+    version = group.policy_version
+    batch = train_batch(group, rollouts, seed=7)
+    first = group.update(batch)
+    after = sent_weights(group)
     group.update(batch)
     group.load(tmp_path)
     assert group.policy_version == version
@@ -184,7 +189,8 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_applied(
 ) -> None:
     group = groups[name]
     group.update(train_batch(group, rollouts))  # past the critic's warm-up
-    before, done = sent_weights(group), group.policy_version
+    before = sent_weights(group)
+    done = group.policy_version
     batch = train_batch(group, rollouts)
     first, *rest = batch.minibatches
     sample, *others = first
@@ -210,11 +216,13 @@ def test_another_number_of_ranks_goes_on(
     tmp_path: Path,
 ) -> None:
     """Two ranks to one, one to two before the policy's first step, and to a critic on a rank of its own."""
-    first, second = groups[wrote], groups[reads]
+    first = groups[wrote]
+    second = groups[reads]
     first.load(start[wrote])
     for seed in range(updates):
         first.update(train_batch(first, rollouts, seed=seed))
-    folder, again = tmp_path / "a + (b)", tmp_path / "again"  # a path that is no pattern
+    folder = tmp_path / "a + (b)"  # a path that is no pattern
+    again = tmp_path / "again"
     folder.mkdir()
     again.mkdir()
     first.save(folder)
@@ -222,14 +230,16 @@ def test_another_number_of_ranks_goes_on(
     second.save(again)
     assert not list(folder.glob("*universal*"))
     for part, steps in (("policy", 4 * (updates - 1)), ("critic", 4 * updates)):
-        (step, before), (step_again, after) = saved_state(folder, part), saved_state(again, part)
+        (step, before) = saved_state(folder, part)
+        (step_again, after) = saved_state(again, part)
         assert step == step_again == steps
         assert before.keys() == after.keys()
         assert all(torch.equal(after[key], value) for key, value in before.items())
         assert any(value.any() for (_, kind), value in before.items() if kind == "exp_avg_sq") == (steps > 0)
 
     batch = train_batch(first, rollouts, seed=7)
-    expected, result = first.update(batch), second.update(batch)
+    expected = first.update(batch)
+    result = second.update(batch)
     assert result.policy_version == expected.policy_version == updates + 1
     for metric in expected.metrics.keys() - {"learner/tokens_per_s", "learner/peak_memory_gib"}:
         assert result.metrics[metric] == pytest.approx(expected.metrics[metric], rel=1e-5, abs=1e-7), metric

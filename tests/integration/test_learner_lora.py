@@ -88,7 +88,8 @@ def objective_by_hand(model: Any, reference: Any, batch: TrainBatch) -> torch.Te
         with torch.no_grad():
             ref_logprobs = plain_logprobs(reference, ids)[response]
         taken = logprobs.gather(-1, torch.from_numpy(sample.response_ids).long()[:, None])[:, 0]
-        old, rollout = torch.tensor(sample.old_logprobs), torch.tensor(sample.rollout_logprobs)
+        old = torch.tensor(sample.old_logprobs)
+        rollout = torch.tensor(sample.rollout_logprobs)
         importance = min(math.exp(float((old - rollout)[keep].sum())), CAP)
         gain = importance * (taken - old).exp() * torch.from_numpy(sample.advantages)  # nothing is clipped at ratio 1
         kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
@@ -136,7 +137,8 @@ def test_frozen_weights_never_move_and_the_others_are_merged_as_peft_does(
     merged = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "policy" / "adapter"
     ).merge_and_unload()
-    expected, start = dict(merged.named_parameters()), load_file(base / "model.safetensors")
+    expected = dict(merged.named_parameters())
+    start = load_file(base / "model.safetensors")
     exported = load_file(tmp_path / "policy" / "model.safetensors")
     adapted = adapter_of(tmp_path / "policy")
     assert len(adapted) == 2 * 7
@@ -176,7 +178,8 @@ def test_the_gradient_is_that_of_the_objective_written_out(
     batch = train_batch(group, rollouts, kl_coef=KL_COEF)
     metrics = group.update(batch).metrics
     objective_by_hand(model, reference, batch).backward()
-    weights, squares = dict(model.named_parameters()), 0.0
+    weights = dict(model.named_parameters())
+    squares = 0.0
     for name, (a, b) in adapter_of(tmp_path / "policy").items():
         gradient = weights[name].grad
         squares += float((SCALING * gradient @ a.T).square().sum() + (SCALING * b.T @ gradient).square().sum())
@@ -193,10 +196,12 @@ def test_a_restored_learner_makes_the_same_next_update(
     assert len(kept) == 2 * 2 * 7
     assert all(".lora_" in name for name in kept)
     batch = train_batch(group, rollouts, seed=7, kl_coef=KL_COEF)
-    first, after = group.update(batch), sent_weights(group)
+    first = group.update(batch)
+    after = sent_weights(group)
     group.update(batch)
     group.load(tmp_path)
-    second, again = group.update(batch), sent_weights(group)
+    second = group.update(batch)
+    again = sent_weights(group)
     timing = {"learner/tokens_per_s": 0.0, "learner/peak_memory_gib": 0.0}
     assert second.policy_version == first.policy_version
     assert second.metrics | timing == first.metrics | timing
@@ -218,7 +223,8 @@ def test_two_ranks_go_on_from_one(
         assert len(before) == len(after) == 3 * 2 * 2 * 7
         assert all(torch.equal(after[key], value) for key, value in before.items())
         batch = train_batch(group, rollouts, seed=7, kl_coef=KL_COEF)
-        expected, result = group.update(batch).metrics, two.update(batch).metrics
+        expected = group.update(batch).metrics
+        result = two.update(batch).metrics
         assert result["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=1e-5)
         moved = sent_weights(two)
         for key, value in sent_weights(group).items():

@@ -53,7 +53,9 @@ from t2g.types import (
 
 # AdamW's first step is lr * g / (|g| + eps). Clipped this far below eps, g is left as it is: lr * g / eps. So the
 # weights before and after tell the whole gradient, where an ordinary step would tell little more than its signs.
-ADAM_EPS, TINY_NORM, LR = 1e-8, 1e-14, 1e8
+ADAM_EPS = 1e-8
+TINY_NORM = 1e-14
+LR = 1e8
 READABLE = OptimConfig(lr=LR, max_grad_norm=TINY_NORM, schedule="constant")
 NO_LR = OptimConfig(lr=1e-30)  # far below the last bit of any weight, float32 copies of bfloat16 ones included
 OBJECTIVE = ObjectiveConfig(advantages="gae", kl_estimator="k3", entropy_coef=0.1, loss_aggregation="sequence")
@@ -132,7 +134,8 @@ def plain_gradients(base: Path, samples: tuple[TrainSample, ...]) -> tuple[dict[
         cls.from_pretrained(base, attn_implementation="eager") for cls in (AutoModelForCausalLM, AutoModel)
     )
     counting = [s for s in samples if s.weights.any()]
-    loss, head_gradient = torch.tensor(0.0), torch.zeros(backbone.config.hidden_size)
+    loss = torch.tensor(0.0)
+    head_gradient = torch.zeros(backbone.config.hidden_size)
     for sample in counting:
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()[None]
         logprobs = (policy(ids).logits[0] / TEMPERATURE).log_softmax(-1)
@@ -168,7 +171,8 @@ def test_supervised_gradients_are_those_of_plain_cross_entropy(
 ) -> None:
     """In chunks of 8 tokens of a head that is tied to the embeddings, in microbatches of 40 tokens."""
     monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
-    rng, policy = np.random.default_rng(4), AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    rng = np.random.default_rng(4)
+    policy = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     minibatch = normalize_weights(
         [
             TrainSequence(prompt_ids=r.prompt_ids, response_ids=r.response_ids, weights=rng.random(len(r.response_ids)))
@@ -199,7 +203,8 @@ def test_the_only_pass_of_an_update_says_the_old_logprobs(
     learners: dict[str, Started], base: Path, tmp_path: Path
 ) -> None:
     """Without a critic, with the KL in the loss: as with a pass before the update, which is spared."""
-    rollouts, learner = random_rollouts(), learners["one"]
+    rollouts = random_rollouts()
+    learner = learners["one"]
     learner.group.load(learner.folder)
     told = learner.group.forward(rollouts)
     batch = train_batch(learner.group, rollouts, kl_coef=KL_COEF)
@@ -232,7 +237,8 @@ def test_the_only_pass_of_an_update_says_the_old_logprobs(
 @pytest.mark.usefixtures("cluster")
 def test_the_gradient_with_a_teacher_is_that_of_the_plain_loop(top_k: int, base: Path, tmp_path: Path) -> None:
     """(1 - w) L_policy + w KL(policy || teacher) over the likeliest tokens and the rest, or the whole vocabulary."""
-    weight, rng = 0.7, np.random.default_rng(3)
+    weight = 0.7
+    rng = np.random.default_rng(3)
     objective = ObjectiveConfig(
         advantages="group", whiten="none", kl_estimator="k3", teacher=TeacherConfig(weight=weight, top_k=top_k)
     )
@@ -269,7 +275,8 @@ def test_the_gradient_with_a_teacher_is_that_of_the_plain_loop(top_k: int, base:
 
     loss = torch.tensor(0.0)
     for sample, ids, t, has_teacher in zip(samples, prompts, teacher, mask, strict=True):
-        now, taught = logprobs(sample.prompt_ids, sample.response_ids), logprobs(ids, sample.response_ids).detach()
+        now = logprobs(sample.prompt_ids, sample.response_ids)
+        taught = logprobs(ids, sample.response_ids).detach()
         sampled = torch.from_numpy(sample.response_ids).long()
         np.testing.assert_allclose(t.logprobs, taught[range(len(sampled)), sampled], rtol=1e-4)
         for i in np.flatnonzero(sample.weights):
@@ -311,9 +318,11 @@ def test_a_masked_token_has_exactly_no_gradient(name: str, learners: dict[str, S
 
 def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: Path) -> None:
     """V = 0, beta = 0, unwhitened, one labelled token at s: A_t = delta (gamma lambda)^(s - t), 0 after."""
-    gamma, lam = 0.9, 0.8
+    gamma = 0.9
+    lam = 0.8
     objective = ObjectiveConfig(advantages="gae", gamma=gamma, lam=lam, whiten="none", kl_coef=0)
-    tokenizer, text = AutoTokenizer.from_pretrained(base), "Nobody saw it."
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    text = "Nobody saw it."
     prompt_ids, response_ids = (np.array(tokenizer.encode(t), np.int32) for t in ("Say what is wrong.", text))
     offsets = token_offsets(tokenizer, response_ids)
     labelled = len(response_ids) // 2
@@ -379,7 +388,8 @@ def pair(
     probe_tolerance = {"float32": 1e-3, "bfloat16": 0.25}[dtype]
     changes = ONE_STEP | {"policy": NO_LR, "critic": NO_LR, "dtype": dtype, "probe_tolerance": probe_tolerance}
     with ExitStack() as stack:
-        fleet, model = rollout_fleet, tmp_path_factory.mktemp("sent")
+        fleet = rollout_fleet
+        model = tmp_path_factory.mktemp("sent")
         byte_llama(model, seed=3, spread=0.08)
         if dtype != "float32":
             model = base
@@ -395,7 +405,8 @@ def pair(
 
 def test_engine_and_learner_agree_at_any_temperature(pair: Pair) -> None:
     """The learner takes the very tokens that the engine drew: nothing is left of the gap but rounding."""
-    cold, warm = pair.sample(ENGINE_TEMPERATURE), pair.sample(1.0)
+    cold = pair.sample(ENGINE_TEMPERATURE)
+    warm = pair.sample(1.0)
     scores = [pair.group.compute_probe_logprobs(np.concatenate([r.prompt_ids, r.response_ids])) for r in warm[:12]]
     at_one = [s[-len(r.response_ids) :] - r.rollout_logprobs for s, r in zip(scores, warm[:12], strict=True)]
     for gaps in (np.abs(pair.gaps(cold)), np.abs(np.concatenate(at_one))):
@@ -407,7 +418,8 @@ def test_engine_and_learner_agree_at_any_temperature(pair: Pair) -> None:
 def test_without_a_learning_rate_the_gap_stays(pair: Pair) -> None:
     """Rounds of sampling, update and sync: what changes the gap where no weight moves is a bug."""
     sync = WeightSync(pair.group, pair.fleet, pair.group.spec.learner)
-    before, means = sent_weights(pair.group), []
+    before = sent_weights(pair.group)
+    means = []
     for step in (1, 2, 3):
         rollouts = pair.sample(ENGINE_TEMPERATURE)
         means.append(np.abs(pair.gaps(rollouts)).mean())

@@ -76,7 +76,8 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     """With staleness the weights that sampled a token depend on the clock: there the records are compared alone."""
-    folder, log = make_folder(tmp_path), tmp_path / "log.txt"
+    folder = make_folder(tmp_path)
+    log = tmp_path / "log.txt"
     if changes:
         bigram_model(folder / "policy", ENDING)
     (folder / "vowels.py").write_text(FUNCTION)

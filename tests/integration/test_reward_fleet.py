@@ -147,7 +147,8 @@ def test_a_persons_critique_is_aligned_by_the_served_model(
 
 def test_the_report_of_a_served_model(fleet: RewardFleet, job: EvaluateJob) -> None:
     assert job.task == "prompts"  # says the model's card
-    folder, tokenizer = begin_folder(job, JSON_FILE), load_tokenizer(str(job.feedback.reward_model))
+    folder = begin_folder(job, JSON_FILE)
+    tokenizer = load_tokenizer(str(job.feedback.reward_model))
     metrics = evaluate_reward(job, usable_records("data.path", job.data, job.task), fleet, tokenizer, folder)
     assert metrics["num_records"] == 2 and 0 <= metrics["usable_rate"] <= 1
     assert metrics["parse_rate"] == 0.0  # nobody made it an answer

@@ -57,7 +57,8 @@ class TorchLearner:
     ) -> None:
         self.lost_at = lost_at
         self.weights = {name: p.detach() for name, p in model.named_parameters()}
-        self.model, self.withheld = model, withheld
+        self.model = model
+        self.withheld = withheld
         self.sent = dict(self.weights)
         if before is not None:
             self.sent[stale] = before.get_parameter(stale).detach()
@@ -237,7 +238,8 @@ def test_responses_under_way_go_on_with_the_new_weights_and_say_which_tokens_are
     for r in crossed:
         (start, switch, first), (same, end, second) = r.policy_versions
         assert (start, first, same, end, second) == (0, 7, switch, len(r.response_ids), 8)
-        ids, prefix = np.concatenate([r.prompt_ids, r.response_ids]), len(r.prompt_ids) - 1
+        ids = np.concatenate([r.prompt_ids, r.response_ids])
+        prefix = len(r.prompt_ids) - 1
         for model, part in ((new, slice(0, switch)), (old, slice(switch, end))):
             want = logprobs_of(model, ids, temperature=TEMPERATURE)[prefix:]
             np.testing.assert_allclose(r.rollout_logprobs[part], want[part], atol=1e-3)  # 600 tokens of float32
@@ -271,7 +273,8 @@ def test_adapters_are_sent_instead_of_weights_also_under_a_response(cluster: Non
         sync = WeightSync(learner, fleet, LearnerConfig(lora=low_rank))
         assert asyncio.run(sync.push(0)).probe_gap < 1e-4
         learner.train(seed=1)
-        first, learner.policy_version = asyncio.run(sync.push(1)), 1
+        first = asyncio.run(sync.push(1))
+        learner.policy_version = 1
         assert first.probe_gap < 1e-4
         num_bytes = 4 * sum(p.numel() for p in learner.weights.values())
         assert first.bytes == num_bytes < 4 * sum(p.numel() for p in learner.model.parameters()) / 5
@@ -376,10 +379,13 @@ class Remote:
 class OneEngine:
     """An `EngineFleet` of one worker. `heard`: the version that it has, or why it has none."""
 
-    config, vocab_size, baseline_gap = RolloutConfig(max_model_len=640), BYTE_VOCABULARY, None
+    config = RolloutConfig(max_model_len=640)
+    vocab_size = BYTE_VOCABULARY
+    baseline_gap = None
 
     def __init__(self, worker: GlooWorker) -> None:
-        self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker), syncing=False), []
+        self.member = SimpleNamespace(name="w", handle=Remote(worker), syncing=False)
+        self.heard = []
 
     def targets(self) -> list[SimpleNamespace]:
         return [self.member]
@@ -396,7 +402,8 @@ class OneEngine:
 
 async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: LlamaForCausalLM) -> list[Rollout]:
     """What it samples of prompt 0 at the end."""
-    config, fleet = LearnerConfig(sync_transport="nccl"), OneEngine(worker)
+    config = LearnerConfig(sync_transport="nccl")
+    fleet = OneEngine(worker)
     sync = WeightSync(learner := GlooLearner(new), fleet, config)
     first = await sync.push(1)
     group = learner.sender._group

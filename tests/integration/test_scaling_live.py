@@ -46,7 +46,8 @@ def test_workers_join_and_leave_a_running_job(tmp_path: Path) -> None:
     )
     prompts = [{"prompt": f"Say what is wrong, {i}."} for i in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    run, log = tmp_path / "runs" / "own", tmp_path / "log.txt"
+    run = tmp_path / "runs" / "own"
+    log = tmp_path / "log.txt"
     overrides = {
         "feedback.source": "my_feedback:judge", "feedback.engine": "{}", "eval_data": "null", "num_steps": NUM_STEPS,
         "rollout.workers": "{min: 1, max: 3}", "learner.workers": 1, "checkpoint.every": 50,

@@ -48,7 +48,8 @@ class Steps:
             return {}
         self.under_way = False
         outputs = [self._next(name) for name in [*self.requests]]
-        failed, self.wrong = self.finish_requests(self.wrong), ""  # the mixin's, as vLLM's own calls it
+        failed = self.finish_requests(self.wrong)  # the mixin's, as vLLM's own calls it
+        self.wrong = ""
         outputs += [
             EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
             for request in failed
@@ -57,7 +58,9 @@ class Steps:
 
     def _next(self, name: str) -> EngineCoreOutput:
         request = self.requests[name]
-        first, token, request.done = request.done == 0, token_of(name, request.done), request.done + 1
+        first = request.done == 0
+        token = token_of(name, request.done)
+        request.done = request.done + 1
         ended = request.done == request.length
         if ended:
             del self.requests[name]
@@ -110,7 +113,9 @@ class Core:
         self.messages += 1
         if output.finish_reason == FinishReason.ERROR:
             return  # nobody reads what it had
-        name, ids, began = output.request_id, output.new_token_ids, output.request_id not in self.told
+        name = output.request_id
+        ids = output.new_token_ids
+        began = output.request_id not in self.told
         known = self.told.setdefault(name, [])
         found = output.new_logprobs
         assert found is not None
@@ -123,7 +128,8 @@ class Core:
             self.ended.add(name)
 
     def new_weights(self) -> None:
-        self.scheduler.pause_state, self.scheduler.under_way = PauseState.PAUSED_ALL, bool(self.scheduler.requests)
+        self.scheduler.pause_state = PauseState.PAUSED_ALL
+        self.scheduler.under_way = bool(self.scheduler.requests)
         while self.scheduler.has_requests():
             self.step()
         self.version += 1

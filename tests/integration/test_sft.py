@@ -66,7 +66,9 @@ def cut_off_export(part: Path) -> None:
 @pytest.fixture(scope="module")
 def trained(base: Path, cluster: ClusterConfig, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained") / "model"
-    part, before, done = folder.with_name("model.part"), list[SFTProgress](), list[int]()
+    part = folder.with_name("model.part")
+    before = list[SFTProgress]()
+    done = list[int]()
 
     def on_start(steps: int) -> None:
         done.append(steps)
@@ -77,7 +79,8 @@ def trained(base: Path, cluster: ClusterConfig, tmp_path_factory: pytest.TempPat
     assert not folder.exists()
     step_aside(part)
     cut_off_export(part)
-    steps, raylet_lines = list[int](), list[str]()
+    steps = list[int]()
+    raylet_lines = list[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ray._private.worker.print_to_stdstream", lambda data, **_: raylet_lines.extend(data["lines"]))
         metrics, after = train(base, folder, cluster, done.append, on_step=steps.append, **SETTINGS, workers=2)
@@ -99,7 +102,8 @@ def test_a_training_that_lost_a_rank_goes_on_after_its_checkpoint(trained: Train
     assert trained.done == [0, 20]
     assert [progress.step for progress in trained.before[:3]] == [10, 20, 30]
     assert [progress.step for progress in trained.after] == [30, 40, 50]
-    cut, resumed = trained.before[2], trained.after[0]
+    cut = trained.before[2]
+    resumed = trained.after[0]
     assert (resumed.loss, resumed.grad_norm) == pytest.approx((cut.loss, cut.grad_norm), rel=1e-5)
     written = {path.name for path in trained.folder.iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= written and "half.safetensors" not in written
@@ -118,7 +122,8 @@ def test_the_exported_folder_generates_the_targets(trained: Trained) -> None:
 def test_a_finished_folder_is_kept_and_another_training_refused(
     trained: Trained, base: Path, cluster: ClusterConfig
 ) -> None:
-    folder, metrics = trained.folder, trained.metrics
+    folder = trained.folder
+    metrics = trained.metrics
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert train(base, folder, cluster, **SETTINGS, workers=2, timeout_s=300) == (metrics, [])
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
@@ -128,7 +133,8 @@ def test_a_finished_folder_is_kept_and_another_training_refused(
 
 @pytest.mark.slow  # another training
 def test_one_rank_gives_the_same_weights(trained: Trained, base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
-    folder, seen_by_two = trained.folder, trained.before
+    folder = trained.folder
+    seen_by_two = trained.before
     leftover = tmp_path / "one.part"
     cut_off_export(leftover)  # of a training that was killed: it starts again
     _, seen_by_one = train(base, tmp_path / "one", cluster, **SETTINGS, workers=1)
@@ -137,7 +143,8 @@ def test_one_rank_gives_the_same_weights(trained: Trained, base: Path, cluster: 
     # Adam hides a gradient of the wrong size from the weights; its norm does not.
     assert math.isclose(seen_by_one[0].grad_norm, seen_by_two[0].grad_norm, rel_tol=1e-3)
     assert math.isclose(seen_by_one[0].loss, seen_by_two[0].loss, rel_tol=1e-3)
-    one, two = load_file(tmp_path / "one" / "model.safetensors"), load_file(folder / "model.safetensors")
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    two = load_file(folder / "model.safetensors")
     start = load_file(base / "model.safetensors")
     assert one.keys() == two.keys() == start.keys()
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < WEIGHT_TOLERANCE
@@ -160,7 +167,8 @@ def gradient_that_is_no_number() -> tuple[str, bool]:
     def loss_fn(wrapped: Any, microbatch: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         return (wrapped(microbatch).sum() * 0).sqrt(), {}
 
-    before, said = weights(), ""
+    before = weights()
+    said = ""
     try:
         zero3.train_step(engine, [torch.ones(1, 2)], loss_fn, label="step 7")
     except RunStopped as error:

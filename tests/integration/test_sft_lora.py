@@ -67,7 +67,8 @@ def test_the_rate_rises_for_a_quarter_and_falls_as_a_cosine(trained: Any) -> Non
 
 def test_merged_weights_are_base_plus_adapter(trained: Any, base: Path) -> None:
     folder, _ = trained
-    merged, start = load_file(folder / "model.safetensors"), load_file(base / "model.safetensors")
+    merged = load_file(folder / "model.safetensors")
+    start = load_file(base / "model.safetensors")
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     modules = {name.split(".lora_")[0] for name in adapter}
     assert len(adapter) == 2 * len(modules) == 2 * 2 * 7  # A and B; layers; linear layers in each
@@ -75,7 +76,8 @@ def test_merged_weights_are_base_plus_adapter(trained: Any, base: Path) -> None:
     for name, weight in start.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if module in modules:
-            a, b = adapter[f"{module}.lora_A.weight"], adapter[f"{module}.lora_B.weight"]
+            a = adapter[f"{module}.lora_A.weight"]
+            b = adapter[f"{module}.lora_B.weight"]
             torch.testing.assert_close(merged[name], weight + 64 / 32 * b @ a, atol=1e-6, rtol=1e-5)
             assert (merged[name] - weight).abs().max() > 1e-2
         else:
@@ -95,7 +97,8 @@ def test_killed_and_resumed_with_other_memory_options_gives_the_same_weights(
     trained: Any, base: Path, cluster: ClusterConfig, tmp_path: Path
 ) -> None:
     """After a start that died at the checkpoint of step 36: without gradient checkpointing, then in host memory too."""
-    part, done = tmp_path / "model.part", list[int]()
+    part = tmp_path / "model.part"
+    done = list[int]()
 
     def on_start(steps: int) -> None:
         done.append(steps)
@@ -131,7 +134,8 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     from t2g.data.batching import normalize_weights
 
     zero3.init_distributed(0, 1, "127.0.0.1", free_port(), "gloo", timeout_s=60)
-    source, folder = ModelConfig(policy=base), Path(scratch)
+    source = ModelConfig(policy=base)
+    folder = Path(scratch)
     rows = Rows(normalize_weights(examples), torch.device("cpu"))
 
     def loss_fn(engine: Any, rows: Rows) -> tuple[torch.Tensor, dict[str, float]]:

@@ -85,7 +85,8 @@ def invite(transfer: Any, rendezvous: Rendezvous, rank: int) -> None:
 
 @pytest.mark.usefixtures("_cpu")
 def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_in_one_group() -> None:
-    rendezvous, versions = rendezvous_of("w0", "w1"), range(2)
+    rendezvous = rendezvous_of("w0", "w1")
+    versions = range(2)
     engines = [engine(NcclBroadcastEngine) for _ in range(2)]
     told: list[queue.SimpleQueue[BucketInfo]] = [queue.SimpleQueue() for _ in engines]
 
@@ -128,7 +129,8 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
 
 @pytest.mark.usefixtures("_cpu")
 def test_a_participant_missing_from_the_rendezvous_is_named_and_the_others_wait_no_longer() -> None:
-    rendezvous, started = rendezvous_of("w0", "w1", "w1"), time.monotonic()
+    rendezvous = rendezvous_of("w0", "w1", "w1")
+    started = time.monotonic()
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(join_group, rendezvous, rank, CPU, 3) for rank in (0, 1)]
         for here in waiting:
@@ -170,7 +172,8 @@ def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> Nccl
 
 
 def test_a_group_serves_one_rendezvous_and_ends_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, rendezvous = [Fallible(hangs=False) for _ in range(3)], rendezvous_of("w0")
+    groups = [Fallible(hangs=False) for _ in range(3)]
+    rendezvous = rendezvous_of("w0")
     sender = sender_to(*groups, monkeypatch=monkeypatch)
     for _ in range(2):
         sender.join_group(rendezvous, CPU)
@@ -241,7 +244,8 @@ class Memories:
     """SharedMemory memory of a GPU that is none: the handle is a number, which `rebuild` looks up as CUDA would."""
 
     def __init__(self, gpu: str) -> None:
-        self.gpu, self.made = gpu, []
+        self.gpu = gpu
+        self.made = []
         self.closed = 0
 
     def share(self, num_bytes: int) -> SharedMemory:
@@ -269,13 +273,15 @@ def ipc_engine(memories: Memories, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
 def ipc_sender(rank: int, memories: Memories, gather: Callable[[Any], list[Any]]) -> IpcSender:
     """gather: of every rank what it gives."""
     sender = IpcSender(rank)
-    sender.share, sender.gather = memories.share, gather  # type: ignore[method-assign]
+    sender.share = memories.share  # type: ignore[method-assign]
+    sender.gather = gather  # type: ignore[method-assign]
     return sender
 
 
 def test_an_engine_reads_the_memory_of_the_rank_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with a GPU each; only the second one's holds the right bytes for an engine there."""
-    here, elsewhere = Memories("GPU-1"), Memories("GPU-0")
+    here = Memories("GPU-1")
+    elsewhere = Memories("GPU-0")
     handles: list[Any] = []
     other = ipc_sender(1, here, lambda mine: handles.append(mine) or [])
     first = ipc_sender(0, elsewhere, lambda mine: [mine, handles[-1]])
@@ -305,7 +311,8 @@ def test_a_bucket_is_packed_while_the_one_before_is_read() -> None:
         return bucket.transport_meta["handles"]["g"][1]
 
     large = torch.arange(100, dtype=torch.float32)
-    first, second = send(0, large), send(1, TENSORS[0])
+    first = send(0, large)
+    second = send(1, TENSORS[0])
     assert first != second and torch.equal(memories.made[0].view(torch.float32), large)
     assert send(2, TENSORS[1]) == first, "the third bucket fits into the memory of the first"
     assert send(3, large) not in (first, second), "a larger one gets larger memory"

@@ -38,7 +38,8 @@ PARTS = {"a": BITS[:4], "b": BITS[4:]}
 def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> BucketInfo:
     """Tensor a at byte 0, tensor b at byte 64, as bfloat16 1 .. 7."""
     data = np.zeros(128, np.uint8)
-    data[:8], data[64:70] = PARTS["a"].view(np.uint8), PARTS["b"].view(np.uint8)
+    data[:8] = PARTS["a"].view(np.uint8)
+    data[64:70] = PARTS["b"].view(np.uint8)
     (folder / "arena").write_bytes(data.tobytes())
     part = {"version": 5, "index": 0, "names": list(names)}
     transport_meta = {

@@ -180,7 +180,8 @@ def test_noise_alone_raises_few_alarms_and_a_true_fall_is_found() -> None:
     """20 evaluations of a rising reward. Without the bound 48 % of 20000 flat runs have an alarm."""
 
     def share(fall: float) -> float:
-        rng, num_runs = np.random.default_rng(0), 300
+        rng = np.random.default_rng(0)
+        num_runs = 300
         scores = 0.5 + 0.02 * (rng.normal(size=(num_runs, 20)) - fall * np.arange(20))
         return fmean(bool(alarmed(evaluations(*enumerate(row), **{"eval/score_se": 0.02}))) for row in scores)
 

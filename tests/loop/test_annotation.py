@@ -111,7 +111,8 @@ def test_a_record_is_known_again_by_what_was_judged(payload: dict[str, Any]) -> 
 
 
 def test_the_policy_samples_once_for_each_incomplete_prompt(tmp_path: Path) -> None:
-    policy, sampled_ids = FakeRollouts(letter_tokenizer(tmp_path)), []
+    policy = FakeRollouts(letter_tokenizer(tmp_path))
+    sampled_ids = []
 
     async def write(prompt: Prompt) -> list[str]:
         sampled_ids.append(prompt.prompt_id)
@@ -147,7 +148,8 @@ def test_a_task_that_plants_no_faults_is_refused() -> None:
 
 
 def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:
-    limit, heard = ConcurrencyLimit(2), []
+    limit = ConcurrencyLimit(2)
+    heard = []
 
     class Closing(FakeFeedback):
         async def judge(self, prompt: Prompt, response_text: str) -> Any:

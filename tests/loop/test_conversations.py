@@ -37,7 +37,8 @@ POISON = 1e4  # of inserted tokens
 
 
 def score(rollout: Rollout, *, seed: int = 0) -> tuple[ScoredRollout, TokenStats]:
-    rng, size = np.random.default_rng(seed), len(rollout.response_ids)
+    rng = np.random.default_rng(seed)
+    size = len(rollout.response_ids)
     mask = rollout.policy_mask
     scored = ScoredRollout(
         rollout=rollout, feedback=FEEDBACK, token_rewards=(rng.integers(-1, 2, size) * mask).astype(np.float32),
@@ -52,7 +53,8 @@ def oracle_returns(scored: ScoredRollout, stats: TokenStats, objective: Objectiv
     """The returns of the sampled tokens, by a plain loop from the last to the first."""
     positions = [t for turn in scored.rollout.turns for t in range(*turn.tokens)]
     last = {turn.tokens[1] - 1 for turn in scored.rollout.turns}
-    following, returns = 0.0, []
+    following = 0.0
+    returns = []
     for t in reversed(positions):
         reward = objective.span_coef * scored.token_rewards[t]
         reward += scored.outcome_reward if t == positions[-1] else 0.0
@@ -72,7 +74,8 @@ def oracle_returns(scored: ScoredRollout, stats: TokenStats, objective: Objectiv
 def test_advantages_pass_over_inserted_tokens(data: Any, gamma: float, turn_gamma: float, advantages: Any) -> None:
     rollouts = [data.draw(conversations(sample_index=i)) for i in range(3)]
     pairs = [score(rollout, seed=i) for i, rollout in enumerate(rollouts)]
-    scored, stats = [s for s, _ in pairs], [t for _, t in pairs]
+    scored = [s for s, _ in pairs]
+    stats = [t for _, t in pairs]
     objective = ObjectiveConfig(
         advantages=advantages, lam=1.0, gamma=gamma, turn_gamma=turn_gamma, whiten="none", kl_estimator="k1"
     )
@@ -94,7 +97,8 @@ def loss_of(samples: list[TrainSample], logprobs: torch.Tensor, values: torch.Te
         return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]))
 
     segments = torch.arange(len(samples)).repeat_interleave(torch.tensor([len(s.response_ids) for s in samples]))
-    weights, old = numbers("weights"), numbers("old_logprobs")
+    weights = numbers("weights")
+    old = numbers("old_logprobs")
     correction = importance_weights(old, numbers("rollout_logprobs"), segments, weights, mode, 2.0)
     gains = {"advantages": numbers("advantages"), "weights": weights}
     policy, _ = policy_loss(
@@ -145,7 +149,8 @@ def test_the_loss_is_that_of_the_sampled_tokens_alone(data: Any, mode: Any, aggr
 def test_metrics_and_versions_count_sampled_tokens_only() -> None:
     rollouts = [make_conversation([2, 3], [4], sample_index=i, seed=i) for i in range(2)]
     pairs = [score(rollout, seed=i) for i, rollout in enumerate(rollouts)]
-    scored, stats = [s for s, _ in pairs], [t for _, t in pairs]
+    scored = [s for s, _ in pairs]
+    stats = [t for _, t in pairs]
     kl = step_kl(scored, stats)
     by_hand = [
         sum(float(t.old_logprobs[i] - t.ref_logprobs[i]) for i in range(9) if s.rollout.policy_mask[i])
@@ -168,7 +173,8 @@ class Quoting(FeedbackSource):
     name = "quoting"
 
     def __init__(self, good: str, poor: str) -> None:
-        self.pieces, self.texts = ([good], [poor]), list[str]()
+        self.pieces = ([good], [poor])
+        self.texts = list[str]()
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         self.texts.append(response_text)
@@ -180,7 +186,8 @@ def test_a_source_sees_the_transcript_without_thinking_and_its_offsets_count_its
     first, last = rollout.conversation
     turns = replace(first, answer_start=2), replace(last, answer_start=7)
     rollout = replace(rollout, conversation=turns)
-    source, prompt = Quoting("aa", "E" + "cb"), Prompt(prompt_id="p", prompt_text="", task="t")
+    source = Quoting("aa", "E" + "cb")
+    prompt = Prompt(prompt_id="p", prompt_text="", task="t")
     feedback = asyncio.run(judge_answer(source, prompt, rollout))
     assert source.texts == ["aaEEcb"] and feedback.metrics == {"m": 1.0}
     assert [(s.start, s.end, s.label) for s in feedback.spans] == [(2, 4, 1), (5, 9, -1)]
@@ -201,7 +208,8 @@ def test_a_conversation_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
 class Replying(FeedbackSource):
     """Judges each turn: blames the text that the reply names."""
 
-    name, judges_turns = "replying", True
+    name = "replying"
+    judges_turns = True
 
     def __init__(self) -> None:
         self.seen = list[tuple[str, str, list[str]]]()
@@ -264,7 +272,8 @@ def test_a_model_that_aligns_replies_reads_the_chat_before_the_turn_and_a_progra
     logged = [sample.prompt.prompt_text for sample in make_turn_samples([{"messages": chat}], PromptsTask())]
     prompt = Prompt(prompt_id="p", prompt_text="Q", task="t")
     for each in (prompt, replace(prompt, messages=(chat[0],))):
-        model, program = TextsSeen(), TextsSeen()
+        model = TextsSeen()
+        program = TextsSeen()
         asyncio.run(judge_answer(NextMessageFeedback(model), each, rollout))
         asyncio.run(judge_answer(NextMessageFeedback(ProgramFeedback(program.read)), each, rollout))
         assert model.texts == logged == ["Q", "user: Q\n\nassistant: aaaa\n\nuser: no 0"]
@@ -275,7 +284,8 @@ def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it
     rollout = replace(make_conversation([4, 3], [2]), response_text="ttabEEttt", answer_start=None, metrics={"m": 1.0})
     first, last = rollout.conversation
     turns = replace(first, answer_start=2, reply="wrong: a"), replace(last, answer_start=None, reply="")
-    rollout, prompt = replace(rollout, conversation=turns), Prompt(prompt_id="p", prompt_text="", task="t")
+    rollout = replace(rollout, conversation=turns)
+    prompt = Prompt(prompt_id="p", prompt_text="", task="t")
     for source in (Replying(), whole := Quoting("a", "b")):
         feedback = asyncio.run(judge_answer(source, prompt, rollout))
         assert feedback.status == "ok" and feedback.metrics == {"m": 1.0}
@@ -292,7 +302,8 @@ def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it
 
 def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() -> None:
     """The first turns have the rewards 1, 3 and 5; the only second one has 10, and then is not usable."""
-    prompt, lines = Prompt(prompt_id="p", prompt_text="", task="t"), list[Any]()
+    prompt = Prompt(prompt_id="p", prompt_text="", task="t")
+    lines = list[Any]()
     for turns, rewards in (([2], [1]), ([2, 2], [3, 10]), ([2], [5])):
         rollout = make_conversation(turns, [1])
         turns_with_replies = [replace(turn, reply=f"bad: {rollout.answer_of(turn)[-1]}") for turn in rollout.turns]
@@ -319,7 +330,8 @@ def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:
         Span(start=a, end=b, label=-1) for a, b in ((0, 1), (start, start + 4), (start + 3, start + 5), (1, 4))
     )
     scored, stats = score(rollout)
-    prompt, feedback = Prompt(prompt_id="p", prompt_text="", task="t"), replace(FEEDBACK, spans=spans)
+    prompt = Prompt(prompt_id="p", prompt_text="", task="t")
+    feedback = replace(FEEDBACK, spans=spans)
     pairs = [(prompt, rollout, feedback), (prompt, replace(rollout, is_window_full=True), FEEDBACK)]
     metrics = step_metrics(pairs, [scored], [stats], ObjectiveConfig(), kl=0, kl_coef=0)
     shares = {name: metrics[f"turns/{name}"] for name in ("mean", "window_share", "unpaid_share")}

@@ -60,7 +60,8 @@ def test_one_criterion_is_the_run_of_its_source_to_the_bit(tokenizer: Any, tmp_p
     named = bench(tmp_path / "named", tokenizer, {"sources": {"facts": source("letters")}})
     assert named.metrics() == plain.metrics()
     np.testing.assert_array_equal(named.learner.logits.detach(), plain.learner.logits.detach())
-    first, second = samples(tmp_path / "plain"), samples(tmp_path / "named")
+    first = samples(tmp_path / "plain")
+    second = samples(tmp_path / "named")
     for column in ("token_rewards", "token_advantages"):
         assert [line.get(column) for line in first] == [line.get(column) for line in second]
     assert {line["feedback"]["critique"] for line in second} == {"a yes, b no"}

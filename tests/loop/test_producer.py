@@ -48,7 +48,8 @@ class StreamingRollouts:
     """Samples the second response only after the first has been judged."""
 
     def __init__(self, feedback: RecordingFeedback, fails: bool) -> None:
-        self._feedback, self._fails = feedback, fails
+        self._feedback = feedback
+        self._fails = fails
 
     async def sample(
         self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
@@ -131,9 +132,12 @@ def test_a_prompt_whose_sampling_fails_has_no_samples(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- feedback functions in a step
-NUM_PROMPTS, NUM_SAMPLES = 16, 4  # the defaults of rollout.*
+# the defaults of rollout.*
+NUM_PROMPTS = 16
+NUM_SAMPLES = 4
 CONCURRENCY = FeedbackConfig(source="a:b").concurrency
-BARRIER, ASYNC_BARRIER = threading.Barrier(CONCURRENCY), asyncio.Barrier(CONCURRENCY)
+BARRIER = threading.Barrier(CONCURRENCY)
+ASYNC_BARRIER = asyncio.Barrier(CONCURRENCY)
 RELEASE = threading.Event()
 
 

@@ -235,10 +235,8 @@ def test_dropped_lines_of_steps_that_are_repeated_stand_once(tokenizer: Any, tmp
     with pytest.raises(Killed):
         first.run()
     assert counts["update"] == 4
-    second, whole = (
-        failing(Bench(tmp_path / "cut", tokenizer, CONFIG)),
-        failing(Bench(tmp_path / "w", tokenizer, CONFIG)),
-    )
+    second = failing(Bench(tmp_path / "cut", tokenizer, CONFIG))
+    whole = failing(Bench(tmp_path / "w", tokenizer, CONFIG))
     second.run()
     whole.run()
     assert len(whole.dropped()) > 8

@@ -31,7 +31,8 @@ def rollout(prompt_id: str, text: str) -> Rollout:
 
 
 def score(*feedback: SpanFeedback) -> float:
-    task, answers = LetterTask(), iter(feedback)
+    task = LetterTask()
+    answers = iter(feedback)
     task.unmeasured = {f"p{i}" for i in range(len(feedback))}
 
     async def judge(prompt: Any, response_text: str) -> SpanFeedback:

@@ -137,7 +137,8 @@ def test_a_fleet_whose_load_follows_its_size_comes_to_rest(
     model: Callable[[int, float, float], dict[str, float]], generate_s: float, learn_s: float, start: int
 ) -> None:
     """Growth changes the load; a rule that then took the worker back would start and kill engines all day."""
-    workers, sizes = WorkersConfig(min=1, max=9), [start]
+    workers = WorkersConfig(min=1, max=9)
+    sizes = [start]
     for _ in range(12):
         load = model(sizes[-1], generate_s, learn_s)
         sizes.append(decide(*[load] * WINDOW_STEPS, current=sizes[-1], workers=workers))

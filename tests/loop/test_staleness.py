@@ -99,7 +99,8 @@ def test_the_learner_learns_while_the_next_steps_are_sampled(
         if seed in STEPS:
             await until(lambda: learning >= STEPS[seed] - max_staleness)
 
-    bench.learner.before_call, bench.rollouts.midway = in_step, once_the_learner_is_there
+    bench.learner.before_call = in_step
+    bench.rollouts.midway = once_the_learner_is_there
     bench.run()
     metrics = bench.metrics()[1:]
     ages = [min(k, max_staleness) for k in range(NUM_STEPS)]  # all responses are made as early as allowed
@@ -159,7 +160,8 @@ def test_a_restart_trains_on_finished_groups_and_samples_only_the_others(
         if call == "forward" and first.trainer.state.step == 2:
             block_until(lambda: num_answered(first, 4) == PER_STEP - 1)
 
-    first.rollouts.midway, first.learner.before_call = never_the_last, in_step
+    first.rollouts.midway = never_the_last
+    first.learner.before_call = in_step
     assert first.run().step == 3
 
     second = Bench(tmp_path, tokenizer, job(max_staleness=max_staleness))

@@ -72,7 +72,8 @@ def test_the_loss_is_that_of_trls_trainer_on_the_same_ids(top_k: int) -> None:
     theirs = trl.compute_topk_self_distillation_loss(
         student, teacher, distillation_topk=top_k, distillation_alpha=1.0, distillation_add_tail=True
     )
-    logprobs, ids = student.log_softmax(-1), student.topk(top_k).indices
+    logprobs = student.log_softmax(-1)
+    ids = student.topk(top_k).indices
     ours = top_k_kl(logprobs.gather(-1, ids).flatten(0, 1), teacher.log_softmax(-1).gather(-1, ids).flatten(0, 1)).view(
         3, 4
     )
@@ -85,7 +86,8 @@ def test_the_loss_is_that_of_trls_trainer_on_the_same_ids(top_k: int) -> None:
 
 
 def test_the_control_reads_critiques_of_another_prompt_only() -> None:
-    ids, critiques = ["p", "q", "p", "p", "r"], ["p0 ", "q0", "p1", "p2", " "]
+    ids = ["p", "q", "p", "p", "r"]
+    critiques = ["p0 ", "q0", "p1", "p2", " "]
     assert teacher_critiques(ids, critiques, shuffled=False) == ["p0", "q0", "p1", "p2", ""]
     assert teacher_critiques(ids, critiques, shuffled=True) == ["q0", "p0", "q0", "q0", "p0"]
     assert teacher_critiques(["p", "p", "q"], ["p0", "p1", ""], shuffled=True) == ["", "", "p0"]
@@ -136,7 +138,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def bench_with_teacher(tokenizer: Any, folder: Path, **rule: Any) -> tuple[Bench, list[TeacherQuery]]:
     """Return a bench whose teacher makes every token e^.5 times as likely, and the list of the teacher's queries."""
-    bench, queries = Bench(folder, tokenizer, job(advantages="group", whiten="none", teacher=rule)), []
+    bench = Bench(folder, tokenizer, job(advantages="group", whiten="none", teacher=rule))
+    queries = []
     forward = bench.learner._forward
 
     def with_top_ids(rollouts: Any) -> Any:

@@ -57,7 +57,8 @@ class Quoting(FeedbackSource):
     name = "program"
 
     def __init__(self, ranges: list[tuple[int, int, int]]) -> None:
-        self.ranges, self.texts = ranges, list[str]()
+        self.ranges = ranges
+        self.texts = list[str]()
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         self.texts.append(response_text)
@@ -148,7 +149,8 @@ def test_no_span_quote_or_measure_touches_the_thinking(
     head = thinking if mode == "open" else OPEN + thinking
     response = head + ("" if is_cut else CLOSE + answer) if does_think else f"x{answer}"
     rollout = make_rollout(tokenizer, mode, response)
-    source, task = Quoting(ranges), Measuring()
+    source = Quoting(ranges)
+    task = Measuring()
     prompt = letter_prompts(1)[0]
     feedback = asyncio.run(judge_answer(source, prompt, rollout))
     recall = fault_recall(task, [(prompt, rollout, feedback)])
@@ -245,7 +247,8 @@ def test_a_run_of_a_model_that_thinks(letters: Any, tmp_path: Path, train_thinki
     unanswered = [line for line in lines if "c" not in line["response"]]
     assert unanswered and len(unanswered) < len(lines)
     for line in lines:
-        text, feedback = line["response"], line["feedback"]
+        text = line["response"]
+        feedback = line["feedback"]
         start = text.find("c") + 1
         if not start:
             assert (feedback["status"], feedback["reason"], feedback["spans"]) == ("empty", NO_ANSWER, [])
@@ -301,7 +304,8 @@ def test_label_shares_are_of_answer_tokens() -> None:
 def test_responses_without_an_answer_are_counted_for_models_that_think(
     starts: tuple[int | None, ...], share: float | None
 ) -> None:
-    prompt, (judged, scored) = letter_prompts(1)[0], scored_answer()
+    prompt = letter_prompts(1)[0]
+    (judged, scored) = scored_answer()
     pairs = [(prompt, replace(judged, answer_start=start), scored.feedback) for start in starts]
     metrics = step_metrics(pairs, [scored], [stats_of(scored)], ObjectiveConfig(), kl=0, kl_coef=0)
     assert metrics.get("response/unanswered_share") == share
@@ -361,7 +365,9 @@ def test_a_buffer_keeps_the_answer_and_an_old_one_has_none(tmp_path: Path, lette
 
 # ------------------------------------------------------------------------------------- annotation, supervised training
 def test_a_record_holds_the_answer_and_one_without_is_not_judged() -> None:
-    prompt, source, records = letter_prompts(1)[0], Recording(), dict[int, AnnotatedRecord]()
+    prompt = letter_prompts(1)[0]
+    source = Recording()
+    records = dict[int, AnnotatedRecord]()
 
     async def answers(prompt: Prompt) -> list[str | None]:
         return ["ab", None]

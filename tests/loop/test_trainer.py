@@ -83,7 +83,9 @@ def test_fewer_prompts_than_a_step_takes_get_more_samples_each(
 def test_the_next_step_goes_on_while_a_checkpoint_is_sealed(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, gone_on, seal = Bench(tmp_path, tokenizer, job()), threading.Event(), checkpoint._seal
+    bench = Bench(tmp_path, tokenizer, job())
+    gone_on = threading.Event()
+    seal = checkpoint._seal
     waited: list[bool] = []
 
     def slow_seal(folder: Path, known: Any) -> None:
@@ -117,7 +119,9 @@ def test_checkpoints_hold_a_model_folder_where_the_config_asks_for_it(tokenizer:
 def test_cancellation_during_a_checkpoint_leaves_it_complete(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, go_on, seal = Bench(tmp_path, tokenizer, job()), threading.Event(), checkpoint._seal
+    bench = Bench(tmp_path, tokenizer, job())
+    go_on = threading.Event()
+    seal = checkpoint._seal
 
     def slow_seal(folder: Path, known: Any) -> None:
         if folder.name.endswith("step-00000002"):
@@ -388,7 +392,8 @@ def test_what_an_updates_only_pass_saw_is_what_a_pass_before_it_sees(tokenizer: 
         job(advantages="group", kl_estimator="k3"), {"learner.num_epochs": 1, "learner.minibatches_per_epoch": 1}
     )
     plain, blind = (Bench(tmp_path / name, tokenizer, config) for name in ("plain", "blind"))
-    forward, update = blind.learner.forward, blind.learner.update
+    forward = blind.learner.forward
+    update = blind.learner.update
     stats_before: list[TokenStats] = []
 
     def silent_forward(rollouts: list[Rollout]) -> list[TokenStats]:
@@ -400,7 +405,8 @@ def test_what_an_updates_only_pass_saw_is_what_a_pass_before_it_sees(tokenizer: 
         minibatch = tuple(replace(sample, old_logprobs=t.old_logprobs) for sample, t in pairs)
         return replace(update(replace(batch, minibatches=(minibatch,))), stats=tuple(stats_before))
 
-    blind.learner.forward, blind.learner.update = silent_forward, seeing_update
+    blind.learner.forward = silent_forward
+    blind.learner.update = seeing_update
     plain.run()
     blind.run()
     assert blind.metrics() == plain.metrics()
@@ -448,7 +454,8 @@ def test_minibatches_are_weighted_by_the_config(tokenizer: Any, tmp_path: Path, 
 
 def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenizer: Any, tmp_path: Path) -> None:
     class Recorded:
-        gpu_user, taken = "learner", 0
+        gpu_user = "learner"
+        taken = 0
 
         async def switch_to(self, user: str) -> None:
             self.taken += user != self.gpu_user
@@ -466,7 +473,8 @@ def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenize
     def before_sample(prompt: Prompt) -> None:
         assert turns.gpu_user == "engines"
 
-    bench.learner.before_call, bench.rollouts.before_sample = before_call, before_sample
+    bench.learner.before_call = before_call
+    bench.rollouts.before_sample = before_sample
     assert bench.run().step == NUM_STEPS and bench.metrics() == plain.metrics()
     assert turns.gpu_user == "engines", "the next caller needs engines that serve"
     assert turns.taken == 1 + 2 * (NUM_STEPS + NUM_STEPS // 2), "to and fro for a step, and for a checkpoint"

@@ -82,7 +82,8 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
             "poor 3: phone",
         ]
         assert browser.ask("[...CSS.highlights.keys()].sort().join()") == "good2,poor3"
-        line, shut = "document.querySelector('#spans .poor').textContent", "document.getElementById('fix').hidden"
+        line = "document.querySelector('#spans .poor').textContent"
+        shut = "document.getElementById('fix').hidden"
         browser.press("d")
         assert browser.ask(line) == "poor 3: phone → (delete)"
         browser.press("f", "kettle", "Enter")

@@ -51,7 +51,8 @@ def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_
 
 
 def test_what_is_finished_no_more_is_no_record(tmp_path: Path) -> None:
-    marks, path = Marks(tmp_path, "ann", samples()), tmp_path / "ann" / RECORDS_FILE
+    marks = Marks(tmp_path, "ann", samples())
+    path = tmp_path / "ann" / RECORDS_FILE
     marks.put(1, mark())
     marks.put(0, mark((0, 2, 1)))
     assert [json.loads(line)["response"] for line in path.read_text().splitlines()] == ["ab cd", "ef"]
@@ -109,7 +110,8 @@ def test_a_broken_journal_of_another_person_is_a_sentence_and_the_rest_goes_on(t
 
 
 def test_a_change_of_an_older_version_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
-    marks, path = Marks(tmp_path, "ann", samples()), tmp_path / "ann" / JOURNAL_FILE
+    marks = Marks(tmp_path, "ann", samples())
+    path = tmp_path / "ann" / JOURNAL_FILE
     assert marks.put(0, mark((0, 2, 1))) == 1
     kept = path.read_text()
     for version in (0, 2):

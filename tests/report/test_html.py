@@ -256,7 +256,8 @@ def test_more_examples_than_fit_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_response_without_one_before_stands_in_no_card_of_before_and_after(tmp_path: Path) -> None:
-    pair, single = [sample("twice", "first"), sample("twice", "last")], [sample("once", "alone")]
+    pair = [sample("twice", "first"), sample("twice", "last")]
+    single = [sample("once", "alone")]
     other = [sample("other", "o1"), sample("other", "o2")]
     text = Page(write(tmp_path / "r.html", examples=[other, pair, single])).text
     compared, _, rest = text[text.rindex("More responses before and after") :].rpartition("Responses to other prompts")
@@ -272,7 +273,9 @@ def style_of(page: str) -> str:
 
 def outermost_rules(style: str) -> list[str]:
     """Return the selectors that are inside of no other rule."""
-    rules, depth, start = [], 0, 0
+    rules = []
+    depth = 0
+    start = 0
     for index, character in enumerate(style):
         if character == "{":
             rules += [style[start:index].strip()] if depth == 0 else []
@@ -363,7 +366,8 @@ def test_headline_is_the_metric_that_score_repeats() -> None:
 
 
 def test_rows_of_the_table() -> None:
-    base, finals = {"f1": 0.5, "score": 0.5}, {"a": {"f1": 0.75, "length": 8.0, "score": 0.75}, "b": {}}
+    base = {"f1": 0.5, "score": 0.5}
+    finals = {"a": {"f1": 0.75, "length": 8.0, "score": 0.75}, "b": {}}
     rows = metric_rows(base, finals, first="f1")
     values = [(row.name, row.base.value, {arm: figure.value for arm, figure in row.arms.items()}) for row in rows]
     assert values == [("f1", 0.5, {"a": 0.75, "b": None}), ("length", None, {"a": 8.0, "b": None})]

@@ -49,7 +49,8 @@ def make_run(folder: Path, num_steps: int) -> Path:
     """A run with everything that a page shows, in its longest forms."""
     folder.mkdir()
     words = [f"word{i}" for i in range(50)]
-    text, ranges = " ".join(words), []
+    text = " ".join(words)
+    ranges = []
     for word in words:
         start = ranges[-1][1] + 1 if ranges else 0
         ranges.append([start, start + len(word)])
@@ -77,7 +78,8 @@ def make_run(folder: Path, num_steps: int) -> Path:
 
 
 def test_pages_fit_their_windows_and_load_at_once(browser: Browser, tmp_path: Path) -> None:
-    one, two = make_run(tmp_path / "one", 500), make_run(tmp_path / ("two" * 20), 20)
+    one = make_run(tmp_path / "one", 500)
+    two = make_run(tmp_path / ("two" * 20), 20)
     for path in (report_run(one), report_run(two), report_beside([one, two])):
         for name, look in LOOKS.items():
             browser.look(**look)

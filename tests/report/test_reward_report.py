@@ -46,7 +46,8 @@ def case(response: str, model: SpanFeedback, *, prompt: str = "p", agreement: fl
     return record, judged
 
 
-GOOD, POOR = Span(start=0, end=2, label=1, critique_range=(0, 5)), Span(start=3, end=5, label=-1)
+GOOD = Span(start=0, end=2, label=1, critique_range=(0, 5))
+POOR = Span(start=3, end=5, label=-1)
 
 
 @pytest.fixture

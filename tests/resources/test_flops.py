@@ -22,7 +22,8 @@ TOY = ModelShape(
 
 
 def test_flops_by_hand() -> None:
-    matrices, attention = 2 * 592 + 100 * 8, 6 * 2 * 8 * (3 * 3 + 5 * 5)
+    matrices = 2 * 592 + 100 * 8
+    attention = 6 * 2 * 8 * (3 * 3 + 5 * 5)
     assert train_flops(TOY, [3, 5], has_head=True, frozen=False) == 6 * matrices * 8 + attention
     assert train_flops(TOY, [3, 5], has_head=True, frozen=True) == 4 * matrices * 8 + attention
     assert train_flops(TOY, [3, 5], has_head=False, frozen=False) == 6 * 2 * 592 * 8 + attention

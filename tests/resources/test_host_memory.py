@@ -165,7 +165,9 @@ def test_an_error_of_a_process_that_was_short_of_memory(error: Exception, expect
 def test_a_lost_rank_that_was_short_of_memory_says_what_lowers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that ended for another reason says nothing of memory."""
     group = Ranks.__new__(Ranks)
-    group.actor_name, group._memory_advice, group.workers = "learner rank", advise("learner", LearnerConfig()), []
+    group.actor_name = "learner rank"
+    group._memory_advice = advise("learner", LearnerConfig())
+    group.workers = []
     killed = RuntimeError("The actor died: the process was killed by the OOM killer due to high memory usage")
 
     def collect_from(cause: Exception) -> str:

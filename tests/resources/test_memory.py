@@ -34,7 +34,8 @@ TOY = ModelShape(
 # A layer of TOY: q and o 8 x 8 each, k and v 8 x 4 each, MLP 3 x 8 x 16, norms 2 x 8.
 TOY_LAYER = 2 * 64 + 2 * 32 + 384 + 16
 TOY_BACKBONE = 800 + 2 * TOY_LAYER + 8
-CRITIC, NO_CRITIC = ObjectiveConfig(advantages="gae"), ObjectiveConfig(advantages="group")
+CRITIC = ObjectiveConfig(advantages="gae")
+NO_CRITIC = ObjectiveConfig(advantages="group")
 
 
 def small(family: type, layers: int, **changes: Any) -> Any:
@@ -195,7 +196,8 @@ def test_a_pass_over_a_microbatch() -> None:
 )
 def test_logits_bytes_equal_the_peak_of_a_pass(name: str, objective: ObjectiveConfig | None, dtype: Any) -> None:
     """Of all tensors that have a column for each token of the vocabulary, forward and backward."""
-    vocabulary, num_tokens = 512, 3 * head.CHUNK_TOKENS
+    vocabulary = 512
+    num_tokens = 3 * head.CHUNK_TOKENS
     small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     config = AutoConfig.for_model(name, **SMALL | small, num_hidden_layers=1, pad_token_id=None)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -208,7 +210,8 @@ def test_logits_bytes_equal_the_peak_of_a_pass(name: str, objective: ObjectiveCo
         reference = torch.zeros(num_tokens, vocabulary, dtype=getattr(torch, dtype)) if full else None
         found = rows.token_outputs(model, 0.6, entropy=objective is not None, ref_logits=reference)
         sum(column.sum() for column in (found.logprobs, found.entropy, found.full_kl) if column is not None).backward()
-    shape, learner = memory.shape_of(config.to_dict()), LearnerConfig(dtype=dtype)
+    shape = memory.shape_of(config.to_dict())
+    learner = LearnerConfig(dtype=dtype)
     expected = memory.logits_bytes(shape, learner, tokens=num_tokens, objective=objective)
     assert (0.7 if name == "gemma2" else 0.97) * expected < used.peak_bytes < 1.01 * expected
 

@@ -287,7 +287,8 @@ def test_only_a_trained_policy_needs_the_names_of_the_text_model(model: Path, da
 
 
 def test_a_folder_without_a_model_and_a_tokenizer_without_a_template(model: Path, data: str, tmp_path: Path) -> None:
-    empty, bare = tmp_path / "empty", tmp_path / "bare"
+    empty = tmp_path / "empty"
+    bare = tmp_path / "bare"
     empty.mkdir(), bare.mkdir()
     for file in model.iterdir():
         if file.name != "chat_template.jinja":
@@ -299,7 +300,8 @@ def test_a_folder_without_a_model_and_a_tokenizer_without_a_template(model: Path
 
 
 def test_other_jobs_name_other_models(model: Path, data: str) -> None:
-    at, none = {"data": {"path": data}}, {"policy": "/no/model"}
+    at = {"data": {"path": data}}
+    none = {"policy": "/no/model"}
     reward = {"feedback": {"reward_model": "/no/model"}}
     jobs = {
         "policies.span.policy": PolicyEvaluationJob.model_validate({**at, "policies": {"span": none}}),

@@ -17,7 +17,8 @@ def write(path: Path, content: str) -> Path:
 
 
 def test_a_file_is_its_bytes(tmp_path: Path) -> None:
-    one, other = write(tmp_path / "a.jsonl", "x"), write(tmp_path / ".b.csv", "x")
+    one = write(tmp_path / "a.jsonl", "x")
+    other = write(tmp_path / ".b.csv", "x")
     assert content_hash(one) == content_hash(other) != ""
     write(one, "y")
     assert content_hash(one) != content_hash(other)
@@ -108,7 +109,8 @@ def test_a_module_that_cannot_be_imported_has_no_hash(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("file", ["sft.json", "identity.json", "linked/0.arrow"])
 def test_each_file_of_a_data_folder_counts_and_a_link_in_a_circle_ends(tmp_path: Path, file: str) -> None:
-    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    data = tmp_path / "data"
+    elsewhere = tmp_path / "elsewhere"
     write(data / "0.arrow", "x")
     elsewhere.mkdir()
     (data / "linked").symlink_to(elsewhere)

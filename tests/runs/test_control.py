@@ -117,7 +117,8 @@ def test_a_file_that_is_none_of_ours_is_one_warning(
 def test_a_path_without_a_file_is_one_warning_and_causes_no_wait(
     folder: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    control, path = Control(folder, get_scalable_fleets(job(folder))), folder / CONTROL_FILE
+    control = Control(folder, get_scalable_fleets(job(folder)))
+    path = folder / CONTROL_FILE
     (folder / "elsewhere").write_text('{"rollouts": 3}')
     targets = {"link": "elsewhere", "loop": CONTROL_FILE, "endless": "/dev/zero"}
     if what in targets:

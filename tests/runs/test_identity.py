@@ -33,7 +33,8 @@ class Made:
     """A run folder beside everything that its config names on this machine: model, data, functions, a human file."""
 
     def __init__(self, root: Path, module: str) -> None:
-        self.root, self.module = root, module
+        self.root = root
+        self.module = module
         (root / "model").mkdir(parents=True)
         (root / "model" / "model.safetensors").write_bytes(b"weights")
         (root / "model" / "tokenizer.json").write_text("{}")
@@ -55,7 +56,8 @@ class Made:
 
     def begin(self, *accept: str, **changed: Any) -> Identity:
         """As a job's start does."""
-        identity, folder = Identity.from_config(self.job(*accept, **changed)), self.root / "runs" / "own"
+        identity = Identity.from_config(self.job(*accept, **changed))
+        folder = self.root / "runs" / "own"
         identity = check_identity(folder, identity) if (folder / IDENTITY_FILE).exists() else identity
         save_identity(folder, identity)
         return identity
@@ -91,7 +93,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     ],
 )
 def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(made: Made, file: str, key: str) -> None:
-    part, file, key = key.partition(".")[0], file.format(module=made.module), key.format(module=made.module)
+    part = key.partition(".")[0]
+    file = file.format(module=made.module)
+    key = key.format(module=made.module)
     before = made.begin().contents[key]
     content = (made.root / file).read_text()
 
@@ -271,7 +275,8 @@ def test_a_folder_of_another_layout_is_refused(tmp_path: Path, content: str | No
 
 
 def test_a_result_is_returned_for_the_same_identity(made: Made) -> None:
-    identity, folder = made.begin(), made.root / "runs" / "own"
+    identity = made.begin()
+    folder = made.root / "runs" / "own"
     assert load_result(folder, identity, "summary.json") is None
     (folder / "summary.json").write_text(json.dumps({"steps": 3}))
     assert load_result(folder, Identity.from_config(made.job()), "summary.json") == {"steps": 3}

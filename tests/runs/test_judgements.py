@@ -31,7 +31,8 @@ IDENTITY = Identity(config={}, contents={"feedback.source": "f1", "task": "t1", 
 class NumberedFeedback(FeedbackSource):
     """Each critique has the number of its call; the response "fail" fails, "fault" is unparsable."""
 
-    name, journal_version = "llm", "model#1"
+    name = "llm"
+    journal_version = "model#1"
 
     def __init__(self) -> None:
         self.judged: list[str] = []

@@ -54,7 +54,8 @@ class FakeWandb:
 
     class Table:
         def __init__(self, columns: list[str]) -> None:
-            self.columns, self.rows = columns, list[dict[str, Any]]()
+            self.columns = columns
+            self.rows = list[dict[str, Any]]()
 
         def add_data(self, *values: Any) -> None:
             self.rows.append(dict(zip(self.columns, values, strict=True)))

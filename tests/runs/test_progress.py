@@ -153,7 +153,8 @@ def lines_of(file: Path) -> list[str]:
 def test_work_that_is_silent_says_how_far_it_is_also_into_the_file(
     shown: Shown, impatient: None, tmp_path: Path, terminal: bool
 ) -> None:
-    out, file = shown.on(terminal=terminal), tmp_path / "run" / "progress.log"
+    out = shown.on(terminal=terminal)
+    file = tmp_path / "run" / "progress.log"
     with record_lines(file.parent), show_progress("train", 11) as train:
         train.advance(3)
         train.set_phase("feedback")

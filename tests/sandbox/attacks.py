@@ -308,7 +308,8 @@ def limits_of(name: str) -> SandboxConfig:
 
 def main(folder: str, mode: str) -> None:
     assert os.environ["SECRET"] == SECRET
-    port, abstract = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+    port = socket.create_server(("127.0.0.1", 0))
+    abstract = socket.socket(socket.AF_UNIX)
     number = str(port.getsockname()[1])
     abstract.bind(f"\0t2g-attacks-{number}")
     abstract.listen()

@@ -58,14 +58,16 @@ def test_the_parent_never_holds_code_or_tests() -> None:
     mark = secrets.token_hex(20)
     assert value_of(f"def f(): return '{mark}'\n", LIMITS) == mark
     run_solution(f"# {mark}\n", f"# {mark}\n", TOGETHER)
-    found, size = False, 0
+    found = False
+    size = 0
     with open(f"/proc/{parent()}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{parent()}/maps").read_text().splitlines():
             low, high = (int(part, 16) for part in line.split()[0].split("-"))
             if line.split()[1].startswith("rw"):
                 memory.seek(low)
                 held = memory.read(high - low)
-                size, found = size + len(held), found or mark.encode() in held
+                size = size + len(held)
+                found = found or mark.encode() in held
     assert size > 2**20 and not found
 
 

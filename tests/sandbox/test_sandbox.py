@@ -72,7 +72,8 @@ def become_ordinary_without_namespaces() -> None:
 def forbid_everything() -> None:
     """As in an old container: no namespaces, no Landlock, and no filter can be set."""
     become_ordinary_without_namespaces()
-    allow, refused = (confine._RETURN, 0, 0, confine._ALLOW), (confine._RETURN, 0, 0, confine._ERROR | errno.EINVAL)
+    allow = (confine._RETURN, 0, 0, confine._ALLOW)
+    refused = (confine._RETURN, 0, 0, confine._ERROR | errno.EINVAL)
     landlock = [(confine._EQUAL, 0, 1, confine._CREATE_RULESET), refused]
     prctl = confine._match_argument({"x86_64": 157, "aarch64": 167}[os.uname().machine], 0,
                               [(confine._EQUAL, 0, 1, confine._PR_SET_SECCOMP), refused, allow])  # fmt: skip
@@ -126,7 +127,9 @@ def test_an_attack_fails_within_the_limit(attacked: dict[str, Any], name: str) -
     reason, error = ATTACKS[name][1:] if name in ATTACKS else ("*", "*")
     if attacked["tests"] == "together":
         assert not outcome["passed"] or name in FORGED_TOGETHER
-        reason, error = "*", "*"  # it can write what it likes
+        # it can write what it likes
+        reason = "*"
+        error = "*"
     else:
         assert not outcome["passed"]
     assert outcome["seconds"] < limits_of(name).timeout_s + 5
@@ -216,7 +219,8 @@ def test_a_process_that_starts_a_sandbox_is_not_dumpable() -> None:
     code = (
         "from t2g.sandbox import available\nimport ctypes\navailable([])\nprint(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
     )
-    command, env = [sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    env = {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "0\n"
 
@@ -409,7 +413,8 @@ def test_output_and_results_are_bounded() -> None:
 
 def test_the_alarm_rings_again_but_only_inside_its_function() -> None:
     def swallow() -> int:
-        met, end = 0, time.monotonic() + 20
+        met = 0
+        end = time.monotonic() + 20
         while met < 3 and time.monotonic() < end:
             try:
                 time.sleep(1)

@@ -134,7 +134,8 @@ def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
     def moved(scores: tuple[float, ...], lengths: tuple[float, ...], kls: tuple[float, ...]) -> Run:
         return replace(a_run(*scores), lengths=lengths, kls=kls)
 
-    span, scalar = moved((0.6, 0.9), (50, 30), (0, 2)), moved((0.6, 0.8), (50, 40), (0, 1))
+    span = moved((0.6, 0.9), (50, 30), (0, 2))
+    scalar = moved((0.6, 0.8), (50, 40), (0, 1))
     assert subtract_matched(span, scalar, "kls") == pytest.approx(0.75 - 0.8)
     assert subtract_matched(span, scalar, "lengths") == pytest.approx(0.75 - 0.8)
     assert subtract_matched(scalar, span, "lengths") == pytest.approx(0.8 - 0.75)
@@ -152,7 +153,8 @@ def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 9)), min_size=2, max_size=8))
 def test_a_run_is_no_better_than_itself_at_an_equal_kl(points: list[tuple[float, float]]) -> None:
-    scores, kls = [score for score, _ in points], list(accumulate(kl for _, kl in points))
+    scores = [score for score, _ in points]
+    kls = list(accumulate(kl for _, kl in points))
     assert subtract_matched(*[replace(a_run(*scores), kls=tuple(kls))] * 2, "kls") == pytest.approx(0, abs=1e-9)
 
 

@@ -28,7 +28,8 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     """Beside the default, which is span; settings that repeat a default change nothing."""
     arms = arms_of(tmp_path, f"compare.methods=[{', '.join(SHIPPED)}]", config="compare_more.yaml")
     always = {"run.root", "run.name", "run.seed", "artifacts", "learner.policy.lr", "feedback.reward_model"}
-    placement, unit = "objective.rewards.placement", "objective.rewards.unit"
+    placement = "objective.rewards.placement"
+    unit = "objective.rewards.unit"
     grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_aggregation")}
     critic = {"objective.advantages", "objective.kl_estimator"}
     teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".top_k", ".critique")}
@@ -91,7 +92,8 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
 def test_what_is_held_against_span_differs_from_it_in_its_own_keys_whatever_the_job_says(
     name: str, own: set[str]
 ) -> None:
-    span, other = read_method("span").overrides, read_method(name).overrides
+    span = read_method("span").overrides
+    other = read_method(name).overrides
     assert {key for key in span.keys() | other.keys() if span.get(key) != other.get(key)} == own
 
 
@@ -113,7 +115,8 @@ def test_the_procedure_of_a_method_is_in_its_file() -> None:
 def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> None:
     arms = arms_of(tmp_path, config="compare_more.yaml")
     arm = arms.arm("scalar", 1, 3e-4)
-    search, noisy = arms.search("scalar", 101, 3e-4), arms.arm("scalar", 1, 3e-4, "flipped")
+    search = arms.search("scalar", 101, 3e-4)
+    noisy = arms.arm("scalar", 1, 3e-4, "flipped")
     assert search.run.folder == tmp_path / "compare-more" / "search" / "scalar-0.0003-101"
     assert noisy.run.folder == tmp_path / "compare-more" / "noise" / "flipped-scalar-1"
     assert differing(arm, search) == {"run.root", "run.name", "run.seed"}

@@ -7,7 +7,8 @@ import pytest
 
 from t2g.study.paired import Draws, compare, flip_p, holm, interval, mcnemar_p, mean_of, resolvable
 
-NUM_PROMPTS, NUM_SIMULATIONS = 50, 1000
+NUM_PROMPTS = 50
+NUM_SIMULATIONS = 1000
 DRAWS = Draws(NUM_PROMPTS, seed=1, num_draws=2000)
 
 
@@ -35,7 +36,8 @@ def test_equal_policies_differ_in_at_most_6_of_100_evaluations() -> None:
     rng = np.random.default_rng(3)
     size = (NUM_PROMPTS, NUM_SIMULATIONS)
     hard = rng.beta(1, 1, size)  # a prompt is hard for both
-    one, other = rng.binomial(4, hard) / 4, (rng.random(size) < hard).astype(float)
+    one = rng.binomial(4, hard) / 4
+    other = (rng.random(size) < hard).astype(float)
     p = flip_p(one, other, means, DRAWS)
     assert 0.03 <= (p <= 0.05).mean() <= 0.06
     both = rng.random((2, *size)) < hard
@@ -70,8 +72,11 @@ def test_equal_values_differ_by_exactly_nothing() -> None:
 
 
 def test_a_difference_by_hand_and_its_sign() -> None:
-    one, other = np.zeros((NUM_PROMPTS, 1)), np.zeros((NUM_PROMPTS, 1))
-    one[:3], other[3:13] = 1, 1  # wins three, loses ten: both are pass or fail
+    one = np.zeros((NUM_PROMPTS, 1))
+    other = np.zeros((NUM_PROMPTS, 1))
+    # wins three, loses ten: both are pass or fail
+    one[:3] = 1
+    other[3:13] = 1
     found = compare(one, other, mean_of(NUM_PROMPTS), DRAWS)
     assert found["value"] == pytest.approx(-7 / 50) and found["low"] < -7 / 50 < found["high"]
     assert (found["wins"], found["ties"], found["losses"]) == (3, 37, 10) and found["exact"]
@@ -84,7 +89,8 @@ def test_a_figure_of_several_sums_is_resampled_as_a_whole() -> None:
     """A ratio: correct over total. Both policies share their draws, so a constant factor leaves no doubt."""
     rng = np.random.default_rng(7)
     totals = rng.integers(1, 20, NUM_PROMPTS).astype(float)
-    one, other = np.stack([totals * 0.5, totals], 1), np.stack([totals * 0.25, totals], 1)
+    one = np.stack([totals * 0.5, totals], 1)
+    other = np.stack([totals * 0.25, totals], 1)
     found = compare(one, other, lambda sums: sums[..., 0] / sums[..., 1], DRAWS)
     assert [found[key] for key in ("value", "low", "high")] == pytest.approx([0.25] * 3)
     assert found["wins"] is None and found["p"] < 0.001

@@ -104,7 +104,8 @@ def test_a_long_answer_is_bounded() -> None:
 
 
 def test_the_reason_is_requested_first() -> None:
-    llm, task = LLMConfig(model="m"), get_task("summarization")
+    llm = LLMConfig(model="m")
+    task = get_task("summarization")
     request = question(task, "the post", "one", "two", llm)
     text = request.messages[0]["content"]
     assert text.index("the post") < text.index("Answer A:\none") < text.index("Answer B:\ntwo")

@@ -48,7 +48,8 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_pass() -> None:
 
 
 def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
-    hypotheses, references = texts(50, 1), [f"{text} and a cat slept ." for text in texts(50, 1)]
+    hypotheses = texts(50, 1)
+    references = [f"{text} and a cat slept ." for text in texts(50, 1)]
     counts = np.stack([bleu_counts(h, r) for h, r in zip(hypotheses, references, strict=True)])
     corpus = BLEU().corpus_score(hypotheses, [references])
     assert bleu(counts.sum(0)) == pytest.approx(corpus.score, abs=1e-9) and corpus.score > 5
@@ -93,7 +94,8 @@ def policy(texts: list[str], references: list[str]) -> dict[str, np.ndarray]:
 
 def test_every_pair_is_compared_on_the_same_draws() -> None:
     references = [f"{text} ." for text in texts(40, 3)]
-    whole, cut = texts(40, 3), [" ".join(text.split()[:8]) for text in texts(40, 3)]
+    whole = texts(40, 3)
+    cut = [" ".join(text.split()[:8]) for text in texts(40, 3)]
     measured = {name: policy(texts, references) for name, texts in (("a", whole), ("b", cut), ("same", whole))}
     found = summarise(measured, seed=1)
     assert {name: round(of["bleu"]["value"]) > 50 for name, of in found["policies"].items()} == {
@@ -101,7 +103,8 @@ def test_every_pair_is_compared_on_the_same_draws() -> None:
     }  # fmt: skip
     pairs = {(pair["policy"], pair["against"], pair["measure"]): pair for pair in found["pairs"]}
     assert len(pairs) == 3 * len(measured["a"])
-    worse, same = pairs["b", "a", "bleu"], pairs["same", "a", "bleu"]
+    worse = pairs["b", "a", "bleu"]
+    same = pairs["same", "a", "bleu"]
     assert worse["high"] < 0 and worse["p_holm"] >= worse["p"] and worse["p"] < 0.01 and worse["wins"] is None
     assert worse["value"] == pytest.approx(
         found["policies"]["b"]["bleu"]["value"] - found["policies"]["a"]["bleu"]["value"]

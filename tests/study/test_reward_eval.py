@@ -83,7 +83,8 @@ def test_numbers_by_hand() -> None:
 
 def test_a_model_that_parses_nothing_is_named_in_a_sentence() -> None:
     failed = make_failed_feedback("unparsable", source="test", version="1")
-    nothing, unguided = judged(feedback=failed, parsed=False), judged(parsed=False)
+    nothing = judged(feedback=failed, parsed=False)
+    unguided = judged(parsed=False)
     assert "None of the reward model's 2 answers could be used" in str(parse_warning(reward_metrics([nothing] * 2)))
     assert "without guided decoding" in str(parse_warning(reward_metrics([nothing, unguided])))
     assert parse_warning(reward_metrics([nothing, unguided, judged()])) is None
@@ -102,18 +103,21 @@ def test_nothing_over_nothing_is_zero_and_no_annotators_have_no_agreement() -> N
 
 
 def test_records_are_pooled_not_averaged() -> None:
-    long, short = judged([1] * 9, [1] * 9), judged([1], [0])
+    long = judged([1] * 9, [1] * 9)
+    short = judged([1], [0])
     assert reward_metrics([long, short])["good_recall"] == pytest.approx(0.9)  # the mean of 1 and 0 would be 0.5
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([-1, 0, 1]), st.sampled_from([-1, 0, 1])), max_size=40))
 def test_tokens_against_a_slow_count(tokens: list[tuple[int, int]]) -> None:
-    gold, predicted = [g for g, _ in tokens], [p for _, p in tokens]
+    gold = [g for g, _ in tokens]
+    predicted = [p for _, p in tokens]
     metrics = reward_metrics([judged(gold[:5], predicted[:5]), judged(gold[5:], predicted[5:])])
     for name, label in (("good", 1), ("poor", -1)):
         hits = sum(g == label and p == label for g, p in tokens)
-        called, true = predicted.count(label), gold.count(label)
+        called = predicted.count(label)
+        true = gold.count(label)
         precision = hits / called if called else 0.0
         recall = hits / true if true else 0.0
         harmonic = 2 * precision * recall / (precision + recall) if hits else 0.0
@@ -188,7 +192,8 @@ def test_the_seed_decides_the_intervals() -> None:
 
 def test_records_that_are_all_alike_leave_no_doubt_about_any_ratio() -> None:
     alike = [judged([1, 1, -1], [1, 0, -1])] * 5
-    metrics, intervals = reward_metrics(alike), bootstrap_intervals(alike, seed=3)
+    metrics = reward_metrics(alike)
+    intervals = bootstrap_intervals(alike, seed=3)
     sizes = {"good_tokens", "poor_tokens", "good_spans", "poor_spans", "num_records"}
     assert intervals.keys() == metrics.keys() - sizes
     assert all(intervals[name] == pytest.approx((metrics[name], metrics[name])) for name in intervals)

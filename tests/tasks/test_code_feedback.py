@@ -75,7 +75,8 @@ def test_a_constant_has_the_fix_that_every_test_expects(returned: str, expected:
 
 
 def test_a_constant_without_its_own_value_in_the_results_has_no_fix() -> None:
-    response, tests = "def f(x):\n    return 2\n", "from solution import f\n\ndef test():\n    assert f(1) + 1 == 5\n"
+    response = "def f(x):\n    return 2\n"
+    tests = "from solution import f\n\ndef test():\n    assert f(1) + 1 == 5\n"
     assert [span.fix for span in feedback(response, judged(response, tests)).spans] == [None]
 
 

@@ -126,7 +126,8 @@ def test_a_row_without_a_post(post: Any) -> None:
 
 @pytest.mark.parametrize("name", ["prompts", "summarization", "qa", "code", "tiny"])
 def test_the_feedback_prompt_holds_what_is_judged(name: str, tmp_path: Path) -> None:
-    task, tokenizer = get_task(name), build_tokenizer(tmp_path, ["x"], vocab_size=261)  # one token a byte
+    task = get_task(name)
+    tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)  # one token a byte
     question = prompt("A post with words. " * 20)
     whole = build_feedback_prompt(task, question, "the response", tokenizer, 10_000)
     text = tokenizer.decode(whole)

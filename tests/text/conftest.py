@@ -51,7 +51,8 @@ def _metaspace() -> Any:
     model = _trained(pre_tokenizers.Metaspace(), [], ["<unk>", "</s>"], 90)
     merges = [tuple(merge) for merge in model["merges"]]
     backend = Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 

@@ -46,7 +46,8 @@ def slow_offsets(tokenizer: Any, ids: list[int]) -> list[list[int]]:
     data = b"".join(pieces)
     character = [len(data[: i + 1].decode("utf-8", errors="replace")) - 1 for i in range(len(data))]
     character.append(len(data.decode("utf-8", errors="replace")))
-    offsets, at = [], 0
+    offsets = []
+    at = 0
     for piece in pieces:
         offsets.append([character[at], character[at + len(piece) - 1] + 1 if piece else character[at]])
         at += len(piece)
@@ -84,7 +85,8 @@ def test_offsets_agree_with_the_oracle_for_any_ids(tokenizer: Any, ids: list[int
 
 @given(ids=IDS)
 def test_offsets_are_in_order_and_cover_the_text(tokenizer: Any, ids: list[int]) -> None:
-    text, offsets = decode(tokenizer, ids), token_offsets(tokenizer, ids)
+    text = decode(tokenizer, ids)
+    offsets = token_offsets(tokenizer, ids)
     assert (np.diff(offsets[:, 0]) >= 0).all()
     assert (offsets[:, 0] <= offsets[:, 1]).all()
     assert set(range(len(text))) == {c for start, end in offsets.tolist() for c in range(start, end)}
@@ -138,7 +140,8 @@ def test_bytes_that_are_no_text(any_text_tokenizer: Any, data: bytes, text: str,
 
 
 def test_special_and_unknown_tokens_have_an_empty_range(gpt2: Any) -> None:
-    a, end = byte_ids(gpt2, b"a")[0], gpt2.eos_token_id
+    a = byte_ids(gpt2, b"a")[0]
+    end = gpt2.eos_token_id
     assert token_offsets(gpt2, [end, a, end, 100_000, -1, a, end]).tolist() == [
         [0, 0], [0, 1], [1, 1], [1, 1], [1, 1], [1, 2], [2, 2]
     ]  # fmt: skip

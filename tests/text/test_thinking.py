@@ -81,7 +81,8 @@ def test_other_tags_are_text(tokenizer: Any, mode: str, response: str, answer: s
 
 
 def test_tags_of_several_tokens_are_found_in_the_text(tmp_path: Path) -> None:
-    tokenizer, tags = build_thinking_tokenizer(tmp_path), ("<reason>", "</reason>")
+    tokenizer = build_thinking_tokenizer(tmp_path)
+    tags = ("<reason>", "</reason>")
     assert find_thinking_tags(tokenizer, tags) == tags
     assert split(tokenizer, "on", "<reason>Hm</reason>\nYes", tags) == "Yes"
     assert split(tokenizer, "on", "<reason>Hm <think></think>", tags) is None

@@ -36,7 +36,8 @@ def with_letters(tokenizer: Any, rollout: Rollout) -> Rollout:
 )  # fmt: skip
 def test_a_span_pays_sampled_tokens_alone(tokenizer: Any, rollout: Rollout, unit: Any, ranges: Any) -> None:
     rollout = with_letters(tokenizer, rollout)
-    offsets, mask = rollout_offsets(tokenizer, rollout), rollout.policy_mask
+    offsets = rollout_offsets(tokenizer, rollout)
+    mask = rollout.policy_mask
     assert (np.diff(offsets[:, 0]) >= 0).all()
     for (start, end), is_sampled, letter in zip(offsets, mask, rollout.response_text, strict=True):
         assert rollout.response_text[start:end] == (letter if is_sampled else "")

@@ -29,7 +29,10 @@ class FakeClient:
     ) -> None:
         self.jobs: dict[str, Any] = {}
         self.submitted: dict[str, Any] = {}
-        self.log, self.breaks_at, self.ends, self.exit_code = log, breaks_at, ends, exit_code
+        self.log = log
+        self.breaks_at = breaks_at
+        self.ends = ends
+        self.exit_code = exit_code
         self.stops = 0
         self.stoppable = True
         self.ctrl_c = ctrl_c  # once the log is read
@@ -62,7 +65,8 @@ class FakeClient:
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
         """The whole log in pieces of 3; the first connection breaks in the middle."""
-        stop, self.breaks_at = self.breaks_at, None
+        stop = self.breaks_at
+        self.breaks_at = None
         for i in range(0, len(self.log), 3):
             if stop is not None and i >= stop:
                 raise RuntimeError("the connection was closed")

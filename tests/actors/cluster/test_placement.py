@@ -66,7 +66,8 @@ class SlowRay:
     """A Ray whose first starts time out, each with a process that it leaves."""
 
     def __init__(self, failures: int, message: str = "The current node timed out during startup. This could") -> None:
-        self.failures, self.message = failures, message
+        self.failures = failures
+        self.message = message
         self.left: list[subprocess.Popen[bytes]] = []
 
     def is_initialized(self) -> bool:

@@ -19,7 +19,8 @@ class FakeMetric:
     made: dict[str, "FakeMetric"]
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
-        self.name, self.tag_keys = name, tag_keys
+        self.name = name
+        self.tag_keys = tag_keys
         self.values: list[tuple[float, dict[str, str]]] = []
         self.made[name] = self
 

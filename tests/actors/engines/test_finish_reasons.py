@@ -27,11 +27,13 @@ class FakeLLM:
     """vLLM's AsyncLLM: the prompt's first token is the index of a script, one finish reason for each request."""
 
     def __init__(self, scripts: list[list[str]], attempts: Counter[int]) -> None:
-        self.scripts, self.attempts = scripts, attempts
+        self.scripts = scripts
+        self.attempts = attempts
 
     async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         (number,) = prompt["prompt_token_ids"]
-        script, attempt = self.scripts[number], self.attempts[number]
+        script = self.scripts[number]
+        attempt = self.attempts[number]
         self.attempts[number] += 1
         reason = script[min(attempt, len(script) - 1)]
         whole = reason in ("stop", "length")
@@ -61,11 +63,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 
 def sample(ray: FakeRay, folder: Path, *scripts: list[str]) -> tuple[list[list[Rollout] | str], Counter[int]]:
     """Return per script the responses, or what SamplingFailed says; and the number of requests that vLLM was sent."""
-    tokenizer, attempts = letter_tokenizer(folder), Counter[int]()
+    tokenizer = letter_tokenizer(folder)
+    attempts = Counter[int]()
 
     class Worker(RolloutWorker):
         async def start(self) -> int:
-            self._tokenizer, self._stop_ids, self._llm = tokenizer, [], FakeLLM([*scripts], attempts)
+            self._tokenizer = tokenizer
+            self._stop_ids = []
+            self._llm = FakeLLM([*scripts], attempts)
             return len(tokenizer)
 
     kind = type("ScriptedFleet", (RolloutFleet,), {"actor": ray.actor(Worker)})

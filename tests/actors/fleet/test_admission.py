@@ -24,7 +24,8 @@ from actors.fleet.health import Health, State
 from actors.fleet.member import Member
 from t2g.config import EngineConfig, WorkersConfig
 
-SLOTS, GROUP = 64, 8
+SLOTS = 64
+GROUP = 8
 MEAN_S = 100.0  # of a sample
 
 
@@ -33,7 +34,8 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__(selectors.SelectSelector())
-        self.now, look = 0.0, self._selector.select
+        self.now = 0.0
+        look = self._selector.select
 
         def select(timeout: float | None = None) -> Any:
             self.now += timeout or 0.0
@@ -49,7 +51,10 @@ class Slots:
     """An engine: `sample.remote(length)` ends `length` seconds after it has got one of SLOTS."""
 
     def __init__(self) -> None:
-        self.free, self.queue, self.busy_s, self.most_queued = SLOTS, deque[tuple[float, Future[None]]](), 0.0, 0
+        self.free = SLOTS
+        self.queue = deque[tuple[float, Future[None]]]()
+        self.busy_s = 0.0
+        self.most_queued = 0
         self.sample = SimpleNamespace(remote=self._submit)
 
     def _submit(self, length: float) -> SimpleNamespace:
@@ -66,7 +71,8 @@ class Slots:
             asyncio.get_running_loop().call_later(length, self._end, length, answer)
 
     def _end(self, length: float, answer: Future[None]) -> None:
-        self.free, self.busy_s = self.free + 1, self.busy_s + length
+        self.free = self.free + 1
+        self.busy_s = self.busy_s + length
         if not answer.cancelled():
             answer.set_result(None)
         self._begin()
@@ -108,7 +114,8 @@ def exponential(seed: int, groups: int) -> np.ndarray:
 
 
 def test_with_a_backlog_that_never_ends_slots_are_in_use(begin: Callable[[int], Fleet]) -> None:
-    fleet, until = begin(2), 20 * MEAN_S
+    fleet = begin(2)
+    until = 20 * MEAN_S
 
     async def work(loop: JumpingLoop) -> None:
         asked = [asyncio.ensure_future(group(fleet, lengths)) for lengths in exponential(1, groups=640)]
@@ -196,7 +203,8 @@ def test_a_free_slot_wakes_one_waiting_request_and_checks_one_worker() -> None:
         await asyncio.sleep(60)
 
     async def run() -> None:
-        admission, woken = Admission(members, room=2, on_waiting=care), []
+        admission = Admission(members, room=2, on_waiting=care)
+        woken = []
 
         async def one(number: int) -> None:
             await admission.enter(1, avoid=None)

@@ -358,7 +358,8 @@ def test_no_worker_is_removed_during_a_weight_sync(fleet: Fleet) -> None:
 
 def test_care_after_a_learner_was_made_again_counts_anew(fleet: Fleet) -> None:
     """Nobody looked after the fleet meanwhile: neither was anybody started, nor is what was lost still lost."""
-    fleet._failure, fleet._short_since = LearnerLost("rank 0 died"), -1e9
+    fleet._failure = LearnerLost("rank 0 died")
+    fleet._short_since = -1e9
     for member in fleet.serving():
         fleet._apply_event(member, "died", "with its node")
 
@@ -489,7 +490,8 @@ def test_a_run_without_serving_workers_stops_and_names_them(begin: Callable[...,
     async def in_vain(member: Member) -> None: ...
 
     fleet = ready(begin())
-    fleet.catch_up, fleet._replacement_timeout_s = in_vain, 2.0
+    fleet.catch_up = in_vain
+    fleet._replacement_timeout_s = 2.0
     for member in fleet.serving():
         fleet.record_missed_sync(member, "was behind")
     with pytest.raises(RunStopped, match=r"^no test worker became ready within 2 s: test worker 0 is stale; test wor"):
@@ -508,8 +510,11 @@ def test_start_messages_reach_the_user_and_a_late_start_is_reported(
 
 
 def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
-    clock, busy, idle = IdleClock(), Member("busy", None, CONFIG), Member("idle", None, CONFIG)
-    busy.load, idle.load = 3, 0
+    clock = IdleClock()
+    busy = Member("busy", None, CONFIG)
+    idle = Member("idle", None, CONFIG)
+    busy.load = 3
+    idle.load = 0
     busy.health = idle.health = Health(since=0, state=State.SERVING)
     start = clock._at
     clock.account([busy, idle], start + 2)

@@ -20,14 +20,17 @@ STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0, "time/st
 
 class FakeFleet:
     def __init__(self, role: str, target_size: int) -> None:
-        self.role, self.target_size, self.joining = role, target_size, False
+        self.role = role
+        self.target_size = target_size
+        self.joining = False
         self.given_up = 0
         self.asked: list[int] = []
         self.failure: Exception | None = None
 
     def set_target_size(self, number: int) -> None:
         self.asked.append(number)
-        self.target_size, self.given_up = number, 0
+        self.target_size = number
+        self.given_up = 0
 
     @property
     def expected(self) -> int:
@@ -69,7 +72,8 @@ def job(folder: Path, **overrides: object) -> PolicyJob:
 
 def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Path) -> None:
     config = job(tmp_path)
-    rollouts, feedback = FakeFleet("rollout", 1), FakeFeedback()
+    rollouts = FakeFleet("rollout", 1)
+    feedback = FakeFeedback()
     steered = Steering(config, rollouts, feedback)  # type: ignore[arg-type]
 
     async def run() -> None:

@@ -26,7 +26,8 @@ class Partitioned(nn.Module):
             padded = torch.full((size * num_ranks,), float("nan"), dtype=tensor.dtype)
             padded[: tensor.numel()] = tensor.flatten()
             parameter: Any = nn.Parameter(torch.empty(0, dtype=tensor.dtype))
-            parameter.ds_tensor, parameter.ds_numel = padded[rank * size : (rank + 1) * size].clone(), tensor.numel()
+            parameter.ds_tensor = padded[rank * size : (rank + 1) * size].clone()
+            parameter.ds_numel = tensor.numel()
             parameter.ds_shape = tensor.shape
             self.named[name] = parameter
 
@@ -38,7 +39,9 @@ class FakeEngine:
     device = torch.device("cpu")
 
     def __init__(self, whole: dict[str, torch.Tensor], rank: int, num_ranks: int) -> None:
-        self.module, self.global_rank, self.world_size = Partitioned(whole, rank, num_ranks), rank, num_ranks
+        self.module = Partitioned(whole, rank, num_ranks)
+        self.global_rank = rank
+        self.world_size = num_ranks
 
 
 def tensors(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
@@ -49,7 +52,9 @@ def tensors(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
 def rank_main(rank: int, folder: str, whole: dict[str, torch.Tensor]) -> None:
     """The buckets three times; each rank writes what it was given, and where in memory it lay."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    weights, found, addresses = FullWeights(FakeEngine(whole, rank, 2)), [], []
+    weights = FullWeights(FakeEngine(whole, rank, 2))
+    found = []
+    addresses = []
     for dtype, everywhere in (("float32", False), ("float32", True), ("bfloat16", False)):
         buckets = list[list[tuple[str, torch.Tensor]]]()
         for bucket in weights.buckets(40, dtype, everywhere=everywhere):

@@ -29,7 +29,9 @@ def rank_main(rank: int, port: int, model: str, out: str) -> None:
     spec = LearnerSpec(
         model=ModelConfig(policy=model), learner=LearnerConfig(workers=2), loss="supervised", num_updates=1, seed=1
     )
-    start, seen, done = held(), [0], threading.Event()
+    start = held()
+    seen = [0]
+    done = threading.Event()
 
     def watch() -> None:
         while not done.is_set():

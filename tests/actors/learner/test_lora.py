@@ -43,7 +43,8 @@ def logits(model: Any) -> torch.Tensor:
 def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tmp_path: Path) -> None:
     folder = base_folder(tmp_path / "base", architecture)
     torch.manual_seed(0)
-    model, base = load(folder), load(folder)
+    model = load(folder)
+    base = load(folder)
     lora.add_adapters(model, CONFIG, ModelConfig(policy=str(folder), revision="r1"), dropout=0.5)
     assert torch.equal(logits(model), logits(base))  # B starts at 0
 
@@ -95,7 +96,8 @@ def test_blocks_with_experts_have_no_adapters(architecture: str, tmp_path: Path)
 
 
 def test_adapters_of_experts_are_refused_for_engines_on_cpus(tmp_path: Path) -> None:
-    dense, mixture = random_model(tmp_path / "dense"), random_model(tmp_path / "mixture", "qwen3_moe")
+    dense = random_model(tmp_path / "dense")
+    mixture = random_model(tmp_path / "mixture", "qwen3_moe")
     lora.check_adapters(CONFIG, ModelConfig(policy=str(dense)), cpu_engines=True)
     lora.check_adapters(CONFIG, ModelConfig(policy=str(mixture)))
     with pytest.raises(UserError, match=r"mixture of experts.*set learner\.sync_adapters=false"):
@@ -111,7 +113,8 @@ def test_an_unknown_form_of_adapter_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_merge_worked_by_hand() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    a, b = torch.tensor([[1.0, -1.0]]), torch.tensor([[1.0], [0.0], [2.0]])
+    a = torch.tensor([[1.0, -1.0]])
+    b = torch.tensor([[1.0], [0.0], [2.0]])
     expected = torch.tensor([[1.5, 1.5], [3.0, 4.0], [6.0, 5.0]])
     assert torch.equal(lora.merged_weight(weight, a, b, 0.5), expected)
     assert weight[0, 0] == 1

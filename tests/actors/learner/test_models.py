@@ -27,7 +27,8 @@ def test_long_rows_and_gpus_have_sdpa_whose_numbers_are_those_of_eager_attention
     _, (model, other) = load_for_training(source, *["AutoModelForCausalLM"] * 2, **how)  # type: ignore[arg-type]
     assert model.config._attn_implementation == attention
     other.set_attn_implementation("eager")
-    ids, mask = torch.arange(20).reshape(2, 10) + 5, torch.ones(2, 10, dtype=torch.long)
+    ids = torch.arange(20).reshape(2, 10) + 5
+    mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, 7:] = 0
     with torch.no_grad():
         found, expected = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (model, other))

@@ -86,7 +86,8 @@ def test_the_chunked_loss_equals_the_plain_loss_and_makes_no_whole_logits(
 ) -> None:
     """Value and gradients of the loaded model, in chunks of 8 tokens, against cross-entropy of whole logits."""
     monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
-    source, learner = ModelConfig(policy=str(random_model(tmp_path, architecture))), LearnerConfig(lora=lora)
+    source = ModelConfig(policy=str(random_model(tmp_path, architecture)))
+    learner = LearnerConfig(lora=lora)
     spec = LearnerSpec(model=source, learner=learner, loss="supervised", num_updates=1, seed=1)
     model, reference, _ = load_policy(spec, on_gpu=False)
     assert reference is None and isinstance(model.get_output_embeddings(), head.ChunkedHead)

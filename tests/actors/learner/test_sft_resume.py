@@ -61,7 +61,9 @@ class Ranks:
     """Three reports of progress, `pause_s` apart, with a step between them; then the end, or silence."""
 
     def __init__(self, *, pause_s: float, then_silent: bool = False) -> None:
-        self.pause_s, self.then_silent, self.steps = pause_s, then_silent, [10, 15, 20, 25, 30]
+        self.pause_s = pause_s
+        self.then_silent = then_silent
+        self.steps = [10, 15, 20, 25, 30]
 
     def read(self) -> tuple[list[Report], bool]:
         time.sleep(0.05)

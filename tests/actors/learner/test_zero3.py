@@ -54,11 +54,13 @@ def test_adamw_is_one_kernel_on_a_gpu_and_deepspeeds_where_its_states_are_in_the
         def __init__(self, trainable: list[torch.nn.Parameter], **options: Any) -> None:
             if not self.compiles:
                 raise RuntimeError("no compiler")
-            self.trainable, self.options = trainable, options
+            self.trainable = trainable
+            self.options = options
 
     monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=OfHost))
     monkeypatch.setattr(zero3, "_on_gpu", lambda: on_gpu)
-    model, optim = torch.nn.Linear(2, 3), OptimConfig(lr=0.5, betas=(0.8, 0.9), weight_decay=0.25)
+    model = torch.nn.Linear(2, 3)
+    optim = OptimConfig(lr=0.5, betas=(0.8, 0.9), weight_decay=0.25)
     model.bias.requires_grad_(False)
 
     here: Any = zero3._adamw(model, optim, offload=False)

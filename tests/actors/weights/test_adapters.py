@@ -28,7 +28,9 @@ def version() -> Adapters:
 
 
 def test_all_buckets_in_any_order_are_a_file_with_the_learners_bits(tmp_path: Path) -> None:
-    adapters, first, second = version(), bucket(0, *[*SHAPES][:2]), bucket(1, "b.lora_A.weight")
+    adapters = version()
+    first = bucket(0, *[*SHAPES][:2])
+    second = bucket(1, "b.lora_A.weight")
     adapters.add(second)
     adapters.add(first)
     adapters.write(tmp_path)
@@ -41,10 +43,8 @@ def test_all_buckets_in_any_order_are_a_file_with_the_learners_bits(tmp_path: Pa
 
 
 def test_what_is_not_the_version_of_the_manifest_is_refused(tmp_path: Path) -> None:
-    adapters, refused = (
-        version(),
-        r"^adapters of version 7 are refused: {} tensors are missing, or not in the manifest .*{}",
-    )
+    adapters = version()
+    refused = r"^adapters of version 7 are refused: {} tensors are missing, or not in the manifest .*{}"
     adapters.add(bucket(0, "a.lora_A.weight"))
     with pytest.raises(ValueError, match=refused.format(2, r"\(a\.lora_B\.weight\)")):
         adapters.write(tmp_path)

@@ -54,7 +54,8 @@ def test_bias_and_weight_of_a_module_outside_the_layers_stay_together() -> None:
 
 
 def test_the_hash_is_of_the_bytes_and_of_nothing_else() -> None:
-    matrix, vector = np.arange(6, dtype=np.uint16).reshape(2, 3), np.float32([1.5, -2])
+    matrix = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    vector = np.float32([1.5, -2])
     bucket = make_bucket(3, ["a", "b"], [matrix, vector], full=True, started=0.0)
     data = matrix.tobytes() + vector.tobytes()
     assert (

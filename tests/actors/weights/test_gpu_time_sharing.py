@@ -15,7 +15,8 @@ class Engine:
     """`log`: of engines and learner, in order."""
 
     def __init__(self, name: str, log: list[str], *, hangs_at: str = "", fails_at: str = "") -> None:
-        self.name, self.handle = name, self
+        self.name = name
+        self.handle = self
         self.sleep = SimpleNamespace(remote=lambda: self._do("sleep", log, hangs_at, fails_at))
         self.wake_up = SimpleNamespace(remote=lambda: self._do("wake", log, hangs_at, fails_at))
 
@@ -27,7 +28,8 @@ class Engine:
 
 
 class Fleet:
-    gpu_user, is_starting = "engines", False
+    gpu_user = "engines"
+    is_starting = False
 
     def __init__(self, *engines: Engine) -> None:
         self.engines = engines
@@ -64,7 +66,8 @@ def test_ranks_take_the_gpus_once_a_starting_engine_sleeps_too() -> None:
         switch = asyncio.ensure_future(share(fleet, log).switch_to("learner"))
         await asyncio.sleep(0.05)
         assert not log
-        fleet.engines, fleet.is_starting = (*fleet.engines, Engine("w1", log)), False
+        fleet.engines = (*fleet.engines, Engine("w1", log))
+        fleet.is_starting = False
         await switch
 
     asyncio.run(run())

@@ -50,7 +50,8 @@ def wrong_layers(engine: Any) -> None:
 @DTYPES
 @pytest.mark.parametrize("plant", [wrong_tensor, wrong_layers])
 def test_rounding_passes_and_wrong_weights_do_not(dtype: torch.dtype, plant: Callable[[Any], None]) -> None:
-    engine, learner = model("eager", dtype), model("sdpa", dtype)
+    engine = model("eager", dtype)
+    learner = model("sdpa", dtype)
     usual = compute_gap(scores(engine), scores(learner))
     assert 0 < usual.median <= usual.p95 <= usual.largest < TOLERANCES[dtype]
     for trained in (engine, learner):
@@ -67,8 +68,10 @@ def test_rounding_passes_and_wrong_weights_do_not(dtype: torch.dtype, plant: Cal
 
 @DTYPES
 def test_an_engine_that_kept_its_old_weights_is_seen_where_the_gap_is_too_small(dtype: torch.dtype) -> None:
-    engine, learner = model("eager", dtype), model("sdpa", dtype)
-    before, expected = scores(engine), scores(learner)
+    engine = model("eager", dtype)
+    learner = model("sdpa", dtype)
+    before = scores(engine)
+    expected = scores(learner)
     usual = compute_gap(before, expected)
     step = 1e-5 if dtype is torch.float32 else 0.006
     move(learner, step)

@@ -48,13 +48,23 @@ class FakeWorker:
         hangs_at_open: bool = False,
         lost: bool = False,
     ) -> None:
-        self.weights, self.deaf, self.breaks, self.hangs = [0.0] * NUM_BUCKETS, deaf, breaks, hangs
+        self.weights = [0.0] * NUM_BUCKETS
+        self.deaf = deaf
+        self.breaks = breaks
+        self.hangs = hangs
         self.lost = lost
-        self.hangs_at_open, self.group, self.scored = hangs_at_open, None, threading.Event()
+        self.hangs_at_open = hangs_at_open
+        self.group = None
+        self.scored = threading.Event()
         self.join_group = Remote(self._join)
-        self.rounds, self.log, self.aboard, self.most_aboard = [], [], 0, 0
-        self.open_update, self.load_bucket = Remote(self._open), Remote(self._load)
-        self.close_update, self.compute_logprobs = Remote(self._close), Remote(self._score)
+        self.rounds = []
+        self.log = []
+        self.aboard = 0
+        self.most_aboard = 0
+        self.open_update = Remote(self._open)
+        self.load_bucket = Remote(self._load)
+        self.close_update = Remote(self._close)
+        self.compute_logprobs = Remote(self._score)
 
     async def _open(self, round_id: str, version: int, dtype: str, shapes: Shapes) -> None:
         await asyncio.sleep(60 if self.hangs_at_open else 0)
@@ -99,7 +109,10 @@ class FakeWorker:
 
 class SyncTarget:
     def __init__(self, name: str, handle: FakeWorker) -> None:
-        self.name, self.handle, self.syncing, self.version = name, handle, False, None
+        self.name = name
+        self.handle = handle
+        self.syncing = False
+        self.version = None
 
 
 class FakeFleet:
@@ -107,7 +120,8 @@ class FakeFleet:
 
     config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(check_timeout_s=0.5, max_failures=2))
     vocab_size = 50
-    gpu_user, is_starting = "engines", False
+    gpu_user = "engines"
+    is_starting = False
     baseline_gap: Gap | None = None
 
     def __init__(self, **workers: FakeWorker) -> None:
@@ -140,7 +154,8 @@ class Group:
     made: ClassVar[dict[int, "Group"]] = {}
 
     def __init__(self, size: int) -> None:
-        self.joined, self.gone = threading.Barrier(size), ""
+        self.joined = threading.Barrier(size)
+        self.gone = ""
 
     @classmethod
     def at(cls, rendezvous: Rendezvous) -> "Group":
@@ -161,8 +176,13 @@ class FakeLearner:
         scored: "threading.Event | None" = None,
     ) -> None:
         """scored: the probe is not answered before a worker was asked for it too. lost_at NUM_BUCKETS: in the probe."""
-        self.lost_at, self.calls, self.streaming, self.scored = lost_at, [], False, scored
-        self.policy_version, self.updates_after, self.met = 3, updates_after, ""
+        self.lost_at = lost_at
+        self.calls = []
+        self.streaming = False
+        self.scored = scored
+        self.policy_version = 3
+        self.updates_after = updates_after
+        self.met = ""
 
     def address(self) -> tuple[str, int]:
         self.calls.append("address")
@@ -211,7 +231,8 @@ ONCE = [("open", 3, "float32", 3), *BUCKETS, "close"]
 
 
 def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker()), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
+    learner = FakeLearner()
     result = push(fleet, learner)
     assert [m.handle.log for m in fleet.members] == [ONCE, ONCE]
     assert result.policy_version == 3 and result.bytes == 3 * 2 * 4 and result.missed == ()
@@ -289,7 +310,8 @@ def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its
 
 
 def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(deaf=1), w1=FakeWorker(breaks=(1, 0))), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker(deaf=1), w1=FakeWorker(breaks=(1, 0)))
+    learner = FakeLearner()
     result = push(fleet, learner)
     deaf, broken = (m.handle for m in fleet.members)
     assert deaf.log == ONCE + ONCE and broken.log[-len(ONCE) :] == ONCE
@@ -319,7 +341,8 @@ def test_a_learner_lost_in_the_probe_verifies_no_worker() -> None:
 
 @pytest.mark.parametrize("lost_at", [0, 2])
 def test_a_learner_that_dies_leaves_every_worker_stale_and_no_stream_open(lost_at: int) -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker()), FakeLearner(lost_at=lost_at)
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
+    learner = FakeLearner(lost_at=lost_at)
     with pytest.raises(LearnerLost, match="learner rank 1 died") as caught:
         push(fleet, learner)
     assert not learner.streaming, "while the error, which keeps every frame alive, is still held"
@@ -345,7 +368,8 @@ def cancel_push(fleet: FakeFleet, learner: FakeLearner, *, after_s: float) -> No
 
 
 def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open() -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(breaks=(1, 1), hangs=True)), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker(breaks=(1, 1), hangs=True))
+    learner = FakeLearner()
     cancel_push(fleet, learner, after_s=0.2)
     assert fleet.heard == [("w0", "the transfer was aborted: CancelledError")]
 
@@ -374,7 +398,9 @@ def test_weights_that_are_not_finite_are_a_divergence() -> None:
 
 
 def test_a_late_joiner_catches_up_from_what_is_held() -> None:
-    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), SyncTarget("w1", FakeWorker())
+    fleet = FakeFleet(w0=FakeWorker())
+    learner = FakeLearner()
+    joiner = SyncTarget("w1", FakeWorker())
 
     async def joins() -> None:
         sync = WeightSync(learner, fleet, CONFIG)
@@ -405,7 +431,8 @@ def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
 
 
 def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -> None:
-    fleet, joiner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker())
+    fleet = FakeFleet(w0=FakeWorker())
+    joiner = SyncTarget("w1", FakeWorker())
 
     async def meet() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -417,7 +444,9 @@ def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -
 
 
 def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() -> None:
-    fleet, joiner, slept = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker()), list[list[Any]]()
+    fleet = FakeFleet(w0=FakeWorker())
+    joiner = SyncTarget("w1", FakeWorker())
+    slept = list[list[Any]]()
 
     class Sleepers(FakeFleet):
         def targets(self) -> list[SyncTarget]:
@@ -425,7 +454,8 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
             return []
 
     async def meet() -> None:
-        sync, turns = WeightSync(FakeLearner(), fleet, CONFIG), GpuTimeSharing(sleepers := Sleepers(), timeout_s=5)
+        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        turns = GpuTimeSharing(sleepers := Sleepers(), timeout_s=5)
         turns.sending = sync.sending
         await sync.push(3)
         fleet.gpu_user = "learner"
@@ -479,7 +509,8 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
 ) -> None:
     """Two would not fit into the object store that `t2g.resources.memory` asks for."""
     monkeypatch.setattr(rounds, "GRACE_S", 60)
-    learner, fleet = Counted(), FakeFleet(w0=FakeWorker())
+    learner = Counted()
+    fleet = FakeFleet(w0=FakeWorker())
 
     async def pushed() -> None:
         sync = WeightSync(learner, fleet, CONFIG)
@@ -498,7 +529,8 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
 
 
 def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
-    fleet, joiner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker(hangs_at_open=True))
+    fleet = FakeFleet(w0=FakeWorker())
+    joiner = SyncTarget("w1", FakeWorker(hangs_at_open=True))
 
     async def join() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -528,7 +560,8 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
 
 
 NCCL, IPC = (CONFIG.model_copy(update={"sync_transport": transport}) for transport in ("nccl", "ipc"))
-OPEN, REST = ONCE[0], ONCE[1:]
+OPEN = ONCE[0]
+REST = ONCE[1:]
 
 
 def joins(worker: FakeWorker) -> list[tuple[int, int]]:
@@ -537,7 +570,8 @@ def joins(worker: FakeWorker) -> list[tuple[int, int]]:
 
 
 def test_with_nccl_a_group_has_the_learner_and_the_participants_of_the_round() -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True)), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True))
+    learner = FakeLearner()
     first, second, hung = (m.handle for m in fleet.members)
     result = push(fleet, learner, config=NCCL)
     assert [entry for entry in first.log if entry[0] != "join"] == ONCE and first.log[1][0] == "join"
@@ -557,7 +591,8 @@ def test_each_gpu_of_an_engine_is_a_rank_of_the_process_group(monkeypatch: pytes
 
 
 def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker()), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
+    learner = FakeLearner()
     first, second = (member.handle for member in fleet.members)
 
     async def pushes() -> None:
@@ -577,7 +612,8 @@ def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
 
 
 def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_group_without_it() -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1))), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1)))
+    learner = FakeLearner()
     members = list(fleet.members)
     lose = fleet.record_missed_sync
 
@@ -596,7 +632,8 @@ def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_gro
 
 @pytest.mark.parametrize("config", [NCCL, IPC])
 def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: LearnerConfig) -> None:
-    fleet, learner = FakeFleet(w0=FakeWorker(breaks=(1, 0))), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker(breaks=(1, 0)))
+    learner = FakeLearner()
     assert push(fleet, learner, config=config).missed == ()
     assert learner.calls.count("stream") == 2 and learner.calls.count("probe") == 1
     assert [entry for entry in fleet.members[0].handle.log if entry[0] != "join"] == [OPEN, *ONCE]
@@ -607,7 +644,9 @@ def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: 
 
 @pytest.mark.parametrize("config", [NCCL, IPC])
 def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> None:
-    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), SyncTarget("w1", FakeWorker())
+    fleet = FakeFleet(w0=FakeWorker())
+    learner = FakeLearner()
+    joiner = SyncTarget("w1", FakeWorker())
 
     async def join() -> None:
         sync = WeightSync(learner, fleet, config)
@@ -627,7 +666,8 @@ def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> 
 
 
 def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> None:
-    fleet, joiner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker())
+    fleet = FakeFleet(w0=FakeWorker())
+    joiner = SyncTarget("w1", FakeWorker())
     learner = FakeLearner()
 
     async def join() -> None:
@@ -668,7 +708,9 @@ def test_a_worker_is_in_a_sync_from_its_request_on() -> None:
 
 
 def test_a_learner_lost_during_a_catch_up_is_reported_and_closes_its_stream() -> None:
-    fleet, joiner, learner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker()), FakeLearner()
+    fleet = FakeFleet(w0=FakeWorker())
+    joiner = SyncTarget("w1", FakeWorker())
+    learner = FakeLearner()
 
     async def join() -> None:
         sync = WeightSync(learner, fleet, NCCL)
@@ -697,8 +739,10 @@ def first_push(kept: Path, worker: FakeWorker, version: int = 0) -> FakeFleet:
 
 
 def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_on_resume(tmp_path: Path) -> None:
-    kept, worker = tmp_path / "probe.json", Loaded()
-    learner, fleet = FakeLearner(), FakeFleet(w0=worker)
+    kept = tmp_path / "probe.json"
+    worker = Loaded()
+    learner = FakeLearner()
+    fleet = FakeFleet(w0=worker)
     asyncio.run(WeightSync(learner, fleet, CONFIG, baseline_file=kept).push(0))
     assert learner.calls == ["get_manifest", "probe"] and worker.log == [] and fleet.heard == [("w0", 0)]
     written = json.loads(kept.read_text())
@@ -708,7 +752,9 @@ def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_
 
 
 def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Path) -> None:
-    fleet, joiner, learner = FakeFleet(w0=Loaded(), w1=FakeWorker()), SyncTarget("w2", Loaded()), FakeLearner()
+    fleet = FakeFleet(w0=Loaded(), w1=FakeWorker())
+    joiner = SyncTarget("w2", Loaded())
+    learner = FakeLearner()
     fleet.members[1].version = 7  # of an earlier run
     wrong = SyncTarget("w3", Loaded(off=0.5))
 

@@ -100,7 +100,8 @@ def test_status_of_two_criteria(first: str, second: str, optional: tuple[str, ..
 
 
 def test_another_type_of_one_criterion_is_a_sentence_and_the_other_counts_where_it_suffices() -> None:
-    fine, wrong = {"source": f"{__name__}:facts"}, {"source": f"{__name__}:number"}
+    fine = {"source": f"{__name__}:facts"}
+    wrong = {"source": f"{__name__}:number"}
     sentence = "number: the feedback function returned an invalid judgement: 5; it needs to be (critique, good pieces, "
     found = judge(section(facts=fine, number=wrong))
     assert found.status == "failed" and found.reason.startswith(sentence)
@@ -109,10 +110,12 @@ def test_another_type_of_one_criterion_is_a_sentence_and_the_other_counts_where_
 
 
 def test_sources_run_concurrently_and_an_error_ends_the_others() -> None:
-    both, cancelled = asyncio.Event(), []
+    both = asyncio.Event()
+    cancelled = []
 
     class Waiting(FeedbackSource):
-        name, fleet = "llm", "engines"
+        name = "llm"
+        fleet = "engines"
 
         async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
             await asyncio.wait_for(both.wait(), 5)

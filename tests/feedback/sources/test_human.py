@@ -176,7 +176,8 @@ def test_labels_and_offsets_of_other_tools(tmp_path: Path) -> None:
 
 
 def test_of_two_judgements_by_one_person_the_first_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ann, bare = ROW | {"version": "ann"}, {name: ROW[name] for name in ("prompt_id", "response")}
+    ann = ROW | {"version": "ann"}
+    bare = {name: ROW[name] for name in ("prompt_id", "response")}
     bare |= {"critique": "No spans.", "version": "ann"}
     path = write(tmp_path / "human.jsonl", ann, ann | {"critique": "Other."}, bare, ROW, ROW)
     source = human(path)
@@ -252,7 +253,8 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
 
 def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Path) -> None:
     bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
-    path, aligner = write(tmp_path / "human.jsonl", ROW, bare), Aligner()
+    path = write(tmp_path / "human.jsonl", ROW, bare)
+    aligner = Aligner()
     source = human(path, aligner=aligner)
     source.check_alignment()
     assert not source.needs_aligner(prompt("7", ""), "a phone")
@@ -267,7 +269,8 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["human.jsonl", "ann, bob.jsonl"])
 def test_a_record_is_current_as_long_as_its_own_line_is(tmp_path: Path, name: str) -> None:
-    path, question = tmp_path / name, prompt("7", "")
+    path = tmp_path / name
+    question = prompt("7", "")
     bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
     first = human(write(path, ROW, bare), aligner=Aligner())
     records = [
@@ -288,7 +291,8 @@ def test_a_record_is_current_as_long_as_its_own_line_is(tmp_path: Path, name: st
     ],
 )
 def test_the_critiques_that_published_records_hold(name: str, file: str, critique: str) -> None:
-    task, aligner = get_task(name), Aligner()
+    task = get_task(name)
+    aligner = Aligner()
     rows = json.loads((DATA / file).read_text())
     row = next(iter(rows.values())) if isinstance(rows, dict) else rows[0]
     if isinstance(rows, dict):

@@ -100,7 +100,8 @@ def test_the_cap_ends_requests_but_not_records() -> None:
 def test_an_estimate_counts_bytes_and_longest_answers() -> None:
     fields = {"num_annotators": 3, "temperature": 0.7, "max_output_tokens": 50, "max_total_tokens": 9999}
     _, chat = ask(GOOD, **fields)
-    content, schema = chat.requests[0][0]["content"], json.dumps(chat.schemas[0])
+    content = chat.requests[0][0]["content"]
+    schema = json.dumps(chat.schemas[0])
     expected = -(-len(content.encode()) // 3) + 8 + -(-len(schema) // 3)
     items = [(prompt(), RESPONSE), (prompt(), RESPONSE)]
     total = 6 * (expected + 50)
@@ -119,7 +120,8 @@ def test_an_estimate_counts_bytes_and_longest_answers() -> None:
 
 
 def test_annotators_vote_and_agreement_is_reported() -> None:
-    phone, bag = span("phone", "good", phrase="c"), span("bag", "poor", phrase="c")
+    phone = span("phone", "good", phrase="c")
+    bag = span("bag", "poor", phrase="c")
     feedback, chat = ask(
         lambda seed: answer("c", *[[phone, bag], [phone], [bag]][seed]), num_annotators=3, temperature=0.7
     )

@@ -15,8 +15,11 @@ from t2g.feedback.sources.make import make_local_source
 from t2g.feedback.sources.program import ProgramFeedback
 from t2g.tasks.base import get_task
 
-URL, KEY_VARIABLE = "http://127.0.0.1:9/v1", "T2G_TEST_ENDPOINT_KEY"
-OWN, SERVER, TEXT = {"model": "m"}, {"model": "m", "url": URL}, {"spans": False}
+URL = "http://127.0.0.1:9/v1"
+KEY_VARIABLE = "T2G_TEST_ENDPOINT_KEY"
+OWN = {"model": "m"}
+SERVER = {"model": "m", "url": URL}
+TEXT = {"spans": False}
 
 
 @pytest.mark.parametrize(

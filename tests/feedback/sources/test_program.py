@@ -145,7 +145,8 @@ def with_all(prompt: str, response: str, **options: Any) -> Any:
 
 def test_a_function_that_wants_the_messages_gets_a_copy() -> None:
     chat = ({"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi?"})
-    prompt, program = replace(PROMPT, messages=chat), source("with_messages")
+    prompt = replace(PROMPT, messages=chat)
+    program = source("with_messages")
     answers = [asyncio.run(program.judge(prompt, "a")).critique for _ in range(2)]
     assert answers == ["system: Be brief! user: Hi?"] * 2
     assert judge(program).critique == "user: Hi?!", "without messages, the text of the prompt"
@@ -212,7 +213,8 @@ def test_a_function_that_a_function_made_is_known_by_its_maker() -> None:
 class Aligner:
     """Blames the first word that critique and response share; without one it fails."""
 
-    fleet, journal_version = "engines", "aligner#1"
+    fleet = "engines"
+    journal_version = "aligner#1"
 
     def __init__(self) -> None:
         self.critiques: list[str] = []
@@ -280,7 +282,8 @@ def test_a_function_that_misbehaves_is_failed_and_said_once(
 ) -> None:
     program = source(name)
     with caplog.at_level(logging.WARNING):
-        first, second = judge(program), judge(program)
+        first = judge(program)
+        second = judge(program)
     assert first.status == second.status == "failed"
     assert first.reason.startswith("the feedback function ") and reason in first.reason
     assert len(caplog.messages) == 1
@@ -339,7 +342,8 @@ def test_calls_come_one_at_a_time_and_their_time_counts_from_their_turn() -> Non
 
 
 DEFAULT = FeedbackConfig(source=f"{__name__}:plain").concurrency
-BARRIER, ASYNC_BARRIER = threading.Barrier(DEFAULT), asyncio.Barrier(DEFAULT)
+BARRIER = threading.Barrier(DEFAULT)
+ASYNC_BARRIER = asyncio.Barrier(DEFAULT)
 
 
 def waits_for_others(prompt: str, response: str) -> Any:
@@ -497,7 +501,9 @@ class Flaky:
     """Raises at the first calls, as for a server's rate limit."""
 
     def __init__(self, num_failures: int, answer: Any = ("It is fine.", [], [])) -> None:
-        self.num_failures, self.answer, self.num_calls = num_failures, answer, 0
+        self.num_failures = num_failures
+        self.answer = answer
+        self.num_calls = 0
 
     def __call__(self, prompt: str, response: str) -> Any:
         self.num_calls += 1

@@ -38,7 +38,8 @@ def test_poor_counts_where_an_annotator_says_both() -> None:
 
 
 def test_f1_by_hand() -> None:
-    a, b = np.array([1, 1, 0, -1]), np.array([1, -1, 0, 0])
+    a = np.array([1, 1, 0, -1])
+    b = np.array([1, -1, 0, 0])
     assert f1(a, b) == 2 * 1 / (3 + 2)
     assert f1(a, a) == f1(np.zeros(4), np.zeros(4)) == 1.0
     assert f1(a, np.zeros(4)) == 0.0

@@ -31,13 +31,16 @@ def test_posts_summaries_feedback_and_measure_know_the_facts_of_their_record(num
     rows = list(world.make_records(count=300, heldout=False, rates=rates, seed=2))
     clauses = 0.0
     for row in rows:
-        facts, ideal, faulty = row["facts"], row["ideal_human_summary"], row["tldr_human_reference_summary"]
+        facts = row["facts"]
+        ideal = row["ideal_human_summary"]
+        faulty = row["tldr_human_reference_summary"]
         assert len(facts) == num_facts == row["post"].count(".")
         assert all(fact in row["post"] for fact in facts.values())
         verdict = world.judge_summary(facts, ideal)
         assert [ideal[s.start : s.end] for s in verdict.good] == list(facts.values()) and not verdict.poor
         assert (world.measure(facts, ideal)["fact_f1"], world.measure(facts, ideal)["clauses"]) == (1.0, num_facts)
-        counts, judged = world.measure(facts, faulty), world.judge_summary(facts, faulty)
+        counts = world.measure(facts, faulty)
+        judged = world.judge_summary(facts, faulty)
         clauses += counts["clauses"]
         assert len(judged.good) == pytest.approx(counts["fact_recall"] * num_facts)
         assert len(judged.poor) == counts["wrong"] + counts["invented"] + counts["repeated"]
@@ -58,7 +61,8 @@ def test_a_slot_that_a_world_does_not_have_is_an_invention() -> None:
 
 
 def test_windows_follow_the_facts_where_they_are_not_given() -> None:
-    small, large = DemoJob(), demo(20)
+    small = DemoJob()
+    large = demo(20)
     assert (small.rollout.max_new_tokens, small.reward_engine.max_model_len) == (48, 384)
     assert (large.rollout.max_new_tokens, large.reward_engine.max_model_len) == (192, 1536)
     given = demo(7, rollout={"max_new_tokens": 30})
@@ -78,21 +82,26 @@ def test_a_job_on_stages_has_their_windows_where_it_gives_none(tmp_path: Path) -
 @pytest.mark.parametrize("num_facts", [5, 10, 20])
 def test_windows_hold_what_a_world_writes(num_facts: int, tmp_path: Path) -> None:
     """The longest of many: a summary, with its post; the answer about it, with the question."""
-    job, task, lengths = demo(num_facts), TinyTask(), []
+    job = demo(num_facts)
+    task = TinyTask()
+    lengths = []
     policy, reward = assets.build_tokenizers(tmp_path, num_facts)
     for row in world.make_records(count=60, heldout=False, rates=job.world, seed=4):
-        text, facts = row["ideal_human_summary"], row["facts"]
+        text = row["ideal_human_summary"]
+        facts = row["facts"]
         policy_chat = policy.apply_chat_template(task.policy_messages(row), add_generation_prompt=True, tokenize=False)
         verdict = task.feedback_messages(Prompt(prompt_id="p", prompt_text=row["post"], task="tiny"), text)
         question = reward.apply_chat_template(verdict, add_generation_prompt=True, tokenize=False)
         critique, *sides = world.judge_summary(facts, text)
         target = format_answer(critique, *([make_quote(text, span) for span in side] for side in sides))
-        summary, answer = len(policy(text).input_ids) + 1, len(reward(target).input_ids) + 1
+        summary = len(policy(text).input_ids) + 1
+        answer = len(reward(target).input_ids) + 1
         lengths.append(
             (summary, len(policy(policy_chat).input_ids) + summary, answer, len(reward(question).input_ids) + answer)
         )
     longest = [max(column) for column in zip(*lengths, strict=True)]
-    engine, rollout = job.reward_engine, job.rollout
+    engine = job.reward_engine
+    rollout = job.rollout
     windows = [rollout.max_new_tokens, rollout.max_model_len, engine.max_new_tokens, job.reward_sft.max_length]
     assert all(1.05 * length <= window for length, window in zip(longest, windows, strict=True)), (longest, windows)
     assert engine.max_spans >= num_facts + 2 and job.policy_sft.max_length >= rollout.max_model_len

@@ -65,7 +65,8 @@ def test_feedback_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
 
 
 def test_a_critique_fits_into_the_positions_of_the_model(tmp_path: Path) -> None:
-    task, tokenizer = get_task("tiny_code"), assets.build_code_tokenizer(tmp_path)
+    task = get_task("tiny_code")
+    tokenizer = assets.build_code_tokenizer(tmp_path)
     judge = task.make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig(require=()))
     assert judge is not None
     for row in records(100, CONFIG.world):

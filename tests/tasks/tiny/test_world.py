@@ -181,7 +181,8 @@ def test_an_empty_response_is_all_omissions() -> None:
 
 def test_dense_labels_are_whole_clauses_with_the_same_verdicts() -> None:
     summary = "by José, about a laptop, plays chess, it hums, it hums."
-    sparse, dense = world.judge_summary(FACTS, summary), world.judge_summary(FACTS, summary, dense=True)
+    sparse = world.judge_summary(FACTS, summary)
+    dense = world.judge_summary(FACTS, summary, dense=True)
     assert dense.critique == sparse.critique
     assert quotes(summary, dense.good) == [("by José", 1), ("it hums", 1)]
     assert quotes(summary, dense.poor) == [("about a laptop", 1), ("plays chess", 1), ("it hums", 2)]
@@ -244,7 +245,8 @@ def test_measure_by_hand() -> None:
 
 
 def test_repeating_a_right_fact_lowers_f1() -> None:
-    once, twice = world.measure(FACTS, "it hums."), world.measure(FACTS, "it hums, it hums.")
+    once = world.measure(FACTS, "it hums.")
+    twice = world.measure(FACTS, "it hums, it hums.")
     assert (once["fact_f1"], once["repeated"]) == (2 / 6, 0)
     assert (twice["fact_f1"], twice["repeated"]) == (2 / 7, 1)
 
