@@ -103,7 +103,8 @@ def test_parser(answer: bytes, response: str) -> None:
     text = answer.decode(errors="surrogateescape")
     said = parse_answer(text, response, source="s", version="v")
     check_spans(said.spans, response)
-    assert said.status in ("ok", "empty", "unparsable") and len(said.spans) <= said.num_located <= said.num_quotes
+    assert said.status in ("ok", "empty", "unparsable")
+    assert len(said.spans) <= said.num_located <= said.num_quotes
     code, start = extract_code(text + response)
     assert (text + response)[start : start + len(code)] == code
     assert isinstance(load_answer(text, {"critique": str}), dict | str)
@@ -132,7 +133,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_offsets(tokenizer: Any, ids: list[int]) -> None:
     text = decode(tokenizer, ids)
     offsets = token_offsets(tokenizer, np.asarray(ids, np.int64))
-    assert offsets.shape == (len(ids), 2) and (np.diff(offsets[:, 0]) >= 0).all()
+    assert offsets.shape == (len(ids), 2)
+    assert (np.diff(offsets[:, 0]) >= 0).all()
     assert set(range(len(text))) == {at for start, end in offsets.tolist() for at in range(start, end)}
 
 

@@ -85,7 +85,9 @@ def test_three_of_ten_details_are_wrong_and_no_study_is_on_both_sides(real: Modu
     assert all("helped" in row for row in lines["lines_train"])
     for record in files["lines_train"]:
         _, good, poor = feedback_function(record["post"], record["ideal_human_summary"])
-        assert record["ideal_human_summary"].count("\n- ") == 3 and len(good) >= 4 and not poor
+        assert record["ideal_human_summary"].count("\n- ") == 3
+        assert len(good) >= 4
+        assert not poor
     judged = [feedback_function(record["post"], record["ideal_human_summary"]) for record in files["lines_sft"]]
     num_poor = sum(len(poor) for *_, poor in judged)
     num_details = 5 * 4 * len(judged)

@@ -164,7 +164,8 @@ def test_every_file_that_is_installed_has_a_hash(install: ModuleType, kind: str)
     for name in (f"docker/constraints-{kind}.txt", install.UV_PINS):
         lines = install.constraints((ROOT / name).read_text(), "").splitlines()
         pins = [line.split() for line in lines if not line.startswith("#")]
-        assert pins and all(re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.+]+", pin) for pin, *_ in pins)
+        assert pins
+        assert all(re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.+]+", pin) for pin, *_ in pins)
         wrong = [pin for pin, *marks in pins if not marks or not all(HASH.fullmatch(mark) for mark in marks)]
         assert wrong == []
     assert "--require-hashes" in install.install_command(kind, "/wheels", "")

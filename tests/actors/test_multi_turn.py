@@ -143,7 +143,8 @@ def test_a_conversation_stays_on_its_worker_and_starts_again_with_the_same_seeds
     assert {worker for worker, *_ in Talker.requests} == {"worker 0", "worker 1"}
     for one, other in zip(chain(*expected), chain(*found), strict=True):
         np.testing.assert_array_equal(one.response_ids, other.response_ids)
-        assert one.conversation == other.conversation and len(one.conversation) == 2
+        assert one.conversation == other.conversation
+        assert len(one.conversation) == 2
         assert [turn.reply for turn in one.conversation] == ["again", "again"]
     whole = [(index, length, seed) for worker, index, length, seed in Talker.requests if worker == "worker 1"]
     assert len(whole) == len(set(whole)) == 12, "the other worker makes every conversation once, from its first turn"
@@ -183,7 +184,8 @@ def test_a_turn_that_is_late_because_of_a_weight_sync_is_no_failure_of_its_engin
 
     try:
         assert asyncio.run(fleet.call(ask, timeout_s=20, what="it")) == "answer"
-        assert [member.health.failed_requests for member in workers.values()] == [0, 0] and tries[0] != tries[1]
+        assert [member.health.failed_requests for member in workers.values()] == [0, 0]
+        assert tries[0] != tries[1]
     finally:
         fleet.close()
 

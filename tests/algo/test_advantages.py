@@ -161,7 +161,8 @@ def test_group_advantages_equal_loops(
     advantages, returns = group_advantages(*ragged(rewards), torch.tensor(groups), gamma, normalise=normalise)
     for i, expected in enumerate(group_by_loops(rewards, groups, gamma, normalise)):
         np.testing.assert_allclose(advantages[i, : len(expected)], expected, rtol=1e-6, atol=1e-6)
-        assert not advantages[i, len(expected) :].any() and not returns[i, len(expected) :].any()
+        assert not advantages[i, len(expected) :].any()
+        assert not returns[i, len(expected) :].any()
         assert returns[i, 0].item() == pytest.approx(sum(gamma**t * r for t, r in enumerate(rewards[i])))
 
 

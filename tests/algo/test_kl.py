@@ -116,4 +116,5 @@ def test_adaptive_coefficient(kl: float, expected: float) -> None:
 @given(st.floats(-100, 100), st.integers(1, 10_000), st.integers(10, 10_000))
 def test_the_adaptive_coefficient_stays_positive_within_its_bounds(kl: float, num_samples: int, horizon: int) -> None:
     coef = adapt_kl_coef(0.05, kl=kl, target=6.0, num_samples=num_samples, horizon=horizon)
-    assert coef > 0 and abs(math.log(coef / 0.05)) <= 0.2 * num_samples / horizon + 1e-9
+    assert coef > 0
+    assert abs(math.log(coef / 0.05)) <= 0.2 * num_samples / horizon + 1e-9

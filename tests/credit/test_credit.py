@@ -49,14 +49,16 @@ def test_worked_by_hand(tokenizer: Any) -> None:
     numbers = torch.tensor([1, 2, -1, -2, -2, 0, 0, 0.0])  # of judged tokens
     scale = numbers.std(correction=0)
     torch.testing.assert_close(whitened[0, :2], (numbers[:2] - numbers.mean()) / scale)
-    assert whitened[3].tolist() == [0, 0, 0] and whitened[0, 2] == 0
+    assert whitened[3].tolist() == [0, 0, 0]
+    assert whitened[0, 2] == 0
 
 
 def test_a_judgement_whose_quotes_are_all_lost_is_none(tokenizer: Any) -> None:
     groups = ["p"] * 3
     lost = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), ("", [], ["z"])], groups, whitening="none")
     none = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), None], groups, whitening="none")
-    assert lost.advantages.tolist() == none.advantages.tolist() and lost.advantages[2].tolist() == [0, 0, 0]
+    assert lost.advantages.tolist() == none.advantages.tolist()
+    assert lost.advantages[2].tolist() == [0, 0, 0]
 
 
 def test_rules_discount_and_placement_are_the_configs(tokenizer: Any) -> None:

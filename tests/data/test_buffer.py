@@ -86,7 +86,8 @@ def test_every_number_and_text_comes_back_as_it_was(
                 for name, value in vars(rollout).items():
                     other = getattr(again, name)
                     if isinstance(value, np.ndarray):
-                        assert value.dtype == other.dtype and value.tobytes() == other.tobytes()
+                        assert value.dtype == other.dtype
+                        assert value.tobytes() == other.tobytes()
                     else:
                         assert value == other
 

@@ -75,7 +75,8 @@ def test_a_compressed_file_is_read_or_refused_with_its_name(tmp_path: Path, suff
         path = tmp_path / f"{name}{suffix}"
         path.write_bytes(compress(suffix.lower(), content))
         records = load(path)
-        assert records == [{"prompt": "a"}] * (1000 if name == "d.jsonl" else 1) and records[0].file == path.name
+        assert records == [{"prompt": "a"}] * (1000 if name == "d.jsonl" else 1)
+        assert records[0].file == path.name
         for broken in (path.read_bytes()[:-7], b"no archive"):
             path.write_bytes(broken)
             with pytest.raises(UserError, match=rf"{path.name}: cannot be decompressed: ") as error:
@@ -100,7 +101,8 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     saved.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "several")
     records = load(tmp_path / "one")
-    assert records == [row, row] and records[1].where == "one, record 2"
+    assert records == [row, row]
+    assert records[1].where == "one, record 2"
     assert load(tmp_path / "several") == [row, row]
     assert load(tmp_path / "several", split="test") == [row]
     with pytest.raises(UserError, match=r"data\.split=dev: .*several holds the splits train, test"):

@@ -66,7 +66,8 @@ def test_a_fine_tuning_record_has_prompt_reference_and_response(tokenizer: Any) 
     (example,) = make_policy_examples([record], PROMPTS, tokenizer, max_length=200)
     assert tokenizer.decode(example.response_ids, skip_special_tokens=True) == "Yes."
     (sample,) = make_samples([record], PROMPTS)
-    assert (sample.response, sample.problem) == ("Yes.", "") and len(sample.prompt.messages) == 2
+    assert (sample.response, sample.problem) == ("Yes.", "")
+    assert len(sample.prompt.messages) == 2
     own = record | {"response": "No.", "reference": "Yes!"}
     assert (PROMPTS.response(own), PROMPTS.reference(own)) == ("No.", "Yes!")
     (plain,) = make_samples([{"messages": messages}], PROMPTS)
@@ -206,7 +207,8 @@ def test_one_long_prompt_of_many_refuses_the_data_or_is_left_out_or_cut(
     with pytest.raises(UserError, match="1 of 1 prompts have more than 100 tokens: nothing is left"):
         make_prompts(records[1:2], PROMPTS, tokenizer, 100, too_long="skip")
     _, cut, _ = make_prompts(records, PROMPTS, tokenizer, 100, too_long="truncate")
-    assert len(cut.prompt_ids) == 100 and 50 < tokenizer.decode(cut.prompt_ids).count("b") < 100
+    assert len(cut.prompt_ids) == 100
+    assert 50 < tokenizer.decode(cut.prompt_ids).count("b") < 100
     assert cut.prompt_text == "b" * 500, "who judges sees all of it"
 
 
@@ -214,7 +216,9 @@ def test_the_longest_message_is_cut_and_the_others_stay(tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "s" * 20}, {"role": "user", "content": "u" * 300}]
     (prompt,) = make_prompts([{"messages": messages}], PROMPTS, tokenizer, 200, too_long="truncate")
     text = tokenizer.decode(prompt.prompt_ids)
-    assert text.count("s" * 20) == 1 and "u" * 50 in text and len(prompt.prompt_ids) == 200
+    assert text.count("s" * 20) == 1
+    assert "u" * 50 in text
+    assert len(prompt.prompt_ids) == 200
 
 
 def test_examples_that_are_too_long_are_left_out(tokenizer: Any) -> None:
@@ -238,7 +242,8 @@ def test_truncation_padding_and_earlier_calls_change_no_prompt(tmp_path: Path) -
     tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)
     texts = ["a", "a longer text", "", "<|user|>a<|end|>"]
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert encode_texts(tokenizer, texts) == expected and len(expected[3]) == 3
+    assert encode_texts(tokenizer, texts) == expected
+    assert len(expected[3]) == 3
     tokenizer("<|user|>", split_special_tokens=True)
     assert encode_texts(tokenizer, texts) == expected
     tokenizer.backend_tokenizer.enable_truncation(4)

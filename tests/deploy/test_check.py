@@ -184,7 +184,8 @@ def test_an_unknown_gpu_is_refused() -> None:
     for wrong in ("H1000", "0", "nan", "-80"):
         with pytest.raises(UserError, match=f"--gpu: got '{wrong}', but needs one of .*, or GiB as a number"):
             check(gpu=wrong)
-    assert check(*GOOD, gpu="80")[0] == [] and "of 80 (80):" in "\n".join(check(*GOOD, gpu="80")[1])
+    assert check(*GOOD, gpu="80")[0] == []
+    assert "of 80 (80):" in "\n".join(check(*GOOD, gpu="80")[1])
 
 
 def test_a_machine_without_a_sandbox_is_warned_of_where_the_task_is_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,8 @@ def test_an_empty_node_takes_no_driver_and_no_rank() -> None:
     (chosen,) = budget["spec"]["selector"]["matchExpressions"]
     groups = [group["groupName"] for group in cluster_spec(main)["workerGroupSpecs"]]
     assert budget["spec"]["maxUnavailable"] == 0 and chosen["key"] == "ray.io/group"
-    assert [name for name in groups if name in chosen["values"]] == ["learner"] and "headgroup" in chosen["values"]
+    assert [name for name in groups if name in chosen["values"]] == ["learner"]
+    assert "headgroup" in chosen["values"]
     assert budget["spec"]["selector"]["matchLabels"] == {"t2g/cluster": main["metadata"]["name"]}
 
 
@@ -332,17 +333,21 @@ def test_an_operators_patch_is_merged(tmp_path: Path) -> None:
     budget, main = yaml.safe_load_all(render_manifests(config, target="rayjob", **given))
     (claim,) = yaml.safe_load_all(render_manifests(config, target="claim", **given))
     assert {document["metadata"]["namespace"] for document in (claim, budget, main)} == {"team-a"}
-    assert main["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"} and "backoffLimit" not in main["spec"]
+    assert main["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
+    assert "backoffLimit" not in main["spec"]
     for pod in pods(main):
         assert (pod["nodeSelector"], pod["imagePullSecrets"]) == ({"pool": "gpu"}, [{"name": "registry"}])
-        assert pod["priorityClassName"] == "batch" and pod["containers"][0]["image"] == "t2g:0.2.0"
+        assert pod["priorityClassName"] == "batch"
+        assert pod["containers"][0]["image"] == "t2g:0.2.0"
         assert pod["tolerations"][-1] == {"key": "spot", "operator": "Exists"}
         on_gpu = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
         assert len(pod["tolerations"]) == 1 + on_gpu, "ours stays"
     groups = {group["groupName"]: group for group in cluster_spec(main)["workerGroupSpecs"]}
-    assert groups["rollout"]["idleTimeoutSeconds"] == 60 and groups["reward"]["idleTimeoutSeconds"] == 600
+    assert groups["rollout"]["idleTimeoutSeconds"] == 60
+    assert groups["reward"]["idleTimeoutSeconds"] == 600
     assert len(groups) == 3 and groups["rollout"]["maxReplicas"] == 1
-    assert claim["spec"]["storageClassName"] == "fast" and claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["storageClassName"] == "fast"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert claim["spec"]["resources"] == {"requests": {"storage": "2Ti"}}
     assert schema_errors(main) == []
 
@@ -378,7 +383,10 @@ def test_an_image_that_is_no_name_is_one_sentence(
     options = ["--config", "configs/tiny/policy.yaml", "--cpu", "--image", image]
     assert deploy.main(["render", *options]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "--image: got" in err and "needs the name of an image" in err
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "--image: got" in err
+    assert "needs the name of an image" in err
 
 
 def test_versions_are_those_of_the_project() -> None:
@@ -434,7 +442,8 @@ def admitted(policy: dict[str, Any], source: Labels, target: Labels, port: int, 
 def test_the_network_admits_this_clusters_pods_and_the_operator_to_the_dashboard(file: Path) -> None:
     network, main = documents(file.read_text(encoding="utf-8"))
     assert (network["apiVersion"], network["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
-    assert network["spec"]["policyTypes"] == ["Ingress"] and network["metadata"] == main["metadata"]
+    assert network["spec"]["policyTypes"] == ["Ingress"]
+    assert network["metadata"] == main["metadata"]
     cluster = cluster_spec(main)
     templates = [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
     templates += [main["spec"]["submitterPodTemplate"]] if main["kind"] == "RayJob" else []

@@ -82,7 +82,8 @@ def test_phases_are_reported_with_the_reason_of_the_last(tmp_path: Path) -> None
     assert first.startswith("run own: step 12 of 100, 768 samples, as of ") and last == "failed: no room?[2J"
     with pytest.raises(Stopped), publish_phases(tmp_path, 9):
         raise Stopped
-    assert read_status(tmp_path).phase == "stopped" and read_status(tmp_path).step == 12
+    assert read_status(tmp_path).phase == "stopped"
+    assert read_status(tmp_path).step == 12
     with publish_phases(tmp_path, 9):
         pass
     assert read_status(tmp_path).phase == "done"

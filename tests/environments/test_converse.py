@@ -159,7 +159,8 @@ def test_ids_are_those_of_the_template_applied_at_once(
     assert [turn.reply for turn in rollout.conversation] == replies[: len(texts)]
     assert rollout.answer.strip() == decode(tokenizer, tokenizer(texts[-1], add_special_tokens=False)["input_ids"])
     ends = rollout_offsets(tokenizer, rollout)[:, 1]
-    assert ends[-1] == len(rollout.response_text) and (np.diff(ends) >= 0).all()
+    assert ends[-1] == len(rollout.response_text)
+    assert (np.diff(ends) >= 0).all()
 
 
 def test_a_turn_is_not_ended_twice_where_the_template_has_a_blank_before_the_end(tokenizers: dict[str, Any]) -> None:
@@ -192,7 +193,9 @@ def test_a_conversation_ends(
     check: Callable[..., Any],
 ) -> None:
     rollout = Conversation(tokenizers["chatml"], ["the cat"] * 3, end).run(environment, **options)
-    assert len(rollout.conversation) == num_turns and rollout.sample_index == 3 and check(rollout)
+    assert len(rollout.conversation) == num_turns
+    assert rollout.sample_index == 3
+    assert check(rollout)
     assert rollout.policy_mask[-1], "it ends with a sampled token"
     assert environment.seen[-1] == ["assistant: the cat", "user: go on"] * (num_turns - 1) + ["assistant: the cat"]
 
@@ -200,7 +203,9 @@ def test_a_conversation_ends(
 def test_a_turn_without_an_answer_gets_no_reply(tokenizers: dict[str, Any]) -> None:
     environment = Script()
     rollout = Conversation(tokenizers["thinking"], [f"{OPEN}the cat"], "<|im_end|>").run(environment)
-    assert rollout.is_unfinished and not environment.seen and rollout.conversation[0].answer_start is None
+    assert rollout.is_unfinished
+    assert not environment.seen
+    assert rollout.conversation[0].answer_start is None
 
 
 def test_a_template_without_earlier_answers_is_refused(tokenizers: dict[str, Any], tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def test_code_repair_says_what_fails() -> None:
     ]
     task.describe_failures = super(TinyCodeTask, task).describe_failures  # type: ignore[method-assign]
     reply = ask(task, f"Here:\n```python\n{WRONG}```", {"test": TESTS})
-    assert not reply.done and reply.text.splitlines() == [
+    assert not reply.done
+    assert reply.text.splitlines() == [
         "The program fails 2 of 3 tests.",
         'test_red_2 fails: assert f("red", 2) == 4 expects 4 and gets 5.',
         'test_red_5 fails: assert f("red", 5) == 7 expects 7 and gets 8.',
@@ -102,4 +103,5 @@ class SlowTask(TinyCodeTask):
 def test_code_repair_runs_as_many_programs_at_once_as_the_sandbox_allows() -> None:
     task = SlowTask()
     replies = ask_often(6, task, RIGHT, {"test": TESTS}, sandbox={"concurrency": 2}, concurrency=16)
-    assert [reply.done for reply in replies] == [True] * 6 and task.most == 2
+    assert [reply.done for reply in replies] == [True] * 6
+    assert task.most == 2

@@ -97,7 +97,9 @@ def test_records_that_do_not_fit_are_left_out_and_named(tokenizer: Any, caplog: 
     # 14 characters, the 2,000 of the critique, 26 characters, EOS
     why = "a target of 2041 tokens leaves no room for its prompt in sft.max_length=1200"
     assert "6 annotated records are left out; record 2 (prompt b): " + why in caplog.text
-    assert "record 6" in caplog.text and "record 7" not in caplog.text and "and 1 more" in caplog.text
+    assert "record 6" in caplog.text
+    assert "record 7" not in caplog.text
+    assert "and 1 more" in caplog.text
     with pytest.raises(UserError, match=r"none of the 1 annotated records can be used; record 1 .*2041 tok"):
         make_reward_examples([long], PromptsTask(), tokenizer, **options)
 

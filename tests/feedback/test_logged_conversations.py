@@ -88,8 +88,10 @@ def test_forms_of_openai_and_sharegpt_are_read(message: dict[str, Any], expected
 def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
     asked = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL, CALL]}
     text = read_conversation({"messages": [asked]}).messages[0]["content"].splitlines()
-    assert text[0] == "Let me look." and text[1] == text[2]
-    assert json.loads(text[1]) == {"name": "weather", "arguments": {"town": "Ås"}} and "Ås" in text[1]
+    assert text[0] == "Let me look."
+    assert text[1] == text[2]
+    assert json.loads(text[1]) == {"name": "weather", "arguments": {"town": "Ås"}}
+    assert "Ås" in text[1]
     (alone,) = read_conversation({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}).messages
     assert alone["content"] == text[1]
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{broken"}}
@@ -132,7 +134,8 @@ def test_a_content_that_is_not_understood_leaves_out_its_turn_alone(message: dic
     after = chat("assistant: b", "user: ok", "assistant: c")
     messages = [*before, *chat("assistant: x", "user: y"), message, *after]
     conversation = read_conversation({"messages": messages})
-    assert list(conversation.problems) == [5] and conversation.problems[5].startswith("messages[5] ")
+    assert list(conversation.problems) == [5]
+    assert conversation.problems[5].startswith("messages[5] ")
     assert problem in conversation.problems[5]
     turns = list(split_conversation(*conversation))
     whole = [turn.response for turn in turns if not turn.problem]

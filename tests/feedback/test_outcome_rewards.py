@@ -97,7 +97,8 @@ def test_a_function_gets_what_trl_passes(number: int) -> None:
     )
     ours, theirs = SEEN
     assert theirs.keys() - ours.keys() == {"trainer_state", "log_extra", "log_metric", "id"}, "guide 11 names them"
-    assert ours == {name: theirs[name] for name in ours} and rewards.tolist() == [[0.5], [0.5]]
+    assert ours == {name: theirs[name] for name in ours}
+    assert rewards.tolist() == [[0.5], [0.5]]
 
 
 def boxed(completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
@@ -127,7 +128,8 @@ def test_functions_in_the_style_of_trls_documentation_run_unchanged() -> None:
         [1, None, 1, 0], [0, None, 1, 0], [0, None, 1, 0]
     ]  # fmt: skip
     levels, think = score(names[1], "trl.rewards:think_format_reward", number=1)[0].outcomes.items()
-    assert levels == (names[1], 3.0) and think == ("trl.rewards:think_format_reward", 1.0)
+    assert levels == (names[1], 3.0)
+    assert think == ("trl.rewards:think_format_reward", 1.0)
     assert score("trl.rewards:think_format_reward", number=1)[1].outcomes == {"trl.rewards:think_format_reward": 0.0}
 
 
@@ -160,8 +162,10 @@ def test_another_answer_than_a_list_of_finite_numbers_is_named(answer: Any, reas
 def test_numbers_of_any_library_are_read() -> None:
     for values in ((1, True), np.array([1, 1]), torch.ones(2), [np.float32(1), torch.tensor(1.0)], iter([1.0, 1])):
         numbers = read_rewards(values, count=2)
-        assert numbers == [1.0, 1.0] and all(type(number) is float for number in numbers)
-    assert read_rewards([None, 2], count=2) == [None, 2.0] and read_rewards([], count=0) == []
+        assert numbers == [1.0, 1.0]
+        assert all(type(number) is float for number in numbers)
+    assert read_rewards([None, 2], count=2) == [None, 2.0]
+    assert read_rewards([], count=0) == []
 
 
 def too_few(completions: list[str]) -> list[float]:
@@ -192,7 +196,8 @@ def test_a_function_that_fails_makes_the_feedback_of_its_group_failed(
         assert feedback.status == "failed" and feedback.critique == "c"
         assert feedback.reason.startswith(f"the reward function {__name__}:{name} {reason}")
         assert feedback.outcomes == {f"{__name__}:later": 1.0}
-    assert len(caplog.messages) == 1 and "objective.outcome_rewards: the reward function" in caplog.messages[0]
+    assert len(caplog.messages) == 1
+    assert "objective.outcome_rewards: the reward function" in caplog.messages[0]
     assert (tmp_path / "run" / "feedback.log").exists() == (name == "raising")
 
 

@@ -338,7 +338,8 @@ def test_ranges_are_taken_as_they_are() -> None:
 def test_a_range_outside_of_the_response_is_an_error(piece: Any) -> None:
     with pytest.raises(ValueError, match=r"\(-?\d+, \d+\) is no range of the response's 37 characters"):
         judged(("c", [], [piece]))
-    assert len(RESPONSE) == 37 and judged(("c", [], [(37, 37)])).status == "empty"
+    assert len(RESPONSE) == 37
+    assert judged(("c", [], [(37, 37)])).status == "empty"
 
 
 def test_a_list_is_understood_where_a_tuple_is_meant() -> None:
@@ -459,7 +460,8 @@ def test_sentences_are_those_of_a_slow_search(before: str, quote: str, after: st
     found = find_sentence(critique, quote)
     start = max([0, *(end for end in ends if end <= place)])
     stop = min([len(critique), *(end for end in ends if end >= place + len(quote))])
-    assert found is not None and critique[slice(*found)] == critique[start:stop].strip()
+    assert found is not None
+    assert critique[slice(*found)] == critique[start:stop].strip()
 
 
 @pytest.mark.parametrize("critique", ["phone. " * 9000, "phone" + "." * 60_000 + "x"])

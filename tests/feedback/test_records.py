@@ -105,7 +105,8 @@ def test_spans_stored_as_columns_are_transposed(tmp_path: Path, name: str) -> No
     """`datasets` stores a sequence of objects as an object of lists, in JSON lines and in Parquet."""
     columns = {"start": [2, 11], "end": [7, 16], "label": [1, -1]}
     record = read_record(ROW | {name: columns})
-    assert [(s.start, s.end, s.label) for s in record.spans] == [(2, 7, 1), (11, 16, -1)] and record.status == "ok"
+    assert [(s.start, s.end, s.label) for s in record.spans] == [(2, 7, 1), (11, 16, -1)]
+    assert record.status == "ok"
     assert read_record(ROW | {name: {key: [] for key in columns}}).status == "empty"
     pq.write_table(pa.Table.from_pylist([ROW | {name: columns}]), tmp_path / "r.parquet")
     (loaded,) = load_annotated(DataConfig(path=str(tmp_path / "r.parquet")))

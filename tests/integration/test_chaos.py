@@ -246,7 +246,8 @@ def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
     slowest = max(line["time/generate_s"] for line in metrics)
     assert slowest < job.rollout.request_timeout_s, "the hung worker is found by its health checks, not by its requests"
     for name in ("rollout/recovery_s", "reward/recovery_s", "recovery/learner_s"):
-        assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name)) and recovered(metrics, name)
+        assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name))
+        assert recovered(metrics, name)
     assert not (stage.folder / "policy" / BREAK_SYNC).exists(), "somebody got half a sync"
     assert not [p for p in victims(stage, "StubRollout") if p.status() == psutil.STATUS_STOPPED]  # killed for good
 
@@ -258,7 +259,8 @@ def test_a_run_on_stub_engines_outlives_the_node_that_holds_the_weights(stage: S
     stage.names.update(rollout="StubRolloutWorker", reward="StubRewardWorker", learner="LearnerWorker")
     metrics = run_through(stage, job, {1: "the learner's node and an engine"}, lambda: stub_fleets(job))
     for name in ("rollout/recovery_s", "recovery/learner_s"):
-        assert recovered(metrics, name) and all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name))
+        assert recovered(metrics, name)
+        assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name))
 
 
 class Grown:
@@ -287,7 +289,9 @@ def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_
     metrics = [line for line in logged(job.run.folder) if line["step"] > 0]
     sizes = [line["rollout/workers"] for line in metrics]
     grown = sizes.index(2)
-    assert sizes[:grown] == [1] * grown and sizes[-1] == 1 and set(sizes) == {1, 2}
+    assert sizes[:grown] == [1] * grown
+    assert sizes[-1] == 1
+    assert set(sizes) == {1, 2}
     waited_s = sum(line["idle/learner"] * line["time/step_s"] for line in metrics[:grown])
     assert waited_s >= MIN_LEARNER_IDLE * sum(line["time/step_s"] for line in metrics[:grown])
     piled = metrics[grown + WINDOW_STEPS - 1 : -1]
@@ -320,4 +324,5 @@ def test_a_run_on_real_engines_outlives_a_fault(stage: Stage, fault: str) -> Non
         assert all(line["rollout/restarts"] == 0 for line in metrics), "it caught up"
         return
     name = {"reward": "reward/recovery_s", "learner": "recovery/learner_s"}.get(fault, "rollout/recovery_s")
-    assert recovered(metrics, name) and all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name))
+    assert recovered(metrics, name)
+    assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name))

@@ -83,10 +83,12 @@ def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str |
 def test_answers_follow_the_schema_and_the_seed(fleet: ChatFleet, model: Path) -> None:
     first, again = ask(fleet, 1, 2)
     assert first == again  # at temperature 0 no seed has a part
-    assert first.finish_reason == "stop" and set(json.loads(first.text)["colours"]) <= set(COLOURS)
+    assert first.finish_reason == "stop"
+    assert set(json.loads(first.text)["colours"]) <= set(COLOURS)
     assert first.prompt_tokens == len(encode_chat(load_tokenizer(str(model)), QUESTION))
     warm = ask(fleet, 1, 1, 2, 3, 4, temperature=2.0)
-    assert warm[0].text == warm[1].text and len({answer.text for answer in warm}) > 1
+    assert warm[0].text == warm[1].text
+    assert len({answer.text for answer in warm}) > 1
 
 
 def test_a_question_that_does_not_fit_is_refused_in_a_sentence(fleet: ChatFleet) -> None:

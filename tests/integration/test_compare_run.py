@@ -55,7 +55,8 @@ def test_a_comparison_goes_on_run_by_run(folder: Path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     first = run / "arms" / "scalar-1" / "summary.json"
     while not first.exists():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=DEADLINE_S) == 143, log.read_text()[-4000:]
@@ -75,7 +76,9 @@ def test_a_comparison_goes_on_run_by_run(folder: Path) -> None:
         assert targeting["praised"] != 0.0 and targeting["tokens"]["praised"] > 0
         assert methods[name]["step_seconds"] > 0
     said = log.read_text()
-    assert "| grpo |" in said and (run / "report.html").exists() and (run / "curves.svg").exists()
+    assert "| grpo |" in said
+    assert (run / "report.html").exists()
+    assert (run / "curves.svg").exists()
 
     changed = start(folder, "objective.lam=0.5")
     assert changed.wait(timeout=60) == 2

@@ -46,12 +46,14 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
     process = start(own_command(folder), log)
     deadline = time.monotonic() + DEADLINE_S
     while 1 not in logged_steps(run):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=DEADLINE_S) == 143, log.read_text()[-4000:]
     done = logged_steps(run)
-    assert done == list(range(len(done))) and 2 <= len(done) <= NUM_STEPS
+    assert done == list(range(len(done)))
+    assert 2 <= len(done) <= NUM_STEPS
     assert (run / "checkpoints" / f"step-{done[-1]:08d}" / "manifest.json").exists()
     assert not (run / "summary.json").exists()
 
@@ -70,7 +72,8 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
 
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / "policy", run / "policy"))
     moved = [name for name, p in before.named_parameters() if not p.equal(after.get_parameter(name))]
-    assert all(m["tokens/neutral_share"] == 1 for m in metrics[1:]) and not moved  # without a span not a bit may move
+    assert all(m["tokens/neutral_share"] == 1 for m in metrics[1:])
+    assert not moved  # without a span not a bit may move
 
     started = time.monotonic()
     assert start(own_command(folder), log).wait(timeout=60) == 0  # finished: says so at once
@@ -89,9 +92,11 @@ def test_a_new_folder_makes_three_steps(folder: Path, tmp_path: Path) -> None:
     process = start([sys.executable, "-m", "jobs", *words], log, cwd=tmp_path / "mine", PYTHONPATH=str(ROOT))
     assert process.wait(timeout=DEADLINE_S) == 0, log.read_text()[-4000:]
     run = tmp_path / "mine" / "runs" / "my-run" / "smoke"
-    assert logged_steps(run) == [1, 2, 3] and "smoke run done" in log.read_text()
+    assert logged_steps(run) == [1, 2, 3]
+    assert "smoke run done" in log.read_text()
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["samples"] == 3 * 8 * 4 and not summary["unlabelled"]
+    assert summary["samples"] == 3 * 8 * 4
+    assert not summary["unlabelled"]
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [

@@ -146,7 +146,8 @@ def test_a_restored_group_makes_the_same_next_update(
     assert group.policy_version == version
     if group.spec.learner.offload == "none":
         group.offload_states()  # as in a turn of the engines, in which weights are sent, scored and written
-        assert np.isfinite(group.compute_probe_logprobs(np.arange(9, dtype=np.int32))).all() and sent_weights(group)
+        assert np.isfinite(group.compute_probe_logprobs(np.arange(9, dtype=np.int32))).all()
+        assert sent_weights(group)
         group.reload_states()
     second = group.update(batch)
     again = sent_weights(group)

@@ -113,12 +113,14 @@ def test_two_steps(
     summary = train(config, data, *fleets.for_policy(config, data.task), StopFlag())
 
     assert CARD_FILE not in caplog.text  # nothing is said of a model that answers what it is asked for
-    assert summary is not None and (summary["steps"], summary["samples"]) == (NUM_STEPS, NUM_STEPS * 8)
+    assert summary is not None
+    assert (summary["steps"], summary["samples"]) == (NUM_STEPS, NUM_STEPS * 8)
     lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
     assert len(steps) == NUM_STEPS
     for step in steps:
-        assert step[f"feedback/source/{source}"] == 1.0 and step["feedback/failed_share"] == 0.0
+        assert step[f"feedback/source/{source}"] == 1.0
+        assert step["feedback/failed_share"] == 0.0
         assert step["sync/probe_gap"] < 1e-3
         # The shipped configs sample a step ahead: only the first step's samples are of the weights that it trains.
         assert abs(step["gap/logprob_mean"]) < (1e-4 if step["step"] == 1 else 1e-1)
@@ -130,4 +132,5 @@ def test_two_steps(
     assert any(not weight.equal(after.get_parameter(name)) for name, weight in before.named_parameters())
     samples = [json.loads(line) for line in (config.run.folder / "samples.jsonl").read_text().splitlines()]
     if source == "program":  # live: the sandbox ran what the policy wrote
-        assert samples and all(sample["feedback"]["execution"]["passed"] is False for sample in samples)
+        assert samples
+        assert all(sample["feedback"]["execution"]["passed"] is False for sample in samples)

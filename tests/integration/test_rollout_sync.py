@@ -155,7 +155,8 @@ def test_turns_of_a_conversation_are_sampled_after_all_that_came_before(
         want = logprobs_of(policies[0], ids, temperature=TEMPERATURE)[len(rollout.prompt_ids) - 1 :]
         mask = rollout.policy_mask
         np.testing.assert_allclose(rollout.rollout_logprobs[mask], want[mask], atol=1e-4)
-        assert not mask.all() and not rollout.rollout_logprobs[~mask].any()
+        assert not mask.all()
+        assert not rollout.rollout_logprobs[~mask].any()
         first, second, *_ = (rollout.rollout_logprobs[slice(*turn.tokens)] for turn in rollout.conversation)
         assert first[0] != second[0], "another seed"
 
@@ -169,7 +170,9 @@ def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers
     batch = sample(fleet, [prompt(i) for i in range(16)])
     measured = ray.get(engine.handle.measure.remote())
     assert measured.num_generated == sum(len(r.response_ids) for group in batch for r in group)
-    assert measured.busy_s > 0 and measured.num_steps >= 32 and measured.num_preempted == 0
+    assert measured.busy_s > 0
+    assert measured.num_steps >= 32
+    assert measured.num_preempted == 0
     assert 0 < measured.cache_use <= 1 and measured.cache_tokens > 64 * 44
     other = sample(fleet, [prompt(0)], seed=2)[0]
     assert [r.sample_index for r in alone] == [0, 1, 2, 3]
@@ -180,7 +183,8 @@ def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers
     rollouts = [r for group in batch for r in group]
     assert largest_gap(policies[0], rollouts) < 1e-4
     ended = [r for r in rollouts if r.finish_reason == "stop"]
-    assert ended and all(r.response_ids[-1] == BYTE_EOS for r in ended)
+    assert ended
+    assert all(r.response_ids[-1] == BYTE_EOS for r in ended)
     assert all(len(r.response_ids) == 32 for r in rollouts if r.finish_reason == "length")
     assert all(r.policy_versions == ((0, len(r.response_ids), 0),) for r in rollouts)
     first = alone[0]
@@ -290,10 +294,12 @@ def test_adapters_are_sent_instead_of_weights_also_under_a_response(cluster: Non
             (_, switch, before), (_, end, after) = r.policy_versions
             want = logprobs_of(learner.model, np.concatenate([r.prompt_ids, r.response_ids]), temperature=TEMPERATURE)
             gaps = np.abs(want[len(r.prompt_ids) - 1 :] - r.rollout_logprobs)
-            assert (before, after) == (1, 2) and gaps[switch:end].max() < 1e-3 < gaps[:switch].max()
+            assert (before, after) == (1, 2)
+            assert gaps[switch:end].max() < 1e-3 < gaps[:switch].max()
         assert crossed
         now = sample(fleet, [prompt(0)])[0]
-        assert largest_gap(learner.model, now) < 1e-4 and now[0].policy_versions[0][2] == 2
+        assert largest_gap(learner.model, now) < 1e-4
+        assert now[0].policy_versions[0][2] == 2
         learner.train(seed=3)
         learner.sent["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] = torch.zeros(128, 4)
         with pytest.raises(RunStopped, match=r"version 3 of the weights, sent twice: .* has other logprobs"):
@@ -410,7 +416,8 @@ async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: Llama
     again = await sync.push(1)
     print(f"broadcast {again.seconds * 1000:.0f} ms, {again.num_calls} calls, probe gap {again.probe_gap:.1e}")
     assert first.probe_gap < 1e-4 and again.probe_gap < 1e-4
-    assert learner.sender._group is group and again.num_calls == first.num_calls - 2, "nobody had to meet again"
+    assert learner.sender._group is group, "nobody had to meet again"
+    assert again.num_calls == first.num_calls - 2, "nobody had to meet again"
     fleet.heard.pop()
     with pytest.raises(LearnerLost):
         await WeightSync(GlooLearner(old, lost_at=1), fleet, config).push(2)

@@ -57,7 +57,8 @@ def test_workers_join_and_leave_a_running_job(tmp_path: Path) -> None:
 
     def until(holds: Callable[[], bool]) -> None:
         while not holds():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.2)
 
     def three_more_steps() -> None:

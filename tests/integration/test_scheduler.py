@@ -161,7 +161,8 @@ def test_every_token_is_delivered_once_in_order_with_its_version(lengths: list[i
     whole = {str(number) for number in range(len(lengths))}
     assert core.ended >= whole - lost
     for name in core.ended:
-        assert core.told[name] == core.wanted[name] and len(core.told[name]) == lengths[int(name)]
+        assert core.told[name] == core.wanted[name]
+        assert len(core.told[name]) == lengths[int(name)]
     assert core.scheduler._kept == {} and not core.scheduler.has_requests()
 
 

@@ -89,7 +89,8 @@ def test_ranks_are_a_gang_in_order_of_node_and_gpu(nodes: Cluster) -> None:
         told = ray.get([rank.where.remote() for rank in ranks.workers], timeout=60)
     finally:
         ranks.close()
-    assert [rank for rank, _, _ in told] == [0, 1, 2] and len({node for _, node, _ in told}) == 2
+    assert [rank for rank, _, _ in told] == [0, 1, 2]
+    assert len({node for _, node, _ in told}) == 2
     assert [place[1:] for place in told] == sorted(place[1:] for place in told)
 
 

@@ -110,7 +110,8 @@ def test_a_training_that_lost_a_rank_goes_on_after_its_checkpoint(trained: Train
 
 
 def test_every_step_is_reported_and_a_planned_exit_of_the_controller_is_not(trained: Trained) -> None:
-    assert trained.steps == sorted(trained.steps) and set(trained.steps) <= set(range(21, 51))
+    assert trained.steps == sorted(trained.steps)
+    assert set(trained.steps) <= set(range(21, 51))
     assert set(trained.steps) - {30, 40, 50}, "steps between two reports"
     assert trained.raylet_lines == []
 

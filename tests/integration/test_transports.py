@@ -63,7 +63,8 @@ def over_the_wire(info: dict[str, Any]) -> dict[str, Any]:
 def check(model: Recorder) -> None:
     assert set(model.loaded) == set(NAMES)
     for name, tensor in zip(NAMES, TENSORS, strict=True):
-        assert model.loaded[name].dtype == torch.bfloat16 and torch.equal(model.loaded[name], tensor), name
+        assert model.loaded[name].dtype == torch.bfloat16, name
+        assert torch.equal(model.loaded[name], tensor), name
 
 
 @pytest.fixture
@@ -103,7 +104,8 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
                 transfer.receive_weights(told[number].get(timeout=10))
             transfer.finish_weight_update()
             check(model)
-        assert transfer.model_update_group is group and group.num_broadcasts == len(versions) * len(BUCKETS)
+        assert transfer.model_update_group is group
+        assert group.num_broadcasts == len(versions) * len(BUCKETS)
 
     sender = NcclSender()
     with ThreadPoolExecutor() as pool:
@@ -177,9 +179,11 @@ def test_a_group_serves_one_rendezvous_and_ends_at_the_next(monkeypatch: pytest.
     sender = sender_to(*groups, monkeypatch=monkeypatch)
     for _ in range(2):
         sender.join_group(rendezvous, CPU)
-        assert sender._group is groups[0] and not groups[0].disabled
+        assert sender._group is groups[0]
+        assert not groups[0].disabled
     sender.join_group(rendezvous_of("w0", "w1"), CPU)
-    assert sender._group is groups[1] and [group.disabled for group in groups] == [True, False, False]
+    assert sender._group is groups[1]
+    assert [group.disabled for group in groups] == [True, False, False]
 
 
 @pytest.mark.usefixtures("_cpu")
@@ -234,7 +238,8 @@ def test_an_engine_gets_its_group_with_the_manifests() -> None:
     rendezvous = rendezvous_of("w0", "w1", host="10.0.0.1")
     asyncio.run(Joining().join_group("", rendezvous, 2))
     info = transfer.parse_init_info(told[0])
-    assert info.rank_offset == 2 and tuple(info.rendezvous["members"]) == rendezvous.members
+    assert info.rank_offset == 2
+    assert tuple(info.rendezvous["members"]) == rendezvous.members
     assert (info.rendezvous["host"], info.rendezvous["port"]) == ("10.0.0.1", rendezvous.port)
     manifest = {"version": 1, "dtype": "float32", "shapes": {}}
     assert isinstance(transfer.parse_init_info(manifest), WeightManifest)
@@ -313,7 +318,8 @@ def test_a_bucket_is_packed_while_the_one_before_is_read() -> None:
     large = torch.arange(100, dtype=torch.float32)
     first = send(0, large)
     second = send(1, TENSORS[0])
-    assert first != second and torch.equal(memories.made[0].view(torch.float32), large)
+    assert first != second
+    assert torch.equal(memories.made[0].view(torch.float32), large)
     assert send(2, TENSORS[1]) == first, "the third bucket fits into the memory of the first"
     assert send(3, large) not in (first, second), "a larger one gets larger memory"
 

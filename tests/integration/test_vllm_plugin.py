@@ -55,7 +55,8 @@ def test_tensors_have_the_manifests_shapes_and_the_learners_bytes(tmp_path: Path
     each = [hash_arrays(part) for part in PARTS.values()]
     transfer.receive_weights(bucket(tmp_path, tensor_xxh3=each))
     transfer.finish_weight_update()
-    assert model.loaded["a"].tolist() == [[1, 2], [3, 4]] and model.loaded["b"].tolist() == [5, 6, 7]
+    assert model.loaded["a"].tolist() == [[1, 2], [3, 4]]
+    assert model.loaded["b"].tolist() == [5, 6, 7]
 
 
 def test_what_is_not_in_the_manifest_or_came_twice_or_changed_is_refused(tmp_path: Path) -> None:
@@ -87,7 +88,8 @@ def test_a_tensor_of_its_own_type_keeps_its_bits(tmp_path: Path) -> None:
         "xxh3": hash_arrays(PARTS["a"], exact.numpy()), "tensor_xxh3": [],
     }  # fmt: skip
     transfer.receive_weights(BucketInfo(version=5, index=0, names=["a", "b"], transport_meta=meta))
-    assert model.loaded["a"].tolist() == [[1, 2], [3, 4]] and torch.equal(model.loaded["b"], exact)
+    assert model.loaded["a"].tolist() == [[1, 2], [3, 4]]
+    assert torch.equal(model.loaded["b"], exact)
 
 
 @pytest.mark.parametrize(("device", "is_kept"), [("cpu", False), ("meta", True)])

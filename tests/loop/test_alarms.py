@@ -138,7 +138,8 @@ def test_a_reward_that_rises_while_the_held_out_measure_falls_is_reward_hacking(
     ]
     history = evaluations(*falling)
     assert alarmed(history) == [4, 9], "once, and again after the reward fell"
-    assert alarmed(history, hacking_evaluations=4) == [5] and alarmed(history, hacking_evaluations=1) == [2, 7]
+    assert alarmed(history, hacking_evaluations=4) == [5]
+    assert alarmed(history, hacking_evaluations=1) == [2, 7]
     (sentence,) = find_alarms(history[:9], AlarmConfig())
     for fragment in (
         "suspected",

@@ -107,7 +107,8 @@ def test_a_record_is_known_again_by_what_was_judged(payload: dict[str, Any]) -> 
     for change in ({"response": "b a"}, {"prompt": "What?"}, {"prompt_id": "b"}, {"payload": {"x": 1}}):
         assert sample.key not in record_keys(record.model_copy(update=change))
     by_response, by_number = record_keys(record.model_copy(update={"sample_index": 1}))
-    assert by_response == sample.key and by_number != replace(sample, response=None).key
+    assert by_response == sample.key
+    assert by_number != replace(sample, response=None).key
 
 
 def test_the_policy_samples_once_for_each_incomplete_prompt(tmp_path: Path) -> None:
@@ -197,7 +198,8 @@ def test_each_turn_with_a_reply_is_a_sample_and_the_others_are_left_out() -> Non
     rows = [FileRecord({"id": 7, "messages": CHAT, "team": "x"}, "log.jsonl:3", "log.jsonl")]
     first, blank, last = make_turn_samples(rows, PromptsTask())
     assert (first.prompt.prompt_id, first.prompt.prompt_text, first.response) == ("7/1", "Write f.", "f = 1")
-    assert first.prompt.payload == {"team": "x", "next_message": "No."} and first.prompt.data_file == "log.jsonl"
+    assert first.prompt.payload == {"team": "x", "next_message": "No."}
+    assert first.prompt.data_file == "log.jsonl"
     assert [first.problem, blank.problem, last.problem] == [
         "",
         "data record 1 (log.jsonl:3): the assistant's turn 2 has no text",
@@ -207,9 +209,8 @@ def test_each_turn_with_a_reply_is_a_sample_and_the_others_are_left_out() -> Non
     greeting = [{"role": "assistant", "content": "Hello!"}, *CHAT]
     hello, again = make_turn_samples([{"messages": greeting}], PromptsTask())[:2]
     assert hello.problem == "data record 1: the assistant's turn 1 has no message by a user before it"
-    assert again.prompt.prompt_text == "assistant: Hello!\n\nuser: Write f." and again.prompt.messages == tuple(
-        greeting[:2]
-    )
+    assert again.prompt.prompt_text == "assistant: Hello!\n\nuser: Write f."
+    assert again.prompt.messages == tuple(greeting[:2])
 
 
 def test_a_picture_leaves_out_its_turn_and_not_the_conversation() -> None:
@@ -238,7 +239,8 @@ def test_the_keys_of_turns_stay_where_a_conversation_grows() -> None:
         assert [not sample.problem for sample in after] == [True, False, True]
     same = make_turn_samples([{"messages": longer}, {"messages": longer}], PromptsTask())
     assert [sample.sample_index for sample in same] == [0, 0, 0, 1, 0, 1]
-    assert same[0].key == same[3].key and len({sample.prompt.prompt_id for sample in same}) == 3
+    assert same[0].key == same[3].key
+    assert len({sample.prompt.prompt_id for sample in same}) == 3
 
 
 def test_turns_of_conversations_with_one_opening_are_one_group() -> None:
@@ -253,7 +255,9 @@ def test_a_malformed_conversation_is_one_failed_record_that_names_its_line() -> 
     rows = [FileRecord({"messages": broken}, "log.jsonl:9", "log.jsonl"), {"messages": CHAT}]
     sample, *others = make_turn_samples(rows, PromptsTask())
     assert sample.problem.startswith("data record 1 (log.jsonl:9): messages[1] is {'role': 'bot'")
-    assert not sample.is_left_out and len(others) == 3 and not others[0].problem
+    assert not sample.is_left_out
+    assert len(others) == 3
+    assert not others[0].problem
     assert make_refused_record(sample, "next_message").reason == sample.problem
 
 

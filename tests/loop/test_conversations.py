@@ -83,7 +83,9 @@ def test_advantages_pass_over_inserted_tokens(data: Any, gamma: float, turn_gamm
     returns = [oracle_returns(s, t, objective, 0.1) for s, t in pairs]
     for i, (sample, own) in enumerate(zip(samples, returns, strict=True)):
         mask = rollouts[i].policy_mask
-        assert (sample.weights == mask).all() and not sample.advantages[~mask].any() and not sample.returns[~mask].any()
+        assert (sample.weights == mask).all()
+        assert not sample.advantages[~mask].any()
+        assert not sample.returns[~mask].any()
         np.testing.assert_allclose(sample.returns[mask], own, rtol=1e-4, atol=1e-4)
         others = [other for j, other in enumerate(returns) if j != i]
         baselines = [np.mean([other[min(k, len(other) - 1)] for other in others]) for k in range(len(own))]
@@ -132,7 +134,8 @@ def test_the_loss_is_that_of_the_sampled_tokens_alone(data: Any, mode: Any, aggr
     loss = loss_of(list(samples), logprobs, values, mode)
     loss.backward()
     assert logprobs.grad is not None and values.grad is not None
-    assert (logprobs.grad[~mask] == 0).all() and (values.grad[~mask] == 0).all()
+    assert (logprobs.grad[~mask] == 0).all()
+    assert (values.grad[~mask] == 0).all()
     assert float(np.concatenate([s.weights for s in samples]).sum()) == pytest.approx(1)
 
     # The same numbers as responses that hold the sampled tokens alone.
@@ -161,7 +164,8 @@ def test_metrics_and_versions_count_sampled_tokens_only() -> None:
     metrics = step_metrics(
         [(prompt, r, FEEDBACK) for r in rollouts], scored, stats, ObjectiveConfig(), kl=kl, kl_coef=0
     )
-    assert metrics["response/length_mean"] == 5 and metrics["policy/entropy"] == pytest.approx(0.5)
+    assert metrics["response/length_mean"] == 5
+    assert metrics["policy/entropy"] == pytest.approx(0.5)
     assert metrics["gap/logprob_mean"] < 10 < POISON
     ages = token_staleness(rollouts, policy_version=0, max_staleness=0)
     assert ages.tolist() == [0] * 10
@@ -242,7 +246,8 @@ def test_each_turn_is_judged_by_the_reply_to_it() -> None:
 
     silent = replace(rollout, conversation=(turns[0], replace(turns[1], reply="")))
     feedback = asyncio.run(judge_answer(source, prompt, silent))
-    assert feedback.usable and [s.criterion for s in feedback.spans] == ["turn_1"]
+    assert feedback.usable
+    assert [s.criterion for s in feedback.spans] == ["turn_1"]
     assert list_messages(rollout) == [
         {"role": "assistant", "content": "ab"},
         {"role": "user", "content": "wrong: a"},
@@ -297,7 +302,9 @@ def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it
     assert (feedback.status, feedback.spans, len(whole.texts)) == ("empty", (), 1)
     lost = replace(silent, conversation=(replace(silent.conversation[0], reply=""),))
     feedback = asyncio.run(judge_answer(Replying(), prompt, lost))
-    assert feedback.usable and feedback.reason == f"turn_1: {NO_ANSWER}" and [*feedback.criteria] == ["turn_1"]
+    assert feedback.usable
+    assert feedback.reason == f"turn_1: {NO_ANSWER}"
+    assert [*feedback.criteria] == ["turn_1"]
 
 
 def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() -> None:
@@ -310,7 +317,8 @@ def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() 
         rollout = replace(rollout, conversation=tuple(turns_with_replies))
         feedback = asyncio.run(judge_answer(Replying(), prompt, rollout))
         names = [f"turn_{number + 1}" for number in range(len(turns))]
-        assert [*feedback.criteria] == names and feedback.critique.startswith("turn_1:\nbad: ")
+        assert [*feedback.criteria] == names
+        assert feedback.critique.startswith("turn_1:\nbad: ")
         scored, stats = score(rollout)
         by_turn = dict(zip(names, map(float, rewards), strict=True))
         lines.append(

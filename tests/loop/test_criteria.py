@@ -73,7 +73,8 @@ def test_opposite_criteria_cancel_and_unequal_weights_do_not(tokenizer: Any, tmp
     made = bench(tmp_path / "even", tokenizer, {"sources": both})
     assert all(not any(line.get("token_rewards", ())) for line in samples(tmp_path / "even"))
     last = made.metrics()[-1]
-    assert last["criterion_reward/facts"] == -last["criterion_reward/style"] and last["reward/token_mean"] == 0
+    assert last["criterion_reward/facts"] == -last["criterion_reward/style"]
+    assert last["reward/token_mean"] == 0
     assert last["criterion_failed/facts"] == last["criterion_failed/style"] == 0
 
     both["style"]["weight"] = 0.25

@@ -150,7 +150,9 @@ def test_a_learner_that_is_lost_too_often_ends_the_run() -> None:
     sentence = r"learner\.max_restarts=2 in 21600 s \(learner\.restart_window_s\) allows no other start"
     with pytest.raises(RunStopped, match=rf"^learner rank 0 timed out; {sentence}$"):
         with_restarts(attempt, twice, StopFlag())
-    assert attempts[0] is None and len(attempts) == 3 and None not in attempts[1:]
+    assert attempts[0] is None
+    assert len(attempts) == 3
+    assert None not in attempts[1:]
 
     stop = StopFlag()
     stop.signal_name = "SIGTERM"

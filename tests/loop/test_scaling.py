@@ -71,7 +71,8 @@ def test_nothing_changes_while_a_worker_joins() -> None:
 def test_bounds_hold_at_once() -> None:
     assert decide(*[SHORT] * 3, current=4) == 4
     assert decide(*[AMPLE] * 3, current=1) == 1
-    assert decide(current=9) == 4 and decide(current=1, workers=WorkersConfig(min=2, max=4)) == 2
+    assert decide(current=9) == 4
+    assert decide(current=1, workers=WorkersConfig(min=2, max=4)) == 2
 
 
 @given(st.lists(loads, max_size=6), st.integers(1, 20), bounds, st.booleans())
@@ -148,7 +149,8 @@ def test_a_fleet_whose_load_follows_its_size_comes_to_rest(
 
 def test_a_step_that_takes_the_learner_longer_than_the_engines_frees_those_that_are_too_many() -> None:
     """30 s of generation by one worker against 20 s of learning: 2 are enough, 4 idle for 1.5 of them more."""
-    assert overlapped(4, 30, 20)["rollout_idle"] * 4 == pytest.approx(2.5) and MIN_SPARE_WORKERS < 2.5
+    assert overlapped(4, 30, 20)["rollout_idle"] * 4 == pytest.approx(2.5)
+    assert MIN_SPARE_WORKERS < 2.5
     assert decide(*[overlapped(4, 30, 20)] * 3, current=4) == 3
     assert decide(*[overlapped(3, 30, 20)] * 3, current=3) == 2
     assert decide(*[overlapped(2, 30, 20)] * 3, current=2) == 2

@@ -116,7 +116,8 @@ def test_without_staleness_nothing_is_sampled_while_the_learner_works(tokenizer:
     running: list[int] = []
     bench.learner.before_call = lambda call: running.append(bench.rollouts.num_running)
     bench.run()
-    assert len(running) > NUM_STEPS * 3 and set(running) == {0}
+    assert len(running) > NUM_STEPS * 3
+    assert set(running) == {0}
     assert all(m["staleness/max"] == m["buffer/samples"] == 0 for m in bench.metrics()[1:])
 
 
@@ -168,7 +169,8 @@ def test_a_restart_trains_on_finished_groups_and_samples_only_the_others(
     assert second.run().step == NUM_STEPS
     assert [prompt for prompt, seed in second.rollouts.asked if seed == step_seed(4)] == [last]
     fourth = second.learner.seen[0]
-    assert trained(second)[0] == chosen(4) and len(fourth) == PER_STEP * 4
+    assert trained(second)[0] == chosen(4)
+    assert len(fourth) == PER_STEP * 4
     fresh = {v for r in fourth if r.prompt_id == last for v in versions(r)}
     kept = {v for r in fourth if r.prompt_id != last for v in versions(r)}
     assert fresh == {3} and max(kept) <= 2
@@ -202,7 +204,8 @@ def test_what_a_restart_reads_is_what_was_sampled(tokenizer: Any, tmp_path: Path
             now.sample_index,
             now.response_text,
         )
-        assert was.policy_versions == now.policy_versions and was.conversation == now.conversation
+        assert was.policy_versions == now.policy_versions
+        assert was.conversation == now.conversation
         np.testing.assert_array_equal(was.rollout_logprobs.view(np.uint32), now.rollout_logprobs.view(np.uint32))
     assert second.metrics()[3] == whole.metrics()[3]
     assert second.metrics()[3].get("turns/mean") == (2 if source is TwoTurns else None)

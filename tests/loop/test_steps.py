@@ -45,7 +45,8 @@ def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_out_less_than_a_step
 def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
     places = itertools.product(range(3), ("train", "eval"), range(200))
     seeds = {sampling_seed(seed, split, step) for seed, split, step in places}
-    assert len(seeds) == 3 * 2 * 200 and all(0 <= seed < 2**63 for seed in seeds)
+    assert len(seeds) == 3 * 2 * 200
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def scored_pair(
@@ -147,8 +148,10 @@ def test_a_truncated_response_pays_its_penalty_at_its_last_token_in_any_placemen
         (only,) = make_train_samples([truncated], [stats(3)], alone, kl_coef=0.0, seed=1)
         assert only.advantages.tolist() == [0.0, 0.0, -0.5], "it is a reward of its own"
         whole, short = make_train_samples([scored, truncated], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)
-        assert short.advantages.tolist() == expected and truncated.rewards.tolist() == [1.0, 0.0, -0.5]
-        assert whole.advantages.sum() == 1 and scored.token_rewards.tolist() == [1, 0, 0]
+        assert short.advantages.tolist() == expected
+        assert truncated.rewards.tolist() == [1.0, 0.0, -0.5]
+        assert whole.advantages.sum() == 1
+        assert scored.token_rewards.tolist() == [1, 0, 0]
 
 
 def test_groups_are_the_samples_of_one_prompt() -> None:
@@ -256,7 +259,8 @@ def test_step_metrics_by_hand() -> None:
     assert metrics["reward/response_mean"] == pytest.approx((0 + 2) / 2)
     assert metrics["tokens/good_share"] == pytest.approx(3 / 6)
     assert metrics["tokens/poor_share"] == pytest.approx(1 / 6)
-    assert metrics["feedback/failed_share"] == pytest.approx(1 / 3) and metrics["feedback/empty_share"] == 1
+    assert metrics["feedback/failed_share"] == pytest.approx(1 / 3)
+    assert metrics["feedback/empty_share"] == 1
     assert metrics["feedback/source/reward_model"] == 1.0
     assert metrics["gap/logprob_mean"] == pytest.approx(2 * 0.2 / 6, rel=1e-5)
     assert metrics["response/length_mean"] == pytest.approx(8 / 3)

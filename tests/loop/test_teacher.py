@@ -45,7 +45,8 @@ def samples(teacher: list[list[float] | None], **rule: Any) -> list[Distillation
 
 def test_a_sample_carries_the_teachers_log_probabilities_and_the_advantages_of_the_rewards() -> None:
     first, second = samples([[-0.5, -3.0, -1.0], [-1.5, -1.0]], weight=0.5)
-    assert first.advantages.tolist() == [2, 2, 2] and second.advantages.tolist() == [-2, -2]
+    assert first.advantages.tolist() == [2, 2, 2]
+    assert second.advantages.tolist() == [-2, -2]
     assert first.teacher_logprobs.tolist() == [[-1.5] * TOP, [-4.0] * TOP, [-2.0] * TOP]
     assert first.top_ids.tolist() == np.arange(12).reshape(3, TOP).tolist()
     assert [s.teacher_mask.tolist() for s in (first, second)] == [[1, 1, 1], [1, 1]]
@@ -219,7 +220,8 @@ def test_a_step_without_any_critique_has_the_loss_of_its_rewards_or_stops(
             bench.run()
     else:
         bench.run()
-        assert queries == [] and {m["teacher/share"] for m in bench.metrics()[1:]} == {0.0}
+        assert queries == []
+        assert {m["teacher/share"] for m in bench.metrics()[1:]} == {0.0}
         trained = [sample for batch in bench.learner.batches for m in batch.minibatches for sample in m]
         assert all((s.weights > 0).all() and not s.teacher_mask.any() for s in trained)
 
@@ -236,7 +238,8 @@ def test_the_teacher_reads_the_policys_own_chat_with_the_critique_after_it(task:
     *history, last = get_task(task).policy_messages(record)
     *shown, end = get_task(task).teacher_messages(prompt, "Line 2 is wrong.")
     assert shown == history and end["role"] == "user"
-    assert end["content"].startswith(last["content"]) and "Line 2 is wrong." in end["content"]
+    assert end["content"].startswith(last["content"])
+    assert "Line 2 is wrong." in end["content"]
 
 
 def test_a_teachers_prompt_is_whole_or_there_is_none(tokenizer: Any) -> None:

@@ -199,14 +199,16 @@ def test_a_shift_moves_spans_and_not_their_critique_ranges() -> None:
     made = SpanFeedback(critique="long critique", spans=(span,), status="ok", source="s", version="v")
     (shifted,) = shift_spans(made, 7).spans
     assert shifted == replace(span, start=8, end=10)
-    assert shift_spans(shift_spans(made, 7), -7) == made and shift_spans(made, 0) is made
+    assert shift_spans(shift_spans(made, 7), -7) == made
+    assert shift_spans(made, 0) is made
 
 
 def test_noise_stays_in_the_answer(tokenizer: Any) -> None:
     rollout = make_rollout(tokenizer, "on", "<think>so good the cat</think>so good")
     noise = NoisyFeedback(Quoting([(0, 2, 1), (3, 7, -1)]), NoiseConfig(move=1.0), seed=3)
     feedback = asyncio.run(judge_answer(noise, letter_prompts(1)[0], rollout))
-    assert feedback.spans and all(span.start >= rollout.answer_start for span in feedback.spans)
+    assert feedback.spans
+    assert all(span.start >= rollout.answer_start for span in feedback.spans)
 
 
 # --------------------------------------------------------------------------------------------------------- the loop
@@ -257,12 +259,14 @@ def test_a_run_of_a_model_that_thinks(letters: Any, tmp_path: Path, train_thinki
             paid = [{"a": 1.0, "b": -1.0}.get(letter, 0.0) * (i >= start) for i, letter in enumerate(text)]
             assert line["token_rewards"] == paid
             assert all(span["start"] >= start for span in feedback["spans"])
-    assert bench.feedback.texts and max(map(len, bench.feedback.texts)) < 4  # an answer has at most 3 of 4 letters
+    assert bench.feedback.texts
+    assert max(map(len, bench.feedback.texts)) < 4  # an answer has at most 3 of 4 letters
     metrics = bench.metrics()[1:]
     assert all(line["dropped/samples"] == 0 for line in metrics)  # what is not judged is trained on
     shares = [line["response/unanswered_share"] for line in metrics]
     alarms = (tmp_path / "alarms.jsonl").read_text()
-    assert max(shares) > 0 and ("end within their thinking" in alarms) == (max(shares) > 0.25)
+    assert max(shares) > 0
+    assert ("end within their thinking" in alarms) == (max(shares) > 0.25)
     trained = [sample for batch in bench.learner.batches for m in batch.minibatches for sample in m]
     c = letters.convert_tokens_to_ids("c")
     for sample in trained:
@@ -396,7 +400,8 @@ def test_a_reference_is_the_answer_and_not_the_thinking(tmp_path: Path) -> None:
 
         examples = make_policy_examples(rows, Referenced(), tokenizer, max_length=max_length, tags=tags)
         for example in examples:
-            assert len(example.weights) == len(example.response_ids) and (example.weights == 1).all()
+            assert len(example.weights) == len(example.response_ids)
+            assert (example.weights == 1).all()
             assert example.response_ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")  # the template's
             assert len(example) <= max_length
             text = decode(tokenizer, example.response_ids)

@@ -38,7 +38,8 @@ def test_good_letters_become_likely_and_poor_ones_rare(tokenizer: Any, tmp_path:
     assert metrics[-1]["eval/score"] > metrics[0]["eval/score"] + 0.2
     assert state.num_samples == NUM_STEPS * 8 * 4 == metrics[-1]["samples"]
     folder, score = CheckpointStore(tmp_path / "checkpoints", keep=2).best()
-    assert score == max(m["eval/score"] for m in metrics if "eval/score" in m) and (folder / "policy.json").exists()
+    assert score == max(m["eval/score"] for m in metrics if "eval/score" in m)
+    assert (folder / "policy.json").exists()
 
 
 def test_a_run_stopped_between_steps_resumes_to_the_same_numbers(tokenizer: Any, tmp_path: Path) -> None:
@@ -187,7 +188,8 @@ def test_too_much_failed_feedback_stops_the_run_and_says_so(tokenizer: Any, tmp_
     with pytest.raises(RunStopped, match=r"step 1: .*no usable feedback .*from feedback\.source=facts:judge;"):
         bench.run()
     dropped = bench.dropped()
-    assert len(dropped) > 16 and {line["step"] for line in dropped} == {1}
+    assert len(dropped) > 16
+    assert {line["step"] for line in dropped} == {1}
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert "failed" in {sample["feedback"]["status"] for sample in samples if sample["split"] == "train"}
     again = Bench(tmp_path, tokenizer, job())
@@ -227,7 +229,8 @@ def test_some_failed_feedback_is_dropped_and_counted(tokenizer: Any, tmp_path: P
     first = next(step for step, share in enumerate(shares, start=1) if share > limit)
     alarms = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
     alarm = next(alarm for alarm in alarms if "truncated" not in alarm["alarm"])
-    assert alarm["step"] == first and f"{shares[first - 1]:.0%} of the responses have no usable" in alarm["alarm"]
+    assert alarm["step"] == first
+    assert f"{shares[first - 1]:.0%} of the responses have no usable" in alarm["alarm"]
 
 
 def test_a_number_that_is_not_finite_names_step_sample_and_token(tokenizer: Any, tmp_path: Path) -> None:
@@ -242,7 +245,8 @@ def test_the_measure_of_the_task_alone_teaches_as_an_outcome_reward(tokenizer: A
     bench.run()
     assert bench.learner.logits.softmax(-1).mean(0)[0] > 0.6
     rewards = [m["reward/outcome_mean"] for m in bench.metrics()[1:]]
-    assert rewards[-1] > rewards[0] + 0.8 and 0 < rewards[0] < 4
+    assert rewards[-1] > rewards[0] + 0.8
+    assert 0 < rewards[0] < 4
     assert rewards == [4 * m["reward/outcome/task"] for m in bench.metrics()[1:]]
 
 
@@ -260,7 +264,8 @@ def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(
         for bench in benches
     ]
     found = [(a, b) for a, b in zip(*logged, strict=True) if a]
-    assert len(found) > 10 and all(b == [*a[:-1], a[-1] - 0.5] for a, b in found)
+    assert len(found) > 10
+    assert all(b == [*a[:-1], a[-1] - 0.5] for a, b in found)
     alarms = [json.loads(line) for line in (tmp_path / "0" / "alarms.jsonl").read_text().splitlines()]
     assert [alarm["step"] for alarm in alarms if "truncated 100% of the responses" in alarm["alarm"]] == [1]
 
@@ -316,7 +321,8 @@ def test_reward_functions_teach_and_have_curves_of_their_own(tokenizer: Any, tmp
     assert bench.learner.logits.softmax(-1).mean(0)[0] > 0.6
     names = [f"reward/outcome/{entry['source']}" for entry in sources]
     first, *_, last = bench.metrics()[1:]
-    assert last[names[0]] > first[names[0]] + 0.2 and 0.25 <= first[names[1]] <= 1
+    assert last[names[0]] > first[names[0]] + 0.2
+    assert 0.25 <= first[names[1]] <= 1
     assert first["reward/total_mean"] == first["reward/outcome_mean"] < 4 * first[names[0]]
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     logged = [(line["response"], line["feedback"]["outcomes"]) for line in lines if line["split"] == "train"]
@@ -352,7 +358,8 @@ def test_a_group_without_numbers_is_dropped_and_a_step_without_any_stops_the_run
     bench.learner.logits.data[0, 2] = -2.0  # few responses begin with c
     bench.run()
     dropped = bench.dropped()
-    assert 0 < len(dropped) < NUM_STEPS * 16 / 2 and len(dropped) % 2 == 0, "whole groups"
+    assert 0 < len(dropped) < NUM_STEPS * 16 / 2, "whole groups"
+    assert len(dropped) % 2 == 0, "whole groups"
     reason = f"feedback failed: the reward function {source} returned nan among its numbers; it needs finite numbers, "
     assert {line["reason"] for line in dropped} == {f"{reason}or None"}
     assert sum(line["dropped/samples"] for line in bench.metrics()[1:]) == len(dropped)
@@ -375,7 +382,8 @@ def test_what_a_measure_runs_has_the_limits_of_the_feedbacks_sandbox(tokenizer: 
     feedback = config.feedback.model_copy(update={"sandbox": own})
     bench = Bench(tmp_path, tokenizer, config.model_copy(update={"feedback": feedback}))
     bench.run()
-    assert len(bench.task.sandboxes) > NUM_STEPS * 8 * 4 and all(sandbox == own for sandbox in bench.task.sandboxes)
+    assert len(bench.task.sandboxes) > NUM_STEPS * 8 * 4
+    assert all(sandbox == own for sandbox in bench.task.sandboxes)
 
 
 @pytest.mark.parametrize("advantages", ["group", "group_normalised"])
@@ -438,7 +446,8 @@ def test_the_coefficient_goes_where_the_penalty_is(tokenizer: Any, tmp_path: Pat
         bench = Bench(tmp_path / estimator, tokenizer, job(kl_estimator=estimator, kl_coef=0.3))
         bench.run()
         used = [m["policy/kl_coef"] for m in bench.metrics()[1:]]
-        assert used[0] == 0.3 and len(set(used)) == NUM_STEPS  # it adapts
+        assert used[0] == 0.3
+        assert len(set(used)) == NUM_STEPS  # it adapts
         in_loss = [batch.kl_coef for batch in bench.learner.batches]
         assert in_loss == (used if estimator == "k3" else [0.0] * NUM_STEPS)
 
@@ -475,6 +484,7 @@ def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenize
 
     bench.learner.before_call = before_call
     bench.rollouts.before_sample = before_sample
-    assert bench.run().step == NUM_STEPS and bench.metrics() == plain.metrics()
+    assert bench.run().step == NUM_STEPS
+    assert bench.metrics() == plain.metrics()
     assert turns.gpu_user == "engines", "the next caller needs engines that serve"
     assert turns.taken == 1 + 2 * (NUM_STEPS + NUM_STEPS // 2), "to and fro for a step, and for a checkpoint"

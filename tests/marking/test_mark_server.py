@@ -59,7 +59,8 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_the_data(se
         assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
         assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"
         assert "innerHTML" not in text and "http:" not in text and "https:" not in text
-    assert "style=" not in ask(server, "")[1] and " on" not in ask(server, "")[1].split("<main>")[0]
+    assert "style=" not in ask(server, "")[1]
+    assert " on" not in ask(server, "")[1].split("<main>")[0]
 
 
 def test_items_are_texts_that_steer_nothing(server: MarkServer) -> None:
@@ -132,7 +133,8 @@ def test_another_page_changes_nothing(server: MarkServer, origin: str) -> None:
 def test_invalid_input_is_refused_with_a_message(server: MarkServer, name: str, body: Any, code: int) -> None:
     answered, words, _ = ask(server, name, body)
     assert answered == code and words
-    assert server.marks.finished == [False] and server.marks[0].critique == ""
+    assert server.marks.finished == [False]
+    assert server.marks[0].critique == ""
 
 
 def test_a_form_of_another_page_is_no_json(server: MarkServer) -> None:
@@ -145,6 +147,7 @@ def test_a_request_that_is_too_large_is_not_read(server: MarkServer) -> None:
 
 
 def test_only_this_machine_can_reach_it_and_a_taken_port_is_one_sentence(server: MarkServer, tmp_path: Path) -> None:
-    assert server.server_address[0] == "127.0.0.1" and len(server.secret) >= 20
+    assert server.server_address[0] == "127.0.0.1"
+    assert len(server.secret) >= 20
     with pytest.raises(UserError, match="is not available"):
         MarkServer(server.marks, server.server_address[1])

@@ -35,19 +35,23 @@ def mark(*spans: tuple[int, int, int], critique: str = "so", done: bool = True, 
 
 def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_path: Path) -> None:
     marks = Marks(tmp_path, "ann", samples())
-    assert [sample.response for sample in marks.samples] == ["ab cd", "ef"] and marks.finished == [False, False]
+    assert [sample.response for sample in marks.samples] == ["ab cd", "ef"]
+    assert marks.finished == [False, False]
     spans = (Span(start=0, end=2, label=1), Span(start=3, end=5, label=-1, severity=3))
     marks.put(0, Mark(critique="ab is right. cd is wrong.", spans=spans, done=True))
     marks.put(1, mark((0, 1, -1), critique="not yet", done=False))  # and no close
     with (tmp_path / "ann" / JOURNAL_FILE).open("a") as file:
         file.write('{"key": "cut o')
     again = Marks(tmp_path, "ann", samples())
-    assert again.finished == [True, False] and again[0].spans == spans
-    assert again[1].critique == "not yet" and again[1].spans[0].end == 1
+    assert again.finished == [True, False]
+    assert again[0].spans == spans
+    assert again[1].critique == "not yet"
+    assert again[1].spans[0].end == 1
     assert (again[0].version, again[1].version) == (1, 1)
     assert again.put(1, mark(version=1)) == 2
     third = Marks(tmp_path, "ann", samples())
-    assert third.finished == [True, True] and third[1].spans == ()
+    assert third.finished == [True, True]
+    assert third[1].spans == ()
 
 
 def test_what_is_finished_no_more_is_no_record(tmp_path: Path) -> None:
@@ -117,7 +121,8 @@ def test_a_change_of_an_older_version_is_refused_and_nothing_is_kept(tmp_path: P
     for version in (0, 2):
         with pytest.raises(StaleMark, match="another tab changed this response"):
             marks.put(0, mark((3, 5, -1), version=version))
-    assert path.read_text() == kept and marks[0].spans[0].label == 1
+    assert path.read_text() == kept
+    assert marks[0].spans[0].label == 1
     assert marks.put(1, mark()) == 1, "each response has versions of its own"
 
 
@@ -128,7 +133,8 @@ def test_a_span_that_does_not_fit_is_refused_and_nothing_is_kept(
     marks = Marks(tmp_path, "ann", samples())
     with pytest.raises(ValueError, match="5 characters"):
         marks.put(0, mark(*spans))
-    assert marks[0].spans == () and not (tmp_path / "ann" / JOURNAL_FILE).exists()
+    assert marks[0].spans == ()
+    assert not (tmp_path / "ann" / JOURNAL_FILE).exists()
 
 
 def test_nothing_is_finished_without_a_critique(tmp_path: Path) -> None:

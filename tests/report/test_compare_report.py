@@ -34,7 +34,8 @@ def test_a_band_goes_along_its_upper_edge_and_back_along_the_lower_one() -> None
     svg = str(line_chart([series], x_label="x", y_label="y"))
     (corners,) = re.findall(r'<polygon class="band s0" points="([^"]*)"', svg)
     points = [tuple(map(float, corner.split(","))) for corner in corners.split()]
-    assert len(points) == 4 and points[1][1] < points[0][1] < points[2][1] == points[3][1]
+    assert len(points) == 4
+    assert points[1][1] < points[0][1] < points[2][1] == points[3][1]
     ticks = [float(tick) for tick in re.findall(r'text-anchor="end">([\d.]+)<', svg)]
     assert min(ticks) <= 1 and max(ticks) >= 5  # the axis holds the band
 
@@ -46,14 +47,16 @@ def test_the_picture_stands_alone() -> None:
     tree = ElementTree.fromstring(picture(chart, lines, "sft"))
     assert [text.text for text in tree.findall(f"{SVG}g/{SVG}text")] == [*names, "sft"]
     places = [tuple(map(float, re.findall(r"\d+", g.attrib["transform"]))) for g in tree.findall(f"{SVG}g")]
-    assert len(set(places)) == 10 and all(x + ENTRY <= WIDTH + 10 for x, _ in places)
+    assert len(set(places)) == 10
+    assert all(x + ENTRY <= WIDTH + 10 for x, _ in places)
     assert all(b[0] - a[0] == ENTRY for a, b in pairwise(places) if a[1] == b[1])
     long = [Series(name="a method with a long name", x=[0], y=[1]), *lines]
     entries = ElementTree.fromstring(picture(chart, long, None)).findall(f"{SVG}g")
     ends = [(*map(float, re.findall(r"\d+", g.attrib["transform"])), CHAR * len(g[1].text or "") + 30) for g in entries]
     assert all(a[0] + a[2] < b[0] for a, b in pairwise(ends) if a[1] == b[1])
     inner = tree.find(f"{SVG}svg")
-    assert inner is not None and float(inner.attrib["y"]) > max(y for _, y in places)
+    assert inner is not None
+    assert float(inner.attrib["y"]) > max(y for _, y in places)
     assert not [word for word in ("script", "href", "@import", "url(") if word in ElementTree.tostring(tree, "unicode")]
 
 

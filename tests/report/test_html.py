@@ -138,7 +138,9 @@ def test_one_arm_and_three_arms(tmp_path: Path) -> None:
         assert "url(" not in text
         assert "@import" not in text
     assert one.count("<polyline") == 2  # held-out metric and KL; reward and length were not logged
-    assert "0.750+0.250" in Page(three).text and "one run with one seed" in Page(one).text and "±" not in Page(one).text
+    assert "0.750+0.250" in Page(three).text
+    assert "one run with one seed" in Page(one).text
+    assert "±" not in Page(one).text
     assert "0.875" in Page(three).text
     assert 'style="width: 87.5%"' in three
     assert "1 min 15 s" in Page(three).text
@@ -252,7 +254,8 @@ def test_more_examples_than_fit_are_counted(tmp_path: Path) -> None:
     assert f"{7 + 3} more prompts are not shown" in text
     assert f"prompt {MAX_EXAMPLES}" in text, "the first stands at the top"
     assert f"prompt {MAX_EXAMPLES + 1}" not in text
-    assert f"single {MAX_SINGLES - 1}" in text and f"single {MAX_SINGLES}" not in text
+    assert f"single {MAX_SINGLES - 1}" in text
+    assert f"single {MAX_SINGLES}" not in text
 
 
 def test_a_response_without_one_before_stands_in_no_card_of_before_and_after(tmp_path: Path) -> None:
@@ -261,7 +264,8 @@ def test_a_response_without_one_before_stands_in_no_card_of_before_and_after(tmp
     other = [sample("other", "o1"), sample("other", "o2")]
     text = Page(write(tmp_path / "r.html", examples=[other, pair, single])).text
     compared, _, rest = text[text.rindex("More responses before and after") :].rpartition("Responses to other prompts")
-    assert compared.count("Before") == compared.count("After") == 1 and "alone" not in compared
+    assert compared.count("Before") == compared.count("After") == 1
+    assert "alone" not in compared
     assert "alone" in rest and "Before" not in rest and "After" not in rest
     alone = Page(write(tmp_path / "r.html", examples=[single])).text
     assert "Before" not in alone and "After" not in alone and "before and after" not in alone
@@ -300,7 +304,8 @@ def test_a_page_has_links_to_its_headings(tmp_path: Path) -> None:
     page = write(tmp_path / "r.html", alarms=[("step 1", "KL")], made={"date": "today"})
     links = re.findall(r'<a href="#(section-\d+)">(.*?)</a>', page)
     headings = re.findall(r'<h2 id="(section-\d+)">(.*?)</h2>', page)
-    assert links == headings and [title for _, title in links][:3] == ["Alarms", "Training", "Held-out results"]
+    assert links == headings
+    assert [title for _, title in links][:3] == ["Alarms", "Training", "Held-out results"]
     assert page.count("<h2") == len(headings), "every heading has a link"
     short = write(tmp_path / "short.html", summary={}, arms={}, alarms=[("step 1", "KL")])
     assert "<nav" not in short and "<h2>Alarms</h2>" in short

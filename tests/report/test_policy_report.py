@@ -50,8 +50,10 @@ def test_the_page_has_differences_judges_examples_and_problems(tmp_path: Path) -
     assert (pair["wins"], pair["ties"], pair["losses"], pair["exact"]) == (6, 5, 1, True)
     page = Page(html)
     assert set(page.tags) <= ALLOWED
-    assert "new − base" in page.text and f"{pair['p']:.4f}†" in page.text
-    assert result["judged"]["pairs"][0]["first_bias"]["value"] == 1 and "1.000 – 1.000" in page.text
+    assert "new − base" in page.text
+    assert f"{pair['p']:.4f}†" in page.text
+    assert result["judged"]["pairs"][0]["first_bias"]["value"] == 1
+    assert "1.000 – 1.000" in page.text
     assert {kind: found["count"] for kind, found in result["problems"].items()} == {
         "empty": 1, "cut": 6, "repetition": 0,
     }  # fmt: skip
@@ -93,6 +95,7 @@ def test_nothing_on_the_page_runs_or_is_fetched(tmp_path: Path) -> None:
         "aria-label",
     }
     links = [value for name, value in page.attributes if name == "href"]
-    assert links and all((link or "").startswith("#section-") for link in links)
+    assert links
+    assert all((link or "").startswith("#section-") for link in links)
     assert "<script>alert(1)</script>␛[31m" in page.text and "\x1b" not in html
     assert not re.search(r"https?:|url\(|@import", html)

@@ -161,7 +161,8 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
     assert '<i class="q0p2 q1p4 q2m2" title="reward +0.50, advantage +2.00, ratio 0.900">∎</i>' in page
     assert page.count("truncated here") == 2, "at the last character, and in no response that ended"
     assert page.count('name="by"') == 3 and "script" not in page
-    assert [f">Step {step}<" in page for step in (0, 1, 2)] == [True] * 3 and "One prompt, step by step" in page
+    assert [f">Step {step}<" in page for step in (0, 1, 2)] == [True] * 3
+    assert "One prompt, step by step" in page
     assert "2026-11-22T11:00:00Z" in page and "python -m x a=&lt;b&gt; k=***" in page and "run: {seed: 7}" in page
     assert "1.260</td>" in page, "the base stands in every row"
     assert "unlabelled" not in page
@@ -198,7 +199,8 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     write_lines(two / "alarms.jsonl", [{"step": 1, "alarm": "the KL is <high>"}])
     assert main([str(one), str(two)]) == 0
     path = one / "report_beside.html"
-    assert capsys.readouterr().out == f"made: report {path}\n" and not (one / "report.html").exists()
+    assert capsys.readouterr().out == f"made: report {path}\n"
+    assert not (one / "report.html").exists()
     page = path.read_text()
     assert "<h1>one and two</h1>" in page and page.count("<polyline") == 2
     # the base that both had, and none where they had another
@@ -213,9 +215,11 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["--run", str(twin), str(one)]) == 0
     page = (one / "report_beside.html").read_text()
     assert "What differs" not in page and "One prompt in each run" in page
-    assert main([str(one), str(one)]) == 0 and (one / "report.html").exists(), "one run is not beside itself"
+    assert main([str(one), str(one)]) == 0, "one run is not beside itself"
+    assert (one / "report.html").exists(), "one run is not beside itself"
     (two / "config.yaml").write_text("{")
-    assert main([str(one), str(two)]) == 2 and "is not the config of a run" in capsys.readouterr().err
+    assert main([str(one), str(two)]) == 2
+    assert "is not the config of a run" in capsys.readouterr().err
 
 
 def test_a_page_opens_with_the_typical_change_of_a_held_out_prompt(tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ def test_no_critique_no_spans_and_quotes_that_were_not_found() -> None:
 def test_a_long_span_is_one_short_line() -> None:
     text = "word\n" * 200
     line = span_line(Span(start=0, end=len(text), label=1), text, says())
-    assert "\n" not in line and line.endswith('…"') and len(line) == MAX_LINE_CHARS + len('good, severity 1: ""')
+    assert "\n" not in line
+    assert line.endswith('…"')
+    assert len(line) == MAX_LINE_CHARS + len('good, severity 1: ""')
 
 
 def test_brackets_are_words_and_no_markup() -> None:

@@ -113,7 +113,9 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
 )
 def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
     found = preflight(policy(model, data, **sections), None)
-    assert len(found.wrong) == 1 and words in found.wrong[0] and found.missing == [], found
+    assert len(found.wrong) == 1, found
+    assert words in found.wrong[0], found
+    assert found.missing == [], found
     with pytest.raises(UserError) as refused:
         found.refuse()
     assert words in str(refused.value)
@@ -142,7 +144,9 @@ def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any
 )
 def test_what_is_not_on_this_machine(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
     found = preflight(policy(model, data, **sections), None)
-    assert len(found.missing) == 1 and words in found.missing[0] and found.wrong == [], found
+    assert len(found.missing) == 1, found
+    assert words in found.missing[0], found
+    assert found.wrong == [], found
 
 
 def test_bfloat16_is_emulated_on_a_cpu_without_its_instructions(model: Path, data: str) -> None:
@@ -196,7 +200,8 @@ def test_an_unknown_data_set_is_requested_once(
     assert "data.path=openai/gsm8kk: there is no folder of that name" in sentence and found.wrong == []
     assert requests == [("openai/gsm8kk", "abc", 5)]
     (tmp_path / "datasets--openai--gsm8kk").mkdir()  # fetched before
-    assert preflight(policy(model, "unused", data=mistyped), None) == Findings(usable=USABLE) and len(requests) == 1
+    assert preflight(policy(model, "unused", data=mistyped), None) == Findings(usable=USABLE)
+    assert len(requests) == 1
     (sentence,) = preflight(policy(model, "unused", data={"path": "openai/gsm8k"}), None).wrong
     assert "set data.revision to a commit" in sentence
     (sentence,) = preflight(policy(model, "unused", data={"path": "./no/folder", "revision": "abc"}), None).missing
@@ -232,17 +237,16 @@ def test_all_records_are_read_before_a_start(model: Path, data: str, tmp_path: P
     many = write_records(tmp_path / "many.jsonl", *({"prompt": f"Why {i}?"} for i in range(20)))
     job = policy(model, many, eval_data={"path": data})
     found = preflight(job, ROOMY)
-    assert read_inputs(found, job, lengths) == (20, 1) and all_of(found) == []
+    assert read_inputs(found, job, lengths) == (20, 1)
+    assert all_of(found) == []
     wrong = ({"prompt": "Why?"}, {"text": "b"}, {"prompt": "Who?"}, *[{"prompt": 4}] * 3)
     job = policy(model, many, eval_data={"path": write_records(tmp_path / "wrong.jsonl", *wrong)})
     found = preflight(job, ROOMY)
     assert read_inputs(found, job, lengths) is None
     first, *_, last = found.wrong
-    assert (
-        first.startswith("eval_data record 2 (wrong.jsonl:2): ")
-        and last == "1 more records are wrong"
-        and len(found.wrong) == 4
-    )
+    assert first.startswith("eval_data record 2 (wrong.jsonl:2): ")
+    assert last == "1 more records are wrong"
+    assert len(found.wrong) == 4
 
 
 def test_wrong_records_are_reported_with_a_missing_model_and_a_function_of_another_signature(tmp_path: Path) -> None:
@@ -260,7 +264,8 @@ def test_wrong_records_are_reported_with_a_missing_model_and_a_function_of_anoth
 def test_nothing_is_read_that_is_yet_to_be_made(data: str) -> None:
     job = policy("${artifacts}/base/model", data)
     found = preflight(job, ROOMY)
-    assert read_inputs(found, job, lengths) is None and all_of(found) == []
+    assert read_inputs(found, job, lengths) is None
+    assert all_of(found) == []
 
 
 def test_heads_of_a_size_that_the_cpu_kernels_lack(model: Path, data: str, tmp_path: Path) -> None:

@@ -177,11 +177,13 @@ def test_several_data_files_are_their_contents_in_order_whatever_their_names(mad
 
 def test_a_name_on_a_hub_stays_a_name_and_so_does_a_model_of_a_server() -> None:
     hub = Identity.from_config(job(model={"policy": "owner/name", "revision": "c1"}, data={"path": "owner/set"}))
-    assert hub.config["model.policy"] == "owner/name" and hub.config["model.revision"] == "c1"
+    assert hub.config["model.policy"] == "owner/name"
+    assert hub.config["model.revision"] == "c1"
     assert hub.config["data.path"] == "owner/set" and hub.contents == {}
     llm = {"url": "http://127.0.0.1:1/v1", "model": str(Path.cwd())}
     served = Identity.from_config(job(feedback={"source": "llm", "llm": llm}))
-    assert served.config["feedback.llm.model"] == str(Path.cwd()) and served.contents == {}
+    assert served.config["feedback.llm.model"] == str(Path.cwd())
+    assert served.contents == {}
 
 
 def test_an_annotation_compares_its_data_record_by_record(made: Made) -> None:

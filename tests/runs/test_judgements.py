@@ -65,7 +65,9 @@ def test_a_second_process_requests_only_what_the_first_has_no_answer_for(tmp_pat
     assert requested == ["a b", "fail", "fault"]
     second, requested = judge(tmp_path, "fault", "a c", "a b", "fail")
     assert requested == ["a c", "fail"]
-    assert second[2] == first[0] and second[0] == first[2] and first[2].reason == "no \ufffd answer"
+    assert second[2] == first[0]
+    assert second[0] == first[2]
+    assert first[2].reason == "no \ufffd answer"
     assert judge(tmp_path, "a c", "a b", "fault")[1] == []
 
 

@@ -173,9 +173,8 @@ def test_the_innermost_work_speaks(
         wait_for("inner: ", tmp_path / "progress.log")
     lines = lines_of(tmp_path / "progress.log")
     inner = lines[lines.index("inner ...") :]
-    assert {line.partition(":")[0] for line in inner[1:-1]} == {"inner"} and inner[
-        -1
-    ] == "outer: 0 of 2, ended after 0 s"
+    assert {line.partition(":")[0] for line in inner[1:-1]} == {"inner"}
+    assert inner[-1] == "outer: 0 of 2, ended after 0 s"
     assert "inner: " in capsys.readouterr().err
 
 

@@ -822,7 +822,8 @@ def test_a_star_replaces_nothing_that_means_something_already() -> None:
     tests += "def test_a():\n    assert abs(3) == 3 and f(1) == 2\ndef test_b():\n    assert not isclose(1, 2)\n"
     tests += "def test_c():\n    assert not all([0]) and 3 != pytest.approx(4)\n"
     outcome = run_solution(f"{code}def f(x):\n    return x + 1\n", tests, LIMITS)
-    assert [test.message for test in outcome.tests if not test.passed] == [] and outcome.passed
+    assert [test.message for test in outcome.tests if not test.passed] == []
+    assert outcome.passed
 
 
 CASES["containers that change"] = (
@@ -936,4 +937,5 @@ def test_what_is_refused(body: str, error: str) -> None:
     code = "def f(x, name):\n    return getattr(x, name)\nclass C:\n    pass\n"
     head = "from solution import C, f\nclass Secret:\n    _hidden = 5\n"
     (test,) = run_solution(code, f"{head}def test():\n    {body}\n", LIMITS).tests
-    assert not test.passed and error in test.message + test.statement
+    assert not test.passed
+    assert error in test.message + test.statement

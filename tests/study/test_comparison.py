@@ -68,7 +68,8 @@ def test_curves_are_smoothed_by_what_came_before() -> None:
 def test_the_last_point_of_a_smoothed_curve_is_the_score(scores: list[float]) -> None:
     run = a_run(*scores)
     assert run.score == pytest.approx(sum((scores[1:] or scores)[-3:]) / min(3, max(1, len(scores) - 1)))
-    assert min(scores) - 1e-12 <= min(run.smoothed) and max(run.smoothed) <= max(scores) + 1e-12
+    assert min(scores) - 1e-12 <= min(run.smoothed)
+    assert max(run.smoothed) <= max(scores) + 1e-12
 
 
 def test_when_scalar_is_reached() -> None:
@@ -100,9 +101,11 @@ def test_the_summary_of_two_seeds() -> None:
     }
     found = summarise(runs)
     assert found["sft"]["score"]["mean"] == pytest.approx(0.3)
-    assert found["sft"]["targeting"]["returns"] is None and found["sft"]["targeting"]["difference"]["mean"] == 0
+    assert found["sft"]["targeting"]["returns"] is None
+    assert found["sft"]["targeting"]["difference"]["mean"] == 0
     assert found["scalar"]["score"]["mean"] == pytest.approx(0.5)
-    assert found["scalar"]["overhead"] == 0.0 and found["scalar"]["targeting"] is None
+    assert found["scalar"]["overhead"] == 0.0
+    assert found["scalar"]["targeting"] is None
     span = found["span"]
     assert span["score"]["mean"] == pytest.approx(0.5)
     # paired: 1 - .6 and 0 - .4; t(1) = 12.706, s = .8 / sqrt 2
@@ -148,7 +151,8 @@ def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
     found = summarise({"sft": base, "scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
     assert found["sft"]["minus_scalar_at_equal"] == {"kls": None, "lengths": None}
     at_equal = found["span"]["minus_scalar_at_equal"]
-    assert at_equal["kls"]["mean"] == pytest.approx(-0.05) and at_equal["lengths"]["high"] == pytest.approx(-0.05)
+    assert at_equal["kls"]["mean"] == pytest.approx(-0.05)
+    assert at_equal["lengths"]["high"] == pytest.approx(-0.05)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 9)), min_size=2, max_size=8))

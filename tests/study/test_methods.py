@@ -120,7 +120,8 @@ def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> 
     assert search.run.folder == tmp_path / "compare-more" / "search" / "scalar-0.0003-101"
     assert noisy.run.folder == tmp_path / "compare-more" / "noise" / "flipped-scalar-1"
     assert differing(arm, search) == {"run.root", "run.name", "run.seed"}
-    assert noisy.feedback.noise is not None and noisy.feedback.noise.flip == 0.3
+    assert noisy.feedback.noise is not None
+    assert noisy.feedback.noise.flip == 0.3
     assert arm.feedback.noise is None
 
 
@@ -165,7 +166,9 @@ def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
     arms = arms_of(tmp_path, f"compare.methods=[span, {own}]")
     arms.check("fact_f1")
     feedback = arms.arm("mine", 1).feedback
-    assert feedback.reward_model == str(tmp_path) and feedback.noise is not None and feedback.noise.flip == 0.5
+    assert feedback.reward_model == str(tmp_path)
+    assert feedback.noise is not None
+    assert feedback.noise.flip == 0.5
 
 
 def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,10 @@ def test_a_difference_by_hand_and_its_sign() -> None:
     one[:3] = 1
     other[3:13] = 1
     found = compare(one, other, mean_of(NUM_PROMPTS), DRAWS)
-    assert found["value"] == pytest.approx(-7 / 50) and found["low"] < -7 / 50 < found["high"]
-    assert (found["wins"], found["ties"], found["losses"]) == (3, 37, 10) and found["exact"]
+    assert found["value"] == pytest.approx(-7 / 50)
+    assert found["low"] < -7 / 50 < found["high"]
+    assert (found["wins"], found["ties"], found["losses"]) == (3, 37, 10)
+    assert found["exact"]
     assert found["p"] == pytest.approx(2 * (1 + 13 + 78 + 286) / 2**13)
     shifted = compare(one + 2.5, other, mean_of(NUM_PROMPTS), DRAWS)
     assert not shifted["exact"] and shifted["p"] == 1 / 2001  # no draw is as far: never 0

@@ -47,7 +47,8 @@ def test_position_bias_is_recovered_and_stays_out_of_the_win_rate(quality: float
 
     better = rng.random(400) < quality
     (pair,) = rates(judged(*((verdict(True, b), verdict(False, b)) for b in better)))["pairs"]
-    assert pair["policy"] == "new" and pair["first_bias"]["low"] < 0.3 < pair["first_bias"]["high"]
+    assert pair["policy"] == "new"
+    assert pair["first_bias"]["low"] < 0.3 < pair["first_bias"]["high"]
     assert pair["first_bias"]["high"] - pair["first_bias"]["low"] < 0.15
     assert pair["win_rate"]["low"] < win_rate < pair["win_rate"]["high"]
     assert pair["consistency"] == pytest.approx(0.7, abs=0.05)
@@ -64,7 +65,9 @@ def test_by_hand() -> None:
 
 def test_rubbish_is_counted_and_scores_nothing() -> None:
     (pair,) = rates(judged(*[("unparsable", "A")] * 9))["pairs"]
-    assert pair["win_rate"] is None and pair["unparsable_share"] == 0.5 and pair["prompts"] == 0
+    assert pair["win_rate"] is None
+    assert pair["unparsable_share"] == 0.5
+    assert pair["prompts"] == 0
 
 
 def test_win_rate_by_difference_of_length() -> None:
@@ -111,4 +114,5 @@ def test_the_reason_is_requested_first() -> None:
     assert text.index("the post") < text.index("Answer A:\none") < text.index("Answer B:\ntwo")
     schema = Verdict.model_json_schema()
     assert [*schema["properties"]] == schema["required"] == ["reason", "verdict"]
-    assert schema["additionalProperties"] is False and schema["properties"]["reason"]["maxLength"] == 1000
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["reason"]["maxLength"] == 1000

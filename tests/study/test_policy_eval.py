@@ -52,7 +52,8 @@ def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
     references = [f"{text} and a cat slept ." for text in texts(50, 1)]
     counts = np.stack([bleu_counts(h, r) for h, r in zip(hypotheses, references, strict=True)])
     corpus = BLEU().corpus_score(hypotheses, [references])
-    assert bleu(counts.sum(0)) == pytest.approx(corpus.score, abs=1e-9) and corpus.score > 5
+    assert bleu(counts.sum(0)) == pytest.approx(corpus.score, abs=1e-9)
+    assert corpus.score > 5
     assert bleu(np.stack([counts.sum(0), counts[:9].sum(0)]))[1] == pytest.approx(
         BLEU().corpus_score(hypotheses[:9], [references[:9]]).score, abs=1e-9
     )
@@ -62,7 +63,9 @@ def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
 @pytest.mark.parametrize("text", ["", " \n", "one", "a a a a a a", "ü" * 9000])
 def test_any_text_has_general_measures(text: str) -> None:
     found = general_measures(Response(text=text, cut=True))
-    assert found["cut"] == 1 and found["empty"] == float(not text.strip()) and 0 <= found["repetition"] < 1
+    assert found["cut"] == 1
+    assert found["empty"] == float(not text.strip())
+    assert 0 <= found["repetition"] < 1
     assert found["repetition"] == pytest.approx(2 / 3 if text == "a a a a a a" else 0)
 
 
@@ -70,8 +73,10 @@ def test_columns_have_a_row_for_each_prompt() -> None:
     rows = [answers("a b c d e", "x"), answers("", "a", cut=True)]
     found = columns(rows, [scores(passed=(1, 0)), scores(passed=(0, 1))], [None, None], [1, 2])
     assert list(found) == ["pass@1", "pass@2", "words", "cut", "empty", "repetition"]
-    assert found["pass@1"].tolist() == [[0.5]] * 2 and found["pass@2"].tolist() == [[1.0]] * 2
-    assert found["words"].tolist() == [[3], [0.5]] and found["cut"].tolist() == [[0], [1]]
+    assert found["pass@1"].tolist() == [[0.5]] * 2
+    assert found["pass@2"].tolist() == [[1.0]] * 2
+    assert found["words"].tolist() == [[3], [0.5]]
+    assert found["cut"].tolist() == [[0], [1]]
     found = columns(rows, [scores(rougeL=(1, 0.5))] * 2, ["a b c d e", "z"], [1])
     assert found["rougeL"].tolist() == [[0.75]] * 2
     assert found["bleu"][0].tolist() == [5, 4, 3, 2, 6, 4, 3, 2, 6, 10]  # x, too; its reference counts again
@@ -105,12 +110,16 @@ def test_every_pair_is_compared_on_the_same_draws() -> None:
     assert len(pairs) == 3 * len(measured["a"])
     worse = pairs["b", "a", "bleu"]
     same = pairs["same", "a", "bleu"]
-    assert worse["high"] < 0 and worse["p_holm"] >= worse["p"] and worse["p"] < 0.01 and worse["wins"] is None
+    assert worse["high"] < 0
+    assert worse["p_holm"] >= worse["p"]
+    assert worse["p"] < 0.01
+    assert worse["wins"] is None
     assert worse["value"] == pytest.approx(
         found["policies"]["b"]["bleu"]["value"] - found["policies"]["a"]["bleu"]["value"]
     )
     assert (same["value"], same["low"], same["high"], same["p"], same["resolvable"]) == (0, 0, 0, 1, 0)
-    assert pairs["b", "a", "words"]["high"] < 0 and pairs["b", "a", "words"]["p_holm"] is None
+    assert pairs["b", "a", "words"]["high"] < 0
+    assert pairs["b", "a", "words"]["p_holm"] is None
     assert pairs["b", "a", "rougeL"]["exact"]
 
 

@@ -197,7 +197,8 @@ def test_a_missing_case_blames_no_neighbour() -> None:
     """The default line is right for other inputs: an omission is in the critique and has no span."""
     response = 'def f(word, x):\n    if word == "red":\n        return x + 2\n    return x\n'
     judgement = judged(response, RULES)
-    assert judgement["poor"] == [] and quotes(response, judgement["good"]) == ["return x + 2"]
+    assert judgement["poor"] == []
+    assert quotes(response, judgement["good"]) == ["return x + 2"]
     assert "test_blue fails" in judgement["critique"] and "missing before line 4" in judgement["critique"]
     dense = feedback(response, judged(response, RULES, labels="dense"))
     assert {text for _, text in quoted(response, dense, 1)} == {"return x + 2", "return x"}
@@ -216,7 +217,8 @@ def test_a_wrong_line_after_a_condition_that_gave_no_value_is_blamed() -> None:
     tests = result(True, "134", returned=4), result(False, "1234", returned=4), result(False, "134", returned=4)
     assert find_omissions(outcome(*tests), {4}) == []
     other = result(True, "12", returned=2)
-    assert find_omissions(outcome(*tests, other), {4}) == [4] and find_omissions(outcome(*tests, other), {5}) == []
+    assert find_omissions(outcome(*tests, other), {4}) == [4]
+    assert find_omissions(outcome(*tests, other), {5}) == []
     assert find_blamed_lines(outcome(*tests, other), LINES, [4]) == []
 
 

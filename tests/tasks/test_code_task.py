@@ -33,7 +33,8 @@ def test_a_published_record() -> None:
     assert TASK.response(first) == first["solution"]
     assert TASK.response(first | {"response": "r"}) == "r"
     assert TASK.reference(first) == f"```python\n{first['solution'].strip()}\n```"
-    assert "question" not in TASK.payload(first) and TASK.payload(first)["test"] == first["test"]
+    assert "question" not in TASK.payload(first)
+    assert TASK.payload(first)["test"] == first["test"]
     assert TASK.response({"question": "q"}) is TASK.reference({"question": "q"}) is None
 
 

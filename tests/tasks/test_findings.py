@@ -27,7 +27,8 @@ INVENTED = [  # what stands in no text, and how severe it is
 
 def quoted(response: str) -> list[tuple[str, int]]:
     _, good, poor = feedback_function(TEXT, response)
-    assert all(span.label == 1 for span in good) and all(span.label == -1 for span in poor)
+    assert all(span.label == 1 for span in good)
+    assert all(span.label == -1 for span in poor)
     return [(response[span.start : span.end], span.severity) for span in poor]
 
 

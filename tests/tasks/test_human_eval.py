@@ -35,7 +35,8 @@ def passed(response: str, record: dict[str, Any] = KODCODE) -> float:
 
 
 def test_a_record_becomes_one_of_kodcode() -> None:
-    assert TASK.prompt_id(KODCODE) == "HumanEval/50" and convert_to_kodcode([KODCODE])[0] is KODCODE
+    assert TASK.prompt_id(KODCODE) == "HumanEval/50"
+    assert convert_to_kodcode([KODCODE])[0] is KODCODE
     text = TASK.prompt_text(KODCODE)
     assert text.startswith("from typing") and text.endswith("import from your program: encode, decode")
     assert KODCODE["imports"] == "from typing import List"

@@ -72,7 +72,8 @@ def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
     judged = TASK.make_feedback_function(style=StyleConfig(), sandbox=separate)(
         "p", PRINTED, payload=prompt("patched", tests_mode="together").payload
     )
-    assert judged["execution"]["mode"] == "separate" and not judged["execution"]["passed"]
+    assert judged["execution"]["mode"] == "separate"
+    assert not judged["execution"]["passed"]
 
 
 def test_a_resume_takes_the_modes_of_the_first_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,7 +86,8 @@ def test_a_resume_takes_the_modes_of_the_first_start(monkeypatch: pytest.MonkeyP
         return "neither"
 
     monkeypatch.setattr(TASK, "reference_mode", time_out)
-    assert [p.payload for p in check_references(records, TASK, LIMITS, tmp_path)] == first and ran == []
+    assert [p.payload for p in check_references(records, TASK, LIMITS, tmp_path)] == first
+    assert ran == []
     changed = [prompt("plain"), prompt("patched", imports="import os")]
     assert [p.prompt_id for p in check_references(changed, TASK, LIMITS, tmp_path)] == ["plain"]
     assert ran == ["patched"], "a changed record is run again"

@@ -87,7 +87,8 @@ def test_tags_of_several_tokens_are_found_in_the_text(tmp_path: Path) -> None:
     assert split(tokenizer, "on", "<reason>Hm</reason>\nYes", tags) == "Yes"
     assert split(tokenizer, "on", "<reason>Hm <think></think>", tags) is None
     tail = encode(tokenizer, "x " * 40 + "<reason>\n")
-    assert find_last_tag(tokenizer, tail, tags) == "<reason>" and find_last_tag(tokenizer, tail[:-3], tags) is None
+    assert find_last_tag(tokenizer, tail, tags) == "<reason>"
+    assert find_last_tag(tokenizer, tail[:-3], tags) is None
 
 
 def test_tags_are_found_among_the_added_tokens(tokenizer: Any, tmp_path: Path) -> None:
@@ -115,7 +116,8 @@ def test_thinking_tokens_are_those_before_the_answer(tmp_path: Path) -> None:
 
     ids = np.append(encode(tokenizer, "<think>q</think>\n\nz"), tokenizer.eos_token_id)
     assert decode(tokenizer, ids[: count_thinking(ids, len("<think>q</think>\n\n"))]) == "<think>q</think>\n\n"
-    assert count_thinking(ids, None) == len(ids) and count_thinking(ids, 0) == 0
+    assert count_thinking(ids, None) == len(ids)
+    assert count_thinking(ids, 0) == 0
     empty = np.append(encode(tokenizer, "<think></think>"), tokenizer.eos_token_id)
     assert count_thinking(empty, len("<think></think>")) == 2  # EOS is the answer
     straddling = np.array([[0, 4], [4, 9], [9, 9]])

@@ -63,7 +63,8 @@ def test_thinking_is_neither_judged_nor_of_an_answer_in_any_turn(tokenizer: Any)
     )  # fmt: skip
     assert find_answer_tokens(rollout_offsets(tokenizer, rollout), rollout).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
     assert judged_characters(rollout).tolist() == [2, 3, 4, 5, 7, 8, 9]
-    assert rollout.answer == "abc" and rollout.policy_mask.tolist() == [1, 1, 1, 1, 0, 1, 1, 1, 1]
+    assert rollout.answer == "abc"
+    assert rollout.policy_mask.tolist() == [1, 1, 1, 1, 0, 1, 1, 1, 1]
 
 
 def test_a_response_of_a_single_turn_is_as_before(tokenizer: Any) -> None:
@@ -72,5 +73,7 @@ def test_a_response_of_a_single_turn_is_as_before(tokenizer: Any) -> None:
         prompt_id="p", sample_index=0, prompt_ids=ids, response_ids=ids, rollout_logprobs=np.zeros(5, np.float32),
         response_text=decode(tokenizer, ids), finish_reason="stop", policy_versions=(), answer_start=None,
     )  # fmt: skip
-    assert rollout.policy_mask.all() and (rollout_offsets(tokenizer, rollout) == token_offsets(tokenizer, ids)).all()
-    assert not find_answer_tokens(token_offsets(tokenizer, ids), rollout).any() and not judged_characters(rollout).size
+    assert rollout.policy_mask.all()
+    assert (rollout_offsets(tokenizer, rollout) == token_offsets(tokenizer, ids)).all()
+    assert not find_answer_tokens(token_offsets(tokenizer, ids), rollout).any()
+    assert not judged_characters(rollout).size

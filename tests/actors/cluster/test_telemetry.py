@@ -99,7 +99,8 @@ def test_the_dashboard_shows_what_the_code_registers_and_nothing_else() -> None:
 def test_panels_have_an_own_place_and_title_and_select_the_run() -> None:
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels()]
     titles = [p["title"] for p in panels()]
-    assert len(set(places)) == len(places) and len(set(titles)) == len(titles)
+    assert len(set(places)) == len(places)
+    assert len(set(titles)) == len(titles)
     assert len({p["id"] for p in panels()}) == len(titles)
     assert all('{run=~"$run"}' in t["expr"] for p in panels() for t in p["targets"])
     assert not re.search(r"https?://", DASHBOARD.read_text(encoding="utf-8"))

@@ -14,7 +14,8 @@ def prompt(length: int) -> Prompt:
 
 def test_seeds_differ_by_run_prompt_and_sample_and_fit_vllm() -> None:
     seeds = [sample_seed(s, p, i) for s in (1, 11) for p in ("1", "11", "") for i in (1, 11)]
-    assert len(set(seeds)) == len(seeds) and all(0 <= s < 2**63 for s in seeds)
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= s < 2**63 for s in seeds)
     assert sample_seed(1, "p", 0) == 2009800102034848454
 
 

@@ -166,7 +166,8 @@ def test_a_request_cancelled_before_its_call_returns_its_slot() -> None:
 
     async def run() -> None:
         admission = Admission([member], room=1, on_waiting=care)
-        assert await admission.enter(3, avoid=None) is member and member.load == 3
+        assert await admission.enter(3, avoid=None) is member
+        assert member.load == 3
         second = asyncio.ensure_future(admission.enter(2, avoid=None))
         third = asyncio.ensure_future(admission.enter(1, avoid=None))
         await asyncio.sleep(0)

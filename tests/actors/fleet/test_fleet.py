@@ -97,7 +97,8 @@ def test_load_is_spread_and_never_above_what_an_engine_decodes_and_a_quarter_mor
 
     answers = asyncio.run(run())
     assert sorted(set(answers)) == ["test worker 0", "test worker 1"]
-    assert len(answers) == 20 and min(answers.count(name) for name in set(answers)) >= 5
+    assert len(answers) == 20
+    assert min(answers.count(name) for name in set(answers)) >= 5
     assert max(m.handle.instance.most for m in fleet.started()) == 5
 
 
@@ -147,7 +148,8 @@ def test_a_late_worker_is_passed_over_until_it_answers(begin: Callable[..., Flee
         return [late, passed_over, sorted(again)]
 
     late, passed_over, again = asyncio.run(run())
-    assert late == ["test worker 1"] * 2 and passed_over == ["test worker 1"] * 4
+    assert late == ["test worker 1"] * 2
+    assert passed_over == ["test worker 1"] * 4
     assert again == ["test worker 1"] * 2 + ["zero"] * 2
 
 
@@ -287,7 +289,9 @@ def test_a_lost_answer_is_retried_elsewhere_and_costs_no_worker(fleet: Fleet) ->
     answers = iter([lambda worker: LostAnswer(), lambda worker: worker.work.remote()])
     answer = asyncio.run(fleet.call(lambda worker: next(answers)(worker), timeout_s=5, what="work"))
     first, second = fleet.serving()
-    assert answer == second.name and first.health.suspect and first.restarts == second.restarts == 0
+    assert answer == second.name
+    assert first.health.suspect
+    assert first.restarts == second.restarts == 0
 
 
 def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_health_checks(fleet: Fleet) -> None:
@@ -311,7 +315,8 @@ def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
     for _ in range(3):
         assert RolloutFleet.targets(fleet) == [second]
-    assert first.health.state is State.STALE and first.health.missed_syncs == 1
+    assert first.health.state is State.STALE
+    assert first.health.missed_syncs == 1
 
 
 def test_a_worker_lost_between_catch_up_and_push_is_checked_and_gets_the_next_weights(
@@ -483,7 +488,8 @@ def test_a_worker_that_was_given_up_comes_back_when_the_window_has_passed(begin:
         await until(fleet, lambda: len(fleet.serving()) == 2)
 
     asyncio.run(run())
-    assert fleet.expected == 2 and sorted(m.restarts for m in fleet.serving()) == [0, 2]
+    assert fleet.expected == 2
+    assert sorted(m.restarts for m in fleet.serving()) == [0, 2]
 
 
 def test_a_run_without_serving_workers_stops_and_names_them(begin: Callable[..., Fleet]) -> None:

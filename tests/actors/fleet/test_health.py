@@ -63,7 +63,8 @@ def test_where_nothing_arrives_no_request_is_sent_until_something_is_answered(an
 def test_what_failed_makes_it_suspect_until_it_answers_and_the_last_reason_is_kept() -> None:
     lived = life("started", "weights_verified", "request_failed", "check_passed")
     assert [h.suspect for h in lived] == [False, False, False, True, False]
-    assert lived[-1].reason == "r3" and lived[-1].failed_requests == 1
+    assert lived[-1].reason == "r3"
+    assert lived[-1].failed_requests == 1
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=30))

@@ -90,7 +90,8 @@ def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Pa
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
-    assert set(rollouts.asked) == {3} and feedback.fleet.asked == []
+    assert set(rollouts.asked) == {3}
+    assert feedback.fleet.asked == []
     assert asyncio.run(steered.metrics()) == {
         "idle/rollout": 0.1, "rollout/workers": 3.0, "rollout/restarts": 1.0, "rollout/recovery_s": 4.0,
         "rollout/tokens_per_s": 800.0, "reward/tokens_per_s": 800.0,

@@ -78,7 +78,8 @@ def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
     ):
         assert [[name for name, _ in bucket] for bucket in rank0] == names
         for name, tensor in (pair for bucket in rank0 for pair in bucket):
-            assert tensor.dtype == dtype and torch.equal(tensor, whole[name].to(dtype)), name
+            assert tensor.dtype == dtype, name
+            assert torch.equal(tensor, whole[name].to(dtype)), name
         assert [[name for name, _ in bucket] for bucket in rank1] == (names if everywhere else [[], []])
         for name, tensor in (pair for bucket in rank1 for pair in bucket):
             assert torch.equal(tensor, whole[name].to(dtype)), name
@@ -108,6 +109,7 @@ def test_buffers_of_the_files_keep_their_type_and_widest_types_come_first() -> N
     (bucket,) = FullWeights(engine).buckets(10**6, "bfloat16")
     sent = dict(bucket)
     assert sent.keys() == get_shapes(engine).keys() == SHAPES.keys() | {"layers.0.bias", "layers.0.scale"}
-    assert torch.equal(sent["layers.0.bias"], layer.bias) and torch.equal(sent["layers.0.scale"], layer.scale)
+    assert torch.equal(sent["layers.0.bias"], layer.bias)
+    assert torch.equal(sent["layers.0.scale"], layer.scale)
     assert bucket[0][0] == "layers.0.bias"
     assert {tensor.dtype for _, tensor in bucket[1:]} == {torch.bfloat16}

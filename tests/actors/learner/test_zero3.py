@@ -65,8 +65,10 @@ def test_adamw_is_one_kernel_on_a_gpu_and_deepspeeds_where_its_states_are_in_the
 
     here: Any = zero3._adamw(model, optim, offload=False)
     (group,) = here.param_groups
-    assert type(here) is torch.optim.AdamW and group["fused"] is on_gpu
-    assert group["params"] == [model.weight] and (group["lr"], group["betas"]) == (0.5, (0.8, 0.9))
+    assert type(here) is torch.optim.AdamW
+    assert group["fused"] is on_gpu
+    assert group["params"] == [model.weight]
+    assert (group["lr"], group["betas"]) == (0.5, (0.8, 0.9))
 
     host: Any = zero3._adamw(model, optim, offload=True)
     assert isinstance(host, OfHost) is on_gpu
@@ -76,7 +78,8 @@ def test_adamw_is_one_kernel_on_a_gpu_and_deepspeeds_where_its_states_are_in_the
         OfHost.compiles = False
         host = zero3._adamw(model, optim, offload=True)
         assert "no compiler; torch's AdamW takes its place" in caplog.text
-    assert type(host) is torch.optim.AdamW and not host.param_groups[0]["fused"]
+    assert type(host) is torch.optim.AdamW
+    assert not host.param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize(("offload", "home"), [(False, ("none", False)), (True, ("cpu", True))])

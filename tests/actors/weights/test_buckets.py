@@ -58,11 +58,9 @@ def test_the_hash_is_of_the_bytes_and_of_nothing_else() -> None:
     vector = np.float32([1.5, -2])
     bucket = make_bucket(3, ["a", "b"], [matrix, vector], full=True, started=0.0)
     data = matrix.tobytes() + vector.tobytes()
-    assert (
-        bucket.transport_meta["xxh3"] == xxhash.xxh3_64_hexdigest(data)
-        and bucket.index == 3
-        and bucket.names == ("a", "b")
-    )
+    assert bucket.transport_meta["xxh3"] == xxhash.xxh3_64_hexdigest(data)
+    assert bucket.index == 3
+    assert bucket.names == ("a", "b")
     assert bucket.transport_meta["tensor_xxh3"] == [xxhash.xxh3_64_hexdigest(part) for part in (data[:12], data[12:])]
     assert make_bucket(0, ["a"], [matrix], full=False, started=0.0).transport_meta["tensor_xxh3"] == []
     changed = vector.copy()

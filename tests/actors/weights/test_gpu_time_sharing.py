@@ -71,14 +71,16 @@ def test_ranks_take_the_gpus_once_a_starting_engine_sleeps_too() -> None:
         await switch
 
     asyncio.run(run())
-    assert sorted(log) == ["reload", "w0 sleep", "w1 sleep"] and log[-1] == "reload"
+    assert sorted(log) == ["reload", "w0 sleep", "w1 sleep"]
+    assert log[-1] == "reload"
 
 
 def test_the_next_side_waits_until_the_other_side_has_left() -> None:
     log: list[str] = []
     fleet = Fleet(Engine("w0", log), Engine("w1", log))
     take(share(fleet, log), "engines", "learner", "learner", "engines", "engines")
-    assert set(log[:2]) == {"w0 sleep", "w1 sleep"} and log[2:4] == ["reload", "offload"]
+    assert set(log[:2]) == {"w0 sleep", "w1 sleep"}
+    assert log[2:4] == ["reload", "offload"]
     assert set(log[4:]) == {"w0 wake", "w1 wake"}
 
 

@@ -96,16 +96,22 @@ def test_a_model_that_rounds_much_has_its_own_measure() -> None:
 
 def test_the_three_numbers_of_a_gap() -> None:
     found = compute_gap(np.float32([-1, -2, -3]), np.float32([-1, -2.5, -3.25]))
-    assert (found.largest, found.median) == (0.5, 0.25) and found.p95 == pytest.approx(0.475)
+    assert (found.largest, found.median) == (0.5, 0.25)
+    assert found.p95 == pytest.approx(0.475)
     for broken in ([-1, np.nan], [-1, -np.inf]):
         wrong = compute_gap(np.float32(broken), np.float32([-1, -2]))
-        assert wrong.largest == wrong.median == np.inf and explain_refusal(wrong, tolerance=9e9, baseline_gap=None)
+        assert wrong.largest == wrong.median == np.inf
+        assert explain_refusal(wrong, tolerance=9e9, baseline_gap=None)
 
 
 def test_the_probe_is_made_of_prompts_and_filled_up() -> None:
     prompts = [np.arange(5, 9, dtype=np.int32), np.arange(20, 23, dtype=np.int32)]
     ids = make_probe_ids(prompts, 300, 64)
-    assert ids[:7].tolist() == [5, 6, 7, 8, 20, 21, 22] and ids.dtype == np.int32 and len(ids) == 64
+    assert ids[:7].tolist() == [5, 6, 7, 8, 20, 21, 22]
+    assert ids.dtype == np.int32
+    assert len(ids) == 64
     np.testing.assert_array_equal(ids, make_probe_ids(prompts, 300, 64))
-    assert ids.min() >= 0 and ids.max() < 300 and len(set(ids.tolist())) > 40
+    assert ids.min() >= 0
+    assert ids.max() < 300
+    assert len(set(ids.tolist())) > 40
     assert make_probe_ids(prompts, 300, 3).tolist() == [5, 6, 7]

@@ -17,9 +17,11 @@ def test_the_arena_is_read_back_by_its_path_and_is_used_again() -> None:
     np.testing.assert_array_equal(seen[:20].view(np.float32), first[0])
     np.testing.assert_array_equal(seen[64:76].view(np.uint16).reshape(2, 3), first[1])
     _, smaller = buffer.write((np.full(3, 7, np.float32),))
-    assert smaller == ALIGNMENT and seen[:12].view(np.float32).tolist() == [7, 7, 7]
+    assert smaller == ALIGNMENT
+    assert seen[:12].view(np.float32).tolist() == [7, 7, 7]
     big = np.arange(PAGE // 4 + 1, dtype=np.float32)
     _, larger = buffer.write((big,))
-    assert larger == PAGE + ALIGNMENT and os.path.getsize(buffer.path) == 2 * PAGE
+    assert larger == PAGE + ALIGNMENT
+    assert os.path.getsize(buffer.path) == 2 * PAGE
     assert maps.read(buffer.path, 8) is seen, "mapped once, and again only when it has grown"
     np.testing.assert_array_equal(maps.read(buffer.path, larger)[: big.nbytes].view(np.float32), big)

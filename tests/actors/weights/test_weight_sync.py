@@ -99,7 +99,8 @@ class FakeWorker:
         return {"gather": bucket.gather_s, "hand_over": 0.25, "load": 0.5}
 
     async def _close(self, round_id: str) -> None:
-        assert round_id == self.rounds[-1] and self.aboard == 0
+        assert round_id == self.rounds[-1]
+        assert self.aboard == 0
         self.log.append("close")
 
     async def _score(self, ids: np.ndarray) -> np.ndarray:
@@ -235,12 +236,15 @@ def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
     learner = FakeLearner()
     result = push(fleet, learner)
     assert [m.handle.log for m in fleet.members] == [ONCE, ONCE]
-    assert result.policy_version == 3 and result.bytes == 3 * 2 * 4 and result.missed == ()
+    assert result.policy_version == 3
+    assert result.bytes == 3 * 2 * 4
+    assert result.missed == ()
     assert result.probe_gap == pytest.approx(1e-4, rel=1e-2)
     assert sorted(fleet.heard) == [("w0", 3), ("w1", 3)]
     assert learner.calls == ["get_manifest", "stream", "probe"]
     assert result.num_calls == 3 + 2 * (1 + 3 + 1 + 1)  # of each worker: open, three buckets, close, the probe
-    assert result.timings["hand_over"] == 3 * 0.25 and result.timings["load"] == 3 * 0.5
+    assert result.timings["hand_over"] == 3 * 0.25
+    assert result.timings["load"] == 3 * 0.5
     assert set(result.timings) == {"open", "gather", "hand_over", "load", "close", "verify", "pause"}
 
 
@@ -265,7 +269,8 @@ def test_engines_with_requests_are_not_paused_for_the_gather(max_staleness: int,
     fleet.config = fleet.config.model_copy(update={"max_staleness": max_staleness})  # type: ignore[misc]
     result = push(fleet, Slow())
     assert fleet.members[0].handle.log == [num_gathered, *BUCKETS, "close"]
-    assert (result.timings["pause"] < 0.3) == (max_staleness > 0) and result.seconds > 0.3
+    assert (result.timings["pause"] < 0.3) == (max_staleness > 0)
+    assert result.seconds > 0.3
 
 
 def test_a_worker_has_at_most_two_buckets_aboard() -> None:
@@ -277,7 +282,8 @@ def test_a_worker_has_at_most_two_buckets_aboard() -> None:
 def test_a_worker_that_refuses_a_bucket_drops_out_and_the_others_go_on() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1)))
     result = push(fleet)
-    assert fleet.members[0].handle.log == ONCE and "close" not in fleet.members[1].handle.log
+    assert fleet.members[0].handle.log == ONCE
+    assert "close" not in fleet.members[1].handle.log
     assert fleet.heard == [("w1", "refused a bucket of weights: the bytes are other bytes"), ("w0", 3)]
     assert result.missed == ("w1",)
 
@@ -314,10 +320,12 @@ def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() 
     learner = FakeLearner()
     result = push(fleet, learner)
     deaf, broken = (m.handle for m in fleet.members)
-    assert deaf.log == ONCE + ONCE and broken.log[-len(ONCE) :] == ONCE
+    assert deaf.log == ONCE + ONCE
+    assert broken.log[-len(ONCE) :] == ONCE
     assert len(set(deaf.rounds)) == 2
     assert learner.calls == ["get_manifest", "stream", "probe"]
-    assert result.missed == () and sorted(heard for heard in fleet.heard if heard[1] == 3) == [("w0", 3), ("w1", 3)]
+    assert result.missed == ()
+    assert sorted(heard for heard in fleet.heard if heard[1] == 3) == [("w0", 3), ("w1", 3)]
 
 
 def test_a_run_whose_workers_are_all_wrong_twice_stops_with_their_reasons() -> None:
@@ -427,7 +435,8 @@ def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
 
     with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):
         asyncio.run(joins())
-    assert fleet.heard[-1][0] == "w1" and "the transfer was aborted" in fleet.heard[-1][1]
+    assert fleet.heard[-1][0] == "w1"
+    assert "the transfer was aborted" in fleet.heard[-1][1]
 
 
 def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -> None:
@@ -463,7 +472,9 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
         assert joiner.handle.log == []
         fleet.gpu_user = "engines"
         await asyncio.gather(sync.catch_up(joiner), turns.switch_to("learner"))
-        assert sleepers.gpu_user == "learner" and slept == [joiner.handle.log] and fleet.heard[-1] == ("w1", 3)
+        assert sleepers.gpu_user == "learner"
+        assert slept == [joiner.handle.log]
+        assert fleet.heard[-1] == ("w1", 3)
 
     asyncio.run(meet())
 
@@ -574,10 +585,14 @@ def test_with_nccl_a_group_has_the_learner_and_the_participants_of_the_round() -
     learner = FakeLearner()
     first, second, hung = (m.handle for m in fleet.members)
     result = push(fleet, learner, config=NCCL)
-    assert [entry for entry in first.log if entry[0] != "join"] == ONCE and first.log[1][0] == "join"
-    assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and joins(hung) == [], "nobody waits for who hangs"
+    assert [entry for entry in first.log if entry[0] != "join"] == ONCE
+    assert first.log[1][0] == "join"
+    assert joins(first) == [(1, 3)], "nobody waits for who hangs"
+    assert joins(second) == [(2, 3)], "nobody waits for who hangs"
+    assert joins(hung) == [], "nobody waits for who hangs"
     assert first.most_aboard == 1, "a bucket is broadcast when every engine has loaded the one before"
-    assert learner.calls == ["get_manifest", "address", "stream", "probe"] and result.missed == ("w2",)
+    assert learner.calls == ["get_manifest", "address", "stream", "probe"]
+    assert result.missed == ("w2",)
     assert result.num_calls == 4 + 3 + 2 * (1 + 3 + 1 + 1)  # open; then of two: join, three buckets, close, the probe
 
 
@@ -599,13 +614,17 @@ def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
         sync = WeightSync(learner, fleet, NCCL)
         await sync.push(3)
         await sync.push(4)
-        assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and learner.calls.count("address") == 1
+        assert joins(first) == [(1, 3)]
+        assert joins(second) == [(2, 3)]
+        assert learner.calls.count("address") == 1
         fleet.members.append(SyncTarget("w2", FakeWorker()))
         await sync.push(5)
-        assert joins(first) == [(1, 3), (1, 4)] and joins(fleet.members[2].handle) == [(3, 4)]
+        assert joins(first) == [(1, 3), (1, 4)]
+        assert joins(fleet.members[2].handle) == [(3, 4)]
         fleet.members[1] = SyncTarget("w1", FakeWorker())  # its successor, of the same name
         await sync.push(6)
-        assert joins(first)[2:] == [(1, 4)] and joins(fleet.members[1].handle) == [(2, 4)]
+        assert joins(first)[2:] == [(1, 4)]
+        assert joins(fleet.members[1].handle) == [(2, 4)]
 
     asyncio.run(pushes())
     assert [heard for heard in fleet.heard if heard[0] == "w0"] == [("w0", version) for version in (3, 4, 5, 6)]
@@ -624,9 +643,11 @@ def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_gro
 
     fleet.record_missed_sync = record_missed_sync
     result = push(fleet, learner, config=NCCL)
-    assert joins(members[0].handle) == [(1, 3), (1, 2)] and joins(members[1].handle) == [(2, 3)]
+    assert joins(members[0].handle) == [(1, 3), (1, 2)]
+    assert joins(members[1].handle) == [(2, 3)]
     assert learner.calls == ["get_manifest", "address", "stream", "probe", "address", "stream"]
-    assert result.missed == ("w1",) and fleet.heard[-1] == ("w0", 3)
+    assert result.missed == ("w1",)
+    assert fleet.heard[-1] == ("w0", 3)
     assert ("w0", "refused a bucket of weights: the broadcast was aborted: one is gone") in fleet.heard
 
 
@@ -635,7 +656,8 @@ def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: 
     fleet = FakeFleet(w0=FakeWorker(breaks=(1, 0)))
     learner = FakeLearner()
     assert push(fleet, learner, config=config).missed == ()
-    assert learner.calls.count("stream") == 2 and learner.calls.count("probe") == 1
+    assert learner.calls.count("stream") == 2
+    assert learner.calls.count("probe") == 1
     assert [entry for entry in fleet.members[0].handle.log if entry[0] != "join"] == [OPEN, *ONCE]
     hopeless = FakeFleet(w0=FakeWorker(deaf=2))
     with pytest.raises(RunStopped, match="sent twice: w0 has other logprobs"):
@@ -660,7 +682,8 @@ def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> 
     asyncio.run(join())
     assert [entry for entry in joiner.handle.log if entry[0] != "join"] == ONCE
     assert fleet.heard == [("w0", 3), ("w1", 3)]
-    assert learner.calls.count("stream") == 2 and learner.calls.count("probe") == 1
+    assert learner.calls.count("stream") == 2
+    assert learner.calls.count("probe") == 1
     assert joins(joiner.handle) == ([(1, 2)] if config is NCCL else [])
     assert len(joins(fleet.members[0].handle)) <= 1, "who serves is not disturbed"
 
@@ -744,11 +767,15 @@ def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_
     learner = FakeLearner()
     fleet = FakeFleet(w0=worker)
     asyncio.run(WeightSync(learner, fleet, CONFIG, baseline_file=kept).push(0))
-    assert learner.calls == ["get_manifest", "probe"] and worker.log == [] and fleet.heard == [("w0", 0)]
+    assert learner.calls == ["get_manifest", "probe"]
+    assert worker.log == []
+    assert fleet.heard == [("w0", 0)]
     written = json.loads(kept.read_text())
-    assert set(written) == {"largest", "p95", "median"} and written["largest"] == pytest.approx(1e-4, rel=1e-2)
+    assert set(written) == {"largest", "p95", "median"}
+    assert written["largest"] == pytest.approx(1e-4, rel=1e-2)
     resumed = first_push(kept, FakeWorker(), version=3)
-    assert resumed.baseline_gap == fleet.baseline_gap and json.loads(kept.read_text()) == written
+    assert resumed.baseline_gap == fleet.baseline_gap
+    assert json.loads(kept.read_text()) == written
 
 
 def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Path) -> None:
@@ -767,8 +794,10 @@ def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Pat
         return result
 
     result = asyncio.run(join())
-    assert [m.handle.log[1:] for m in (*fleet.members, joiner)] == [[], ONCE[1:], []] and result.bytes == 24
-    assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)] and "probe is 0.5 nats" in fleet.heard[3][1]
+    assert [m.handle.log[1:] for m in (*fleet.members, joiner)] == [[], ONCE[1:], []]
+    assert result.bytes == 24
+    assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)]
+    assert "probe is 0.5 nats" in fleet.heard[3][1]
 
 
 @pytest.mark.parametrize("learner", [{"lora": LoRAConfig()}, {"dtype": "bfloat16"}])
@@ -789,7 +818,8 @@ def test_engines_of_another_model_are_refused_before_anything_is_sent(tmp_path: 
     fleet = FakeFleet(w0=Loaded(off=0.5))
     with pytest.raises(RunStopped, match=r"different models: .* 0\.5 nats, above learner\.probe_tolerance=0\.001$"):
         asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "probe.json").push(0))
-    assert fleet.members[0].handle.log == [] and not (tmp_path / "probe.json").exists()
+    assert fleet.members[0].handle.log == []
+    assert not (tmp_path / "probe.json").exists()
 
 
 def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> None:

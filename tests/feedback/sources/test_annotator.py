@@ -82,7 +82,8 @@ def test_a_severity_means_the_same_to_annotator_reward_model_and_pay() -> None:
     task = get_task("code")
     meaning = task.review.severity
     content = make_request(task, prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
-    assert meaning in content and meaning in task.feedback_messages(prompt(), RESPONSE)[0]["content"]
+    assert meaning in content
+    assert meaning in task.feedback_messages(prompt(), RESPONSE)[0]["content"]
     assert "more harm" not in content and "3 is wrong" in meaning and "1 works" in meaning
     job = PolicyJob(task="code", model={"policy": "m"}, data={"path": "p"}, feedback={"source": "program"})
     scripted = answer(
@@ -131,7 +132,8 @@ def test_a_given_critique_is_kept_and_its_spans_are_requested() -> None:
     feedback = asyncio.run(annotator(chat).align(prompt(), RESPONSE, critique))
     assert (feedback.critique, spans(feedback)) == (critique, [("phone", 1), ("bag", -1)])
     assert [critique[slice(*s.critique_range)] for s in feedback.spans if s.critique_range] == ["phone", "no bag"]
-    assert critique in chat.requests[0][0]["content"] and chat.schemas[0]["required"] == ["reasoning", "spans"]
+    assert critique in chat.requests[0][0]["content"]
+    assert chat.schemas[0]["required"] == ["reasoning", "spans"]
 
 
 def test_a_critique_alone_is_written_first_and_its_spans_are_found_by_a_second_request() -> None:
@@ -141,7 +143,9 @@ def test_a_critique_alone_is_written_first_and_its_spans_are_found_by_a_second_r
     assert (feedback.critique, spans(feedback), feedback.status) == ("The bag is wrong.", [("bag", -1)], "ok")
     assert [schema["required"] for schema in chat.schemas] == [["reasoning", "critique"], ["reasoning", "spans"]]
     asked = [messages[0]["content"] for messages in chat.requests]
-    assert '"spans"' not in asked[0] and "The bag is wrong." in asked[1] and len(asked) == 2
+    assert '"spans"' not in asked[0]
+    assert "The bag is wrong." in asked[1]
+    assert len(asked) == 2
     unusable, chat = ask(json.dumps({"reasoning": "r", "critique": " "}), style=StyleConfig(spans=False), align="llm")
     assert unusable.status == "unparsable" and len(chat.requests) == 3, "nothing to align"
 
@@ -151,9 +155,11 @@ def test_a_critique_alone_is_written_first_and_its_spans_are_found_by_a_second_r
 
 def test_a_failed_call_is_reported_and_repeated() -> None:
     feedback, chat = ask(MISS, GOOD)
-    assert spans(feedback) == [("phone", 1)] and feedback.num_quotes == feedback.num_located == 1
+    assert spans(feedback) == [("phone", 1)]
+    assert feedback.num_quotes == feedback.num_located == 1
     assert [message["role"] for message in chat.requests[1]] == ["user", "assistant", "user"]
-    assert chat.requests[1][0] == chat.requests[0][0] and chat.requests[1][1]["content"] == MISS
+    assert chat.requests[1][0] == chat.requests[0][0]
+    assert chat.requests[1][1]["content"] == MISS
     complaint = chat.requests[1][2]["content"]
     assert 'The quote "case" does not occur in the response.' in complaint and '"bag"' not in complaint
 
@@ -224,7 +230,8 @@ def test_a_lone_surrogate_in_an_answer_is_no_part_of_a_fault() -> None:
 def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> None:
     feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="the bag")), max_tries=2)
     assert 'The phrase "the bag" of the quote "bag" does not occur in the critique.' in chat.requests[1][-1]["content"]
-    assert spans(feedback) == [("bag", -1)] and feedback.spans[0].critique_range is None
+    assert spans(feedback) == [("bag", -1)]
+    assert feedback.spans[0].critique_range is None
 
 
 @pytest.mark.parametrize(
@@ -246,7 +253,8 @@ def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> N
 def test_answers_that_cannot_be_read(text: str | Completion, fault: str) -> None:
     feedback, chat = ask(text, max_tries=2)
     assert (feedback.status, len(chat.requests)) == ("unparsable", 2)
-    assert fault in chat.requests[1][-1]["content"] and fault in feedback.reason
+    assert fault in chat.requests[1][-1]["content"]
+    assert fault in feedback.reason
     assert all(len(message["content"]) < 6000 for message in chat.requests[1])
 
 
@@ -274,7 +282,8 @@ def test_half_characters_do_not_end_the_annotation() -> None:
 def test_good_pieces_overlap_no_good_ones_and_the_same_piece_twice_is_one() -> None:
     twice = span("phone", "good", phrase="right"), span("phone", "good", phrase="right")
     feedback, chat = ask(answer("right", *twice, span("red phone", "good", phrase="right")), answer("right", *twice))
-    assert spans(feedback) == [("phone", 1)] and len(chat.requests) == 2
+    assert spans(feedback) == [("phone", 1)]
+    assert len(chat.requests) == 2
     assert 'The good quote "red phone" overlaps a good one.' in chat.requests[1][-1]["content"]
 
 

@@ -71,14 +71,16 @@ def test_critiques_have_headings_and_spans_their_criterion() -> None:
     assert found.version == f"facts: {__name__}:facts; style: {__name__}:style"
     record = make_annotated_record(PROMPT, RESPONSE, found)
     back = read_record(json.loads(record.model_dump_json()))
-    assert back.to_feedback() == found and read_feedback(json.loads(json.dumps(asdict(found)))) == found
+    assert back.to_feedback() == found
+    assert read_feedback(json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_a_single_criterion_only_names_its_spans() -> None:
     alone = judge(FeedbackConfig(source=f"{__name__}:facts"))
     named = judge(section(facts={"source": f"{__name__}:facts"}))
     assert named.spans == (Span(start=6, end=9, label=1, critique_range=(0, 17), criterion="facts"),)
-    assert vars(named) | {"spans": ()} == vars(alone) | {"spans": ()} and named.criteria == {}
+    assert vars(named) | {"spans": ()} == vars(alone) | {"spans": ()}
+    assert named.criteria == {}
 
 
 @pytest.mark.parametrize(("first", "second"), [*product(STATUSES, STATUSES)])
@@ -93,7 +95,8 @@ def test_status_of_two_criteria(first: str, second: str, optional: tuple[str, ..
         lost = [status for name, status in given.items() if name not in usable]
         counted = [status for name, status in given.items() if name not in optional and name not in usable] or lost
         expected = "failed" if "failed" in counted else "unparsable"
-    assert found.status == expected and {name: r.status for name, r in found.criteria.items()} == given
+    assert found.status == expected
+    assert {name: r.status for name, r in found.criteria.items()} == given
     assert {s.criterion for s in found.spans} == {name for name in usable if given[name] == "ok"}
     assert found.critique == "\n\n".join(f"{name}:\n{name} on red." for name in usable)
     assert found.reason == "; ".join(f"{name}: {name} lost" for name in given if name not in usable)
@@ -106,7 +109,9 @@ def test_another_type_of_one_criterion_is_a_sentence_and_the_other_counts_where_
     found = judge(section(facts=fine, number=wrong))
     assert found.status == "failed" and found.reason.startswith(sentence)
     found = judge(section(facts=fine, number=wrong | {"required": False}))
-    assert found.status == "ok" and found.reason.startswith(sentence) and len(found.spans) == 1
+    assert found.status == "ok"
+    assert found.reason.startswith(sentence)
+    assert len(found.spans) == 1
 
 
 def test_sources_run_concurrently_and_an_error_ends_the_others() -> None:
@@ -180,7 +185,8 @@ def test_one_criterion_may_have_engines_of_our_own() -> None:
     server = {"source": "llm", "llm": {"model": "m", "url": URL}}
     reward = {"source": "reward_model", "reward_model": "m"}
     config = section(facts=reward, style=server)
-    assert config.models == ("reward_model", "llm") and config.engine_source == config.named_sources["facts"]
+    assert config.models == ("reward_model", "llm")
+    assert config.engine_source == config.named_sources["facts"]
     assert config.describe() == "facts (reward_model), style (llm)"
     annotate = AnnotateConfig.model_validate(config.model_dump(include={"sources"}))
     assert annotate.engine_source == annotate.named_sources["facts"]

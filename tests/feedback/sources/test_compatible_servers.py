@@ -58,7 +58,8 @@ def test_a_content_in_parts_is_their_text() -> None:
     thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}
     parts = [thinking, {"type": "text", "text": '{"critique": '}, {"type": "text", "text": '"Fine."}'}]
     assert read(parts).text == '{"critique": "Fine."}'
-    assert read([]).text == "" and read([thinking]).text == ""
+    assert read([]).text == ""
+    assert read([thinking]).text == ""
 
 
 def test_without_content_the_reasoning_is_the_answer() -> None:
@@ -116,7 +117,8 @@ def test_an_error_with_status_200_is_retried_as_its_code_says(
     monkeypatch.setattr(endpoint, "MAX_RETRIES", 2)
     busy = Reply(200, {"error": {"code": code, "message": "busy"}}, {"Retry-After": "0.01"})
     server.reply = lambda number, body: busy if number < 3 else says("Fine.")
-    assert ask(make_chat(server)).text == "Fine." and len(server.requests) == 3
+    assert ask(make_chat(server)).text == "Fine."
+    assert len(server.requests) == 3
 
 
 def test_other_errors_with_status_200_are_not_retried(server: FakeEndpoint) -> None:
@@ -170,7 +172,8 @@ def test_a_server_that_refuses_fields_gets_others_and_is_remembered(
     last = server.requests[-1]
     assert last["max_tokens"] == 64 and last["response_format"] == {"type": "json_object"}
     assert last["temperature"] == 0.5
-    assert len(caplog.messages) == 1 and "max_completion_tokens, response_format, seed" in caplog.messages[0]
+    assert len(caplog.messages) == 1
+    assert "max_completion_tokens, response_format, seed" in caplog.messages[0]
 
 
 def test_a_fallback_that_does_not_help_is_not_remembered(server: FakeEndpoint) -> None:

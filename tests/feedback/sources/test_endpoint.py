@@ -83,7 +83,8 @@ def test_what_concerns_this_request_alone(server: FakeEndpoint, status: int) -> 
     ask(client)
     failed = refusal(client)
     assert not failed.is_transient and len(server.requests) == 2
-    assert "too long" in str(failed) and str(status) in str(failed)
+    assert "too long" in str(failed)
+    assert str(status) in str(failed)
 
 
 @pytest.mark.parametrize("status", [401, 403])

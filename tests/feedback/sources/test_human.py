@@ -241,7 +241,8 @@ def test_lines_that_judge_nothing_are_counted_and_the_first_is_named(
 ) -> None:
     rows = {"response": "a"}, ROW, {"prompt_id": "1"}, {"prompt": ["a"], "response": "a"}
     human(write(tmp_path / "human.jsonl", *rows))
-    assert "3 lines judge no response, the first at" in caplog.messages[0] and "human.jsonl:1: " in caplog.messages[0]
+    assert "3 lines judge no response, the first at" in caplog.messages[0]
+    assert "human.jsonl:1: " in caplog.messages[0]
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:
@@ -262,7 +263,8 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
     found = judge(source, prompt("8", ""), "a red phone")
     assert (spans(found), found.critique, found.source) == ([(6, 11, -1, 1)], "No phone.", "human")
     assert found.version.endswith(", judge#1")
-    assert judge(source, prompt("7", ""), "a phone").status == "ok" and aligner.critiques == ["No phone."]
+    assert judge(source, prompt("7", ""), "a phone").status == "ok"
+    assert aligner.critiques == ["No phone."]
     with pytest.raises(UserError, match=r"1 critiques have no spans, the first at .*human\.jsonl:2; set align to llm"):
         make_local_source(AnnotateConfig(source="human", human_file=str(path)), PromptsTask())
 

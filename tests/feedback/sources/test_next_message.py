@@ -81,9 +81,8 @@ def test_the_task_s_own_program_finds_the_spans() -> None:
     response = "I bought a submarine. I bought a submarine."
     own = asyncio.run(make_local_source(AnnotateConfig(source="program"), get_task("tiny")).judge(prompt, response))
     made = judged(prompt, response, task="tiny", align="program")
-    assert own.spans and [(s.start, s.end, s.label) for s in made.spans] == [
-        (s.start, s.end, s.label) for s in own.spans
-    ]
+    assert own.spans
+    assert [(s.start, s.end, s.label) for s in made.spans] == [(s.start, s.end, s.label) for s in own.spans]
     assert made.critique == "No laptop!" and made.source == "next_message"
     with pytest.raises(UserError, match="task prompts has no program of its own"):
         judged(align="program")
@@ -98,8 +97,10 @@ def test_a_response_without_a_reply_has_failed_feedback(payload: dict[str, Any])
 
 def test_a_function_may_align_other_critiques_too() -> None:
     made = judged(source=f"{__name__}:text_alone", align=f"{__name__}:locate")
-    assert made.critique == REPLY and [(s.start, s.end) for s in made.spans] == [(14, 20)]
-    assert made.version == f"{__name__}:text_alone, {__name__}:locate" and made.source == "program"
+    assert made.critique == REPLY
+    assert [(s.start, s.end) for s in made.spans] == [(14, 20)]
+    assert made.version == f"{__name__}:text_alone, {__name__}:locate"
+    assert made.source == "program"
 
 
 def test_a_failed_aligner_fails_the_judgement_and_keeps_the_critique() -> None:

@@ -246,12 +246,14 @@ def test_the_spans_of_a_text_alone_are_the_aligners(function: Any) -> None:
         return asyncio.run(source.judge(PROMPT, response))
 
     found = judged("a bag")
-    assert found.spans == (Span(start=2, end=5, label=-1, critique_range=None),) and found.status == "ok"
+    assert found.spans == (Span(start=2, end=5, label=-1, critique_range=None),)
+    assert found.status == "ok"
     assert (found.critique, found.source, found.num_quotes) == ("The bag is wrong \ufffd", "program", 1)
     assert found.version == f"{__name__}:{function.__name__}, m"
     lost = judged("a phone")
     assert (lost.status, lost.reason, lost.critique) == ("failed", "no shared word", found.critique)
-    assert (judged("").status, judged("blank").status) == ("empty", "empty") and len(aligner.critiques) == 2
+    assert (judged("").status, judged("blank").status) == ("empty", "empty")
+    assert len(aligner.critiques) == 2
     assert "at most 65536" in judged("long").reason
 
 
@@ -463,7 +465,9 @@ def test_the_traceback_of_each_kind_of_error_lies_in_the_run_folder(tmp_path: Pa
     reasons = [asyncio.run(source.judge(PROMPT, text)).reason for text in ("key", "zero", "zero")]
     kept = (tmp_path / "run" / "feedback.log").read_text()
     assert kept.count("ZeroDivisionError: by nothing") == 1 and kept.count("Traceback") == 2
-    assert "in feedback_function" in kept and str(tmp_path) in reasons[0] and str(tmp_path) not in reasons[2]
+    assert "in feedback_function" in kept
+    assert str(tmp_path) in reasons[0]
+    assert str(tmp_path) not in reasons[2]
     assert "word …" in reasons[0], "no message is cut within a word"
 
 

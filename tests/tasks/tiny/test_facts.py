@@ -37,7 +37,8 @@ def test_posts_summaries_feedback_and_measure_know_the_facts_of_their_record(num
         assert len(facts) == num_facts == row["post"].count(".")
         assert all(fact in row["post"] for fact in facts.values())
         verdict = world.judge_summary(facts, ideal)
-        assert [ideal[s.start : s.end] for s in verdict.good] == list(facts.values()) and not verdict.poor
+        assert [ideal[s.start : s.end] for s in verdict.good] == list(facts.values())
+        assert not verdict.poor
         assert (world.measure(facts, ideal)["fact_f1"], world.measure(facts, ideal)["clauses"]) == (1.0, num_facts)
         counts = world.measure(facts, faulty)
         judged = world.judge_summary(facts, faulty)
@@ -104,4 +105,5 @@ def test_windows_hold_what_a_world_writes(num_facts: int, tmp_path: Path) -> Non
     rollout = job.rollout
     windows = [rollout.max_new_tokens, rollout.max_model_len, engine.max_new_tokens, job.reward_sft.max_length]
     assert all(1.05 * length <= window for length, window in zip(longest, windows, strict=True)), (longest, windows)
-    assert engine.max_spans >= num_facts + 2 and job.policy_sft.max_length >= rollout.max_model_len
+    assert engine.max_spans >= num_facts + 2
+    assert job.policy_sft.max_length >= rollout.max_model_len

@@ -127,7 +127,8 @@ def test_the_shares_of_the_shipped_world() -> None:
 def test_training_records_hide_no_tests_and_share_no_rules_with_held_out_ones(tmp_path: Path) -> None:
     paths = write_world(tmp_path, WorldConfig(num_train=300, num_heldout=100), programs.make_records)
     train, heldout = ([json.loads(line) for line in paths[split].open()] for split in ("train", "heldout"))
-    assert not any("hidden_test" in row for row in train) and all("hidden_test" in row for row in heldout)
+    assert not any("hidden_test" in row for row in train)
+    assert all("hidden_test" in row for row in heldout)
     assert measured(train[0], train[0]["solution"]).keys() == {"passed", "unsupported"}
 
     def rules(row: dict[str, Any]) -> frozenset[str]:

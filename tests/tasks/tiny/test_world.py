@@ -222,7 +222,8 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense
         text = response[span.start : span.end]
         taken.append((span.start, span.end))
         assert text == text.strip() != ""
-        assert span.critique_range and (dense or text in judged.critique[slice(*span.critique_range)])
+        assert span.critique_range
+        assert dense or text in judged.critique[slice(*span.critique_range)]
     taken.sort()
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(taken))
     assert json.loads(target_of(FACTS, response))["critique"] == judged.critique
@@ -270,14 +271,16 @@ def test_every_style_has_instructions_of_its_own_and_the_default_those_of_the_de
     styles = [StyleConfig(critique=critique, labels=labels) for critique, labels in world.FEEDBACK_INSTRUCTIONS]
     assert styles[0] == StyleConfig()
     contents = {task.feedback_messages(POST, "it hums.", style=style)[0]["content"] for style in styles}
-    assert len(contents) == 4 and all(text.endswith(" Post: A post.\nSummary: it hums.") for text in contents)
+    assert len(contents) == 4
+    assert all(text.endswith(" Post: A post.\nSummary: it hums.") for text in contents)
 
 
 def test_the_task_knows_its_feedback_function_and_its_response() -> None:
     (record,) = world.make_records(count=1, heldout=False, rates=WorldConfig(), seed=3)
     task = TinyTask()
     response = task.response(record)
-    assert response == record["generated_summary_for_feedback"] and task.response({"post": "p"}) is None
+    assert response == record["generated_summary_for_feedback"]
+    assert task.response({"post": "p"}) is None
     for labels in ("sparse", "dense"):
         judge = task.make_feedback_function(style=StyleConfig(labels=labels), sandbox=SandboxConfig())
         judged = judge(record["post"], response, payload=task.payload(record))
