@@ -14,11 +14,9 @@ _PLAIN_KINDS = "biufcSUmM"  # of numpy.dtype: no objects, no structures
 
 def is_plain_scalar(value: Any) -> bool:
     """Return whether a value is a scalar of numpy that crosses by value."""
-    return numpy is not None and isinstance(value, numpy.generic) and _is_plain_type(type(value), value.dtype)
-
-
-def _is_plain_type(kind: type, dtype: Any) -> bool:
-    return dtype.kind in _PLAIN_KINDS and kind is dtype.type
+    if numpy is None or not isinstance(value, numpy.generic):
+        return False
+    return value.dtype.kind in _PLAIN_KINDS and type(value) is value.dtype.type
 
 
 def _split_scalar(value: Any) -> tuple[Any, ...]:
@@ -44,7 +42,8 @@ def _join_array(dtype: Any, shape: tuple[int, ...], is_writable: bool, content: 
             flat[position] = item
         array = flat.reshape(shape)
     else:
-        array = numpy.frombuffer(base64.b64decode(content), _plain_dtype(dtype)).reshape(shape).copy()
+        flat = numpy.frombuffer(base64.b64decode(content), _plain_dtype(dtype))
+        array = flat.reshape(shape).copy()
     array.flags.writeable = bool(is_writable)
     return array
 
@@ -55,6 +54,16 @@ def replace_array(array: Any, new: Any) -> None:
         array.resize(new.shape, refcheck=False)
     if array.flags.writeable:
         array[...] = new
+
+
+def _split_dtype(dtype: Any) -> tuple[Any]:
+    if dtype.fields:
+        return (dtype.descr,)
+    return (dtype.str,)
+
+
+def _join_dtype(description: Any) -> Any:
+    return numpy.dtype(description)
 
 
 def _plain_dtype(dtype: Any) -> Any:
@@ -76,15 +85,17 @@ def _to_text(value: Any) -> str:
 PARTS: dict[str, Callable[[Any], Any]] = {
     "numpy.generic": _split_scalar,
     "numpy.ndarray": _split_array,
-    "numpy.dtype": lambda v: (v.descr if v.fields else v.str,),
+    "numpy.dtype": _split_dtype,
 }
 MAKERS: dict[str, Callable[..., Any]] = {
     "numpy.generic": _join_scalar,
     "numpy.ndarray": _join_array,
-    "numpy.dtype": lambda text: numpy.dtype(text),
+    "numpy.dtype": _join_dtype,
 }
 
 
 def scalar_type() -> type:
     """Return the base of numpy's scalar types; without numpy, a type that has no subclass."""
-    return bool if numpy is None else numpy.generic
+    if numpy is None:
+        return bool
+    return numpy.generic

@@ -34,11 +34,12 @@ _GENERATORS = {
 _GENERATED_CALLS = {"_tuple_new", "_checksig_", "hash", "super", "type", "FrozenInstanceError", "__setattr__"}
 _GENERATED_CALLS |= {"__delattr__", "__post_init__", "_HAS_DEFAULT_FACTORY"}
 _GENERATED_PREFIXES = ("_dflt_", "_type_", "__dataclass_")
-_LITERALS = (
-    ast.Expression, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp, ast.BoolOp,
-    ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context,
-)  # fmt: skip
+_CONTAINERS = (ast.Tuple, ast.List, ast.Set, ast.Dict)
+_OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
+_OPERATORS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
+_LITERALS = (ast.Expression, ast.Constant, ast.expr_context, *_CONTAINERS, *_OPERATIONS, *_OPERATORS)
 _TYPE_NODES = (*_LITERALS, ast.Name, ast.Attribute, ast.Subscript, ast.Starred)  # of an annotation: no call
+_Check = Callable[[tuple[Any, ...], types.FrameType], bool]  # of the arguments of an event and the frame that raised it
 
 
 class Guard:
@@ -55,14 +56,14 @@ class Guard:
         self._texts = facts.constants
         self._visible = tuple(os.path.join(path, "") for path in visible)
         self._refuse = refuse
-        self._checks: dict[str, Callable[[tuple[Any, ...], types.FrameType], bool]] = {
+        self._checks: dict[str, _Check] = {
             "compile": self._may_compile,
             "marshal.loads": self._may_load,
-            "marshal.load": lambda args, frame: False,
-            "code.__new__": lambda args, frame: False,
-            "pickle.find_class": lambda args, frame: _may_unpickle(*args),
-            "import": lambda args, frame: args[1] is None or self._is_visible(args[1]),
-            "ctypes.dlopen": lambda args, frame: args[0] is None or self._is_visible(args[0]),
+            "marshal.load": _refuse_always,
+            "code.__new__": _refuse_always,
+            "pickle.find_class": _may_unpickle,
+            "import": self._may_import,
+            "ctypes.dlopen": self._may_open_library,
         }
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
@@ -98,12 +99,13 @@ class Guard:
         if "coding" in source and source.strip() not in self._texts:
             return False  # a comment could give the bytes another meaning
         is_name = _is_expression(source, _TYPE_NODES)  # such as "expected", which a solution can guess
-        return (source.strip() in self._texts and not is_name) or _is_expression(source, _LITERALS)
+        if source.strip() in self._texts and not is_name:
+            return True
+        return _is_expression(source, _LITERALS)
 
     def _may_parse(self, source: object, caller: types.FrameType | None) -> bool:
         """Allow syntax trees; where pandas executes them, those of the tests' own texts and of literals alone."""
-        module = "" if caller is None else str(caller.f_globals.get("__name__"))
-        if not module.startswith(_INTERPRETER):
+        if caller is None or not str(caller.f_globals.get("__name__")).startswith(_INTERPRETER):
             return True
         if not isinstance(source, str):
             return False
@@ -115,6 +117,14 @@ class Guard:
         is_import = frame.f_globals.get("__name__") == "importlib._bootstrap_external"
         return is_import and self._is_visible(frame.f_locals.get("bytecode_path"))
 
+    def _may_import(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
+        file = args[1]  # of an extension module
+        return file is None or self._is_visible(file)
+
+    def _may_open_library(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
+        file = args[0]
+        return file is None or self._is_visible(file)
+
 
 def _squeeze(text: str) -> str:
     """Return an expression without what pandas changes before it parses it: blanks, "and", "or", the mark of locals."""
@@ -122,12 +132,21 @@ def _squeeze(text: str) -> str:
     return "".join(words.split())
 
 
-def _may_unpickle(module: str, name: str) -> bool:
+def _refuse_always(args: tuple[Any, ...], frame: types.FrameType) -> bool:
+    return False
+
+
+def _may_unpickle(args: tuple[Any, ...], frame: types.FrameType) -> bool:
     """Allow types of plain data that no pickle can change."""
+    module, name = args
     if module.partition(".")[0] == "numpy" and name in _ARRAY_FUNCTIONS:
         return True
-    kind = getattr(sys.modules.get(module), name, None) if module in _PLAIN_MODULES else None
-    return isinstance(kind, type) and bool(kind.__flags__ & _IMMUTABLE) and not issubclass(kind, type)
+    if module not in _PLAIN_MODULES:
+        return False
+    kind = getattr(sys.modules.get(module), name, None)
+    if not isinstance(kind, type) or issubclass(kind, type):
+        return False
+    return bool(kind.__flags__ & _IMMUTABLE)
 
 
 def _is_expression(source: str, kinds: tuple[type[ast.AST], ...]) -> bool:

@@ -11,10 +11,11 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from t2g.sandbox.box.error_codec import ErrorCodec, is_own_error
+from t2g.sandbox.box.operations import OPERATIONS, plain_part
+from t2g.sandbox.box.plain_types import is_plain_type, type_name
 from t2g.sandbox.box.remote import (
     FORWARDED,
     NON_MUTATING,
@@ -25,19 +26,16 @@ from t2g.sandbox.box.remote import (
     is_remote,
     proxy_class,
 )  # fmt: skip
-from t2g.sandbox.box.values import Exchange, Json, is_plain_type, type_name
+from t2g.sandbox.box.values import Exchange, Json
 
 MAX_MESSAGE_BYTES = 2**25
 _END_OF_ITERATION = {"__next__": StopIteration, "__anext__": StopAsyncIteration}  # exceptions that a method may raise
-# By plain type: returns the plain value of an instance of a subclass, by the methods of the plain type.
-_PLAIN: dict[type, Callable[[Any], Any]] = {
-    int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__, dict: dict.copy
-}  # fmt: skip
-for _kind in (bytes, tuple, frozenset, list, set, bytearray):
-    _PLAIN[_kind] = lambda value, kind=_kind: kind(kind.__iter__(value))
 # What this module calls, however the tests patch the modules that it comes from.
-_to_json, _from_json = json.JSONEncoder().encode, json.JSONDecoder().decode
-_getpid, _exit, _find_signature, _count_threads = os.getpid, os._exit, inspect.signature, threading.active_count
+_to_json = json.JSONEncoder().encode
+_from_json = json.JSONDecoder().decode
+_getpid = os.getpid
+_exit = os._exit
+_count_threads = threading.active_count
 _SIMPLE = (bool, int, float, str, type(None))
 _MAX_FIELDS = 64  # attributes of an object, and characters of a text among them
 
@@ -100,7 +98,9 @@ class Peer(ErrorCodec):
             with self._lock:
                 return self._request(operation, target, *args, **kwargs)
         except (StopIteration, StopAsyncIteration) as error:
-            may_raise = _END_OF_ITERATION.get(args[0], ()) if operation == "method" else ()
+            may_raise: Any = ()
+            if operation == "method":
+                may_raise = _END_OF_ITERATION.get(args[0], ())
             if self.is_solution or isinstance(error, may_raise):
                 raise
             failure = RuntimeError(f"the solution raised {type(error).__name__}")
@@ -110,14 +110,16 @@ class Peer(ErrorCodec):
     def signature(self, target: Any) -> inspect.Signature:
         """Return the signature of the other end's function or class."""
         parts = self.request("signature", target)
-        return inspect.Signature([inspect.Parameter(name, kind, **rest) for name, kind, rest in parts])
+        parameters = [inspect.Parameter(name, kind, **rest) for name, kind, rest in parts]
+        return inspect.Signature(parameters)
 
     def _request(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self.gone:
             raise Gone("the process has ended")
         self._serial += 1
         self.epoch += 1
-        serial, exchange = self._serial, Exchange()
+        serial = self._serial
+        exchange = Exchange()
         is_non_mutating = operation == "method" and args[0] in NON_MUTATING
         self.num_changes += not is_non_mutating and operation not in ("get", "plain", "signature")
         parts = [self.encode(part, exchange) for part in (target, list(args), kwargs)]
@@ -157,8 +159,9 @@ class Peer(ErrorCodec):
         value = None
         try:
             self.on_note(message["note"])
-            for number, content in [] if is_non_mutating else message["changed"]:
-                self.apply_change(exchange.containers[number], content, exchange)
+            if not is_non_mutating:
+                for number, content in message["changed"]:
+                    self.apply_change(exchange.containers[number], content, exchange)
             if "error" in message:
                 error = self.read_error(message["error"])
             else:
@@ -173,7 +176,9 @@ class Peer(ErrorCodec):
 
     def _handle_request(self, message: Json) -> None:
         self.epoch += 1
-        exchange, owner, reply = Exchange(), _getpid(), {"reply": message["ask"], "changed": []}
+        exchange = Exchange()
+        owner = _getpid()
+        reply = {"reply": message["ask"], "changed": []}
         try:
             target, args, kwargs = (self.decode(part, exchange) for part in message["parts"])
             value = self.perform(message["operation"], target, args, kwargs)
@@ -184,7 +189,8 @@ class Peer(ErrorCodec):
         except BaseException as error:  # noqa: BLE001 any exception of the solution is its answer
             if self.is_own_error(error):
                 self._own_error = error
-            reply["changed"], reply["error"] = [], self.encode_error(error)
+            reply["changed"] = []
+            reply["error"] = self.encode_error(error)
         if _getpid() != owner:
             _exit(0)  # a fork that the solution made and that returned to here
         reply["note"] = self.take_note()
@@ -196,11 +202,16 @@ class Peer(ErrorCodec):
 
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation. In its process, code of the solution runs only inside this method."""
-        name = args[0] if operation not in ("call", "signature") and args else ""
-        if self._is_tainted or not self.is_allowed(operation, target, name, args[-1] if args else None):
+        name = ""
+        value = None
+        if args:
+            value = args[-1]
+            if operation not in ("call", "signature"):
+                name = args[0]
+        if self._is_tainted or not self.is_allowed(operation, target, name, value):
             reason = f"the solution may not {operation} {name} of {type(target).__name__} here"
             raise self.refuse(reason)
-        return _OPERATIONS[operation](target, args, kwargs)
+        return OPERATIONS[operation](target, args, kwargs)
 
     # -- messages, one per line
 
@@ -237,16 +248,17 @@ class Peer(ErrorCodec):
             return {"yours": value.remote_number}
         if isinstance(value, BaseException) or (isinstance(value, type) and issubclass(value, BaseException)):
             return self.export_error(value, exchange)
-        return {
-            "object": self.number(value),
-            "of": type(value).__name__,
-            "class": _stdlib_class(type(value)),
-            "methods": [name for name in FORWARDED if hasattr(type(value), name)]
-            + ["__dataclass_fields__"] * hasattr(value, "__dataclass_fields__"),
-            "plain": self.encode(_plain_part(value), Exchange()),
-            "bare": isinstance(value, types.FunctionType) and not vars(value),
-            "fields": _simple_fields(value) if self.is_solution else {},
-        }
+        kind = type(value)
+        message: Json = {"object": self.number(value), "of": kind.__name__, "class": _stdlib_class(kind)}
+        message["methods"] = methods = [name for name in FORWARDED if hasattr(kind, name)]
+        if hasattr(value, "__dataclass_fields__"):
+            methods.append("__dataclass_fields__")
+        message["plain"] = self.encode(plain_part(value), Exchange())
+        message["bare"] = isinstance(value, types.FunctionType) and not vars(value)
+        message["fields"] = {}
+        if self.is_solution:
+            message["fields"] = _simple_fields(value)
+        return message
 
     def number(self, value: Any) -> int:
         """Return the number by which the other end knows an object of this end."""
@@ -273,12 +285,14 @@ class Peer(ErrorCodec):
         if number not in self._proxies:
             kind = proxy_class(str(message["of"]), tuple(message["methods"]), is_guarded=not self.is_solution)
             plain = self.decode(message["plain"], Exchange())
-            claimed = None if plain is not None else _find_class(str(message["class"]))
+            claimed = None
+            if plain is None:
+                claimed = _find_class(str(message["class"]))
             self._proxies[number] = kind(self, number, plain, claimed, is_bare=bool(message["bare"]))
         proxy = self._proxies[number]
         if message["fields"]:
-            fields = {str(name): value for name, value in message["fields"].items() if type(value) in _SIMPLE}
-            proxy.keep_fields(fields)
+            simple = {str(name): value for name, value in message["fields"].items() if type(value) in _SIMPLE}
+            proxy.keep_fields(simple)
         return proxy
 
 
@@ -293,14 +307,21 @@ def _simple_fields(value: Any) -> dict[str, Any]:
         return {}
     if _count_threads() > 1 or len(vars(value)) > _MAX_FIELDS:
         return {}
-    found = {name: field for name, field in vars(value).items() if type(field) in _SIMPLE and not hasattr(kind, name)}
-    return {name: field for name, field in found.items() if type(field) is not str or len(field) < _MAX_FIELDS}
+    fields: dict[str, Any] = {}
+    for name, field in vars(value).items():
+        if type(field) not in _SIMPLE or hasattr(kind, name):
+            continue
+        if type(field) is not str or len(field) < _MAX_FIELDS:
+            fields[name] = field
+    return fields
 
 
 def _stdlib_class(kind: type) -> str:
     """Return the name of a class of the standard library whose objects stay in their process; "" for others."""
-    is_known = kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    return type_name(kind) if is_known else ""
+    root = kind.__module__.partition(".")[0]
+    if root not in sys.stdlib_module_names:
+        return ""
+    return type_name(kind)
 
 
 def _find_class(name: str) -> type | None:
@@ -311,34 +332,12 @@ def _find_class(name: str) -> type | None:
     module, _, attribute = name.rpartition(".")
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return None
-    found = _UNNAMED.get(attribute) if module == "builtins" else getattr(sys.modules.get(module), attribute, None)
-    if not isinstance(found, type) or issubclass(found, type) or is_plain_type(found):
+    kind = getattr(sys.modules.get(module), attribute, None)
+    if module == "builtins":
+        kind = _UNNAMED.get(attribute)
+    if not isinstance(kind, type) or issubclass(kind, type) or is_plain_type(kind):
         return None
-    return found
+    return kind
 
 
 _UNNAMED = {kind.__name__: kind for kind in vars(types).values() if isinstance(kind, type)}
-
-
-_OPERATIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
-    "call": lambda target, args, kwargs: target(*args, **kwargs),
-    "method": lambda target, args, kwargs: getattr(type(target), args[0])(target, *args[1:], **kwargs),
-    "get": lambda target, args, kwargs: getattr(target, *args),
-    "set": lambda target, args, kwargs: setattr(target, *args),
-    "delete": lambda target, args, kwargs: delattr(target, *args),
-    "plain": lambda target, args, kwargs: _plain_part(target),
-    "signature": lambda target, args, kwargs: [*map(_parts_of, _find_signature(target).parameters.values())],
-}
-
-
-def _parts_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    """Return name, kind, and default and annotation if the parameter has them; an annotation is a type or text."""
-    parts = {"default": parameter.default, "annotation": parameter.annotation}
-    if not isinstance(parameter.annotation, type):
-        parts["annotation"] = str(parameter.annotation)
-    return parameter.name, int(parameter.kind), {k: v for k, v in parts.items() if v is not parameter.empty}
-
-
-def _plain_part(value: Any) -> Any:
-    """Return the plain value of an instance of a subclass of a plain type; None for other objects."""
-    return next((to_plain(value) for kind, to_plain in _PLAIN.items() if isinstance(value, kind)), None)
