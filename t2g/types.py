@@ -211,17 +211,14 @@ class ScoredRollout:
     rollout: Rollout
     feedback: SpanFeedback
     token_rewards: np.ndarray  # [R] float32, rewards of the spans by objective.rewards; before placement, weight and KL
+    per_token_rewards: (
+        np.ndarray
+    )  # [R] float32, the paper's delta: each token has its spans' value, whatever their unit
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
     answer_tokens: np.ndarray  # [R] bool, whether the token belongs to an answer: no thinking, nothing inserted
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
-    by_token: np.ndarray | None = None  # [R] float32, see `deltas`; None: equal to token_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response
     criterion_rewards: dict[str, float] = field(default_factory=dict)  # sum of token_rewards by criterion, if several
-
-    @property
-    def deltas(self) -> np.ndarray:
-        """Return the paper's delta [R] float32: the worth of the spans that cover a token, for every unit of reward."""
-        return self.token_rewards if self.by_token is None else self.by_token
 
     @property
     def rewards(self) -> np.ndarray:

@@ -24,7 +24,7 @@ from t2g.types import (
 class _TokenNumbers(NamedTuple):
     """Numbers of the step's sampled tokens, [N] each."""
 
-    deltas: np.ndarray  # of answer tokens alone
+    per_token_rewards: np.ndarray  # of answer tokens alone
     rewards: np.ndarray
     gaps: np.ndarray  # |learner - engine|, nats
     entropies: np.ndarray
@@ -42,7 +42,9 @@ def step_metrics(
     """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of answer tokens or of samples."""
     responses = [JudgedResponse(*response) for response in judged]
     tokens = _collect_tokens(scored, stats)
-    metrics = {f"tokens/{label}_share": share for label, share in compute_label_shares(tokens.deltas).items()}
+    metrics = {
+        f"tokens/{label}_share": share for label, share in compute_label_shares(tokens.per_token_rewards).items()
+    }
     metrics |= _source_metrics(responses)
     metrics |= _criterion_metrics(responses, scored)
     metrics |= _unanswered_metrics(responses)
@@ -61,19 +63,19 @@ def step_metrics(
 
 
 def _collect_tokens(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> _TokenNumbers:
-    deltas = []
+    per_token_rewards = []
     rewards = []
     gaps = []
     entropies = []
     for response, token_stats in zip(scored, stats, strict=True):
         mask = response.rollout.policy_mask
         gap = token_stats.old_logprobs - response.rollout.rollout_logprobs
-        deltas.append(response.deltas[response.answer_tokens])
+        per_token_rewards.append(response.per_token_rewards[response.answer_tokens])
         rewards.append(response.rewards[mask])
         gaps.append(gap[mask])
         entropies.append(token_stats.entropy[mask])
     return _TokenNumbers(
-        deltas=np.concatenate(deltas),
+        per_token_rewards=np.concatenate(per_token_rewards),
         rewards=np.concatenate(rewards),
         gaps=np.abs(np.concatenate(gaps)),
         entropies=np.concatenate(entropies),

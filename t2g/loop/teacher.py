@@ -32,17 +32,17 @@ def teacher_critiques(prompt_ids: Sequence[str], critiques: Sequence[str], *, sh
     return [next(critiques_of_others[prompt_id]) for prompt_id in prompt_ids]
 
 
-def split_teacher_gap(gap: np.ndarray, deltas: np.ndarray) -> dict[str, np.ndarray]:
+def split_teacher_gap(gap: np.ndarray, per_token_rewards: np.ndarray) -> dict[str, np.ndarray]:
     """Return the gaps of a response's good tokens, of its poor ones, and of the first token of each run of poor ones.
 
     Args:
         gap: Teacher's log-probability less the policy's of each sampled token, [R].
-        deltas: See `ScoredRollout.deltas`.
+        per_token_rewards: See `ScoredRollout.per_token_rewards`.
     """
-    is_poor = deltas < 0
+    is_poor = per_token_rewards < 0
     follows_poor = np.append(False, is_poor[:-1])
     return {
-        "good": gap[deltas > 0],
+        "good": gap[per_token_rewards > 0],
         "poor": gap[is_poor],
         "poor_first": gap[is_poor & ~follows_poor],
     }
@@ -74,7 +74,7 @@ def teacher_metrics(
             continue
         num_taught += 1
         gap = teacher_stats.logprobs - token_stats.old_logprobs
-        for kind, gaps in split_teacher_gap(gap, response.deltas).items():
+        for kind, gaps in split_teacher_gap(gap, response.per_token_rewards).items():
             gaps_by_kind.setdefault(kind, []).append(gaps)
 
     means: dict[str, float] = {}

@@ -383,7 +383,7 @@ class Trainer:
         text = rollout.response_text
         offsets = rollout_offsets(self.tokenizer, rollout)
         reward_by = partial(token_rewards, offsets, text=text, weights=self.config.feedback.weights)
-        by_token = reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"}))
+        per_token_rewards = reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"}))
         turn_starts = [turn.characters[0] for turn in rollout.turns]
         step_ids = compute_step_ids(offsets, text, self.task.step_pattern, starts=turn_starts)
 
@@ -400,7 +400,7 @@ class Trainer:
             rollout=rollout,
             feedback=feedback,
             token_rewards=reward_by(feedback.spans, rule=rule),
-            by_token=by_token,
+            per_token_rewards=per_token_rewards,
             step_ids=step_ids,
             outcome_reward=outcome_reward,
             truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,

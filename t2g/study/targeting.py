@@ -86,8 +86,8 @@ def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.nda
     """
     offsets = rollout_offsets(tokenizer, rollout)
     # Without the job's reward rule, under which some criticised spans may have no reward.
-    deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text)
-    labels = np.sign(deltas).astype(np.int8)
+    rewards = token_rewards(offsets, feedback.spans, text=rollout.response_text)
+    labels = np.sign(rewards).astype(np.int8)
     labels[~find_answer_tokens(offsets, rollout)] = THINKING
     return labels
 

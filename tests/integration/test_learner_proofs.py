@@ -333,10 +333,12 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
         rollout_logprobs=np.full(len(response_ids), -1, np.float32), finish_reason="stop",
         policy_versions=((0, len(response_ids), 0),),
     )  # fmt: skip
+    rewards = token_rewards(offsets, [span], text=text)
     scored = ScoredRollout(
         rollout=rollout,
         feedback=SpanFeedback(critique="", spans=(span,), status="ok", source="test", version="1"),
-        token_rewards=token_rewards(offsets, [span], text=text),
+        token_rewards=rewards,
+        per_token_rewards=rewards,
         step_ids=np.zeros(len(response_ids), np.int32),
         answer_tokens=np.ones(len(response_ids), bool),
     )

@@ -50,26 +50,27 @@ def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
 
 
 def scored_pair(
-    deltas: list[float], *, prompt_id: str = "p", steps: list[int] | None = None, outcome_reward: float = 0.0
+    rewards: list[float], *, prompt_id: str = "p", steps: list[int] | None = None, outcome_reward: float = 0.0
 ) -> tuple[Prompt, ScoredRollout]:
-    text = "x" * len(deltas)
+    text = "x" * len(rewards)
     rollout = Rollout(
         prompt_id=prompt_id,
         sample_index=0,
         prompt_ids=np.array([1], np.int32),
-        response_ids=np.arange(len(deltas), dtype=np.int32),
-        rollout_logprobs=np.full(len(deltas), -1.0, np.float32),
+        response_ids=np.arange(len(rewards), dtype=np.int32),
+        rollout_logprobs=np.full(len(rewards), -1.0, np.float32),
         response_text=text,
         finish_reason="stop",
-        policy_versions=((0, len(deltas), 0),),
+        policy_versions=((0, len(rewards), 0),),
     )
     feedback = make_feedback("", [], [], text, source="reward_model", version="v")
     return letter_prompts(1)[0], ScoredRollout(
         rollout=rollout,
         feedback=feedback,
-        token_rewards=np.array(deltas, np.float32),
-        step_ids=np.array(steps or [0] * len(deltas), np.int32),
-        answer_tokens=np.ones(len(deltas), bool),
+        token_rewards=np.array(rewards, np.float32),
+        per_token_rewards=np.array(rewards, np.float32),
+        step_ids=np.array(steps or [0] * len(rewards), np.int32),
+        answer_tokens=np.ones(len(rewards), bool),
         outcome_reward=outcome_reward,
     )
 
@@ -157,8 +158,8 @@ def test_a_truncated_response_pays_its_penalty_at_its_last_token_in_any_placemen
 def test_groups_are_the_samples_of_one_prompt() -> None:
     objective = ObjectiveConfig(advantages="group", whiten="none", rewards={"placement": "scalar"})
     pairs = [("p", [1.0, 0.0]), ("q", [1.0]), ("p", [0.0]), ("p", [1.0, -1.0, 2.0])]
-    scored = [scored_pair(deltas, prompt_id=prompt_id)[1] for prompt_id, deltas in pairs]
-    learner_stats = [stats(len(deltas), value=9.0) for _, deltas in pairs]
+    scored = [scored_pair(rewards, prompt_id=prompt_id)[1] for prompt_id, rewards in pairs]
+    learner_stats = [stats(len(rewards), value=9.0) for _, rewards in pairs]
     samples = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1)
     # p: sums 1, 0, 2; each less the mean of the other two. q stands alone
     assert [s.advantages.tolist() for s in samples] == [[0, 0], [0], [-1.5], [1.5, 1.5, 1.5]]
@@ -243,7 +244,7 @@ def test_step_metrics_by_hand() -> None:
     learner_stats = [stats(4), stats(2, old=-1.2)]
     objective = ObjectiveConfig(outcome_rewards=[{"source": "task", "weight": 0.5}], span_coef=2.0)
     metrics = step_metrics(pairs, [one, two], learner_stats, objective, kl=0.4, kl_coef=0.1)
-    once = replace(two, token_rewards=np.array([0, 1], np.float32), by_token=two.deltas)  # a span of two tokens
+    once = replace(two, token_rewards=np.array([0, 1], np.float32))  # a span of two tokens
     by_span = step_metrics(pairs, [one, once], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert (by_span["tokens/good_share"], by_span["reward/response_mean"]) == (
         pytest.approx(3 / 6),

@@ -33,9 +33,9 @@ def teacher_stats(logprobs: list[float]) -> TeacherStats:
 
 
 def samples(teacher: list[list[float] | None], **rule: Any) -> list[DistillationSample]:
-    """Two responses of one prompt with deltas 1, 0, 1 and 0, 0."""
+    """Two responses of one prompt with rewards 1, 0, 1 and 0, 0."""
     objective = ObjectiveConfig(advantages="group", whiten="none", teacher=rule, rewards={"placement": "scalar"})
-    scored = [scored_pair(deltas)[1] for deltas in ([1.0, 0.0, 1.0], [0.0, 0.0])]
+    scored = [scored_pair(rewards)[1] for rewards in ([1.0, 0.0, 1.0], [0.0, 0.0])]
     learner_stats = [replace(stats(n), top_ids=np.arange(n * TOP, dtype=np.int32).reshape(n, TOP)) for n in (3, 2)]
     found = [None if row is None else teacher_stats(row) for row in teacher]
     made = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=found)
@@ -105,7 +105,7 @@ def test_the_control_reads_an_empty_critique_only_where_no_other_prompt_has_one(
 
 
 def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
-    scored = [scored_pair(deltas)[1] for deltas in ([1.0, -1.0, -1.0, 0.0, -2.0], [0.0, 0.0])]
+    scored = [scored_pair(rewards)[1] for rewards in ([1.0, -1.0, -1.0, 0.0, -2.0], [0.0, 0.0])]
     policy = [stats(5), stats(2)]  # log-probability -1
     found = [teacher_stats([-0.5, -1.25, -3.0, -9.0, -1.75]), None]
     metrics = teacher_metrics(scored, found, policy)

@@ -105,10 +105,12 @@ def make_rollout(tokenizer: Any, mode: str, response: str) -> Rollout:
 
 def score(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback, rule: RewardRuleConfig) -> ScoredRollout:
     offsets = token_offsets(tokenizer, rollout.response_ids)
+    rewards = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=rule)
     return ScoredRollout(
         rollout=rollout,
         feedback=feedback,
-        token_rewards=token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=rule),
+        token_rewards=rewards,
+        per_token_rewards=rewards,
         step_ids=compute_step_ids(offsets, rollout.response_text, r"[.\n]"),
         answer_tokens=find_answer_tokens(offsets, rollout),
     )
@@ -291,6 +293,7 @@ def scored_answer() -> tuple[Rollout, ScoredRollout]:
         rollout=rollout,
         feedback=feedback,
         token_rewards=rewards,
+        per_token_rewards=rewards,
         step_ids=np.zeros(4, np.int32),
         answer_tokens=np.array([False, False, True, True]),
     )
