@@ -214,7 +214,7 @@ class ScoredRollout:
     per_token_rewards: (
         np.ndarray
     )  # [R] float32, the paper's delta: each token has its spans' value, whatever their unit
-    step_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
+    sentence_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
     answer_tokens: np.ndarray  # [R] bool, whether the token belongs to an answer: no thinking, nothing inserted
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response

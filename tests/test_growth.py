@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from t2g.feedback.rewards import compute_step_ids
+from t2g.feedback.rewards import compute_sentence_ids
 from t2g.feedback.sentences import find_sentence
 from t2g.tasks import code_feedback, human_eval
 from t2g.tasks.base import Task
@@ -18,7 +18,7 @@ LENGTH = 8_000  # characters; then doubled twice
 
 
 def steps(text: str) -> None:
-    compute_step_ids(np.zeros((1, 2)), text, Task.step_pattern)
+    compute_sentence_ids(np.zeros((1, 2)), text, Task.step_pattern)
 
 
 def program(text: str) -> None:

@@ -10,7 +10,7 @@ from jobs.stopwatch.watch import Bench, Done, Race, Record
 from t2g.config import RewardRuleConfig
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.parse import Quote, format_answer, parse_answer
-from t2g.feedback.rewards import compute_step_ids
+from t2g.feedback.rewards import compute_sentence_ids
 from t2g.tasks.base import Task
 from t2g.text.offsets import decode
 
@@ -52,5 +52,5 @@ async def rewards_of(tokenizer: Any, responses: Sequence[np.ndarray], answers: S
         offsets = token_offsets(tokenizer, ids)
         rewards = token_rewards(offsets, feedback.spans, text=text, rule=rule)
         paid += np.count_nonzero(rewards)
-        compute_step_ids(offsets, text, Task.step_pattern)
+        compute_sentence_ids(offsets, text, Task.step_pattern)
     return Done(amount=sum(map(len, responses)), more={"tokens paid": paid})

@@ -12,7 +12,7 @@ from t2g.config import RewardRuleConfig
 from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets, token_rewards
 from t2g.feedback.parse import read_judgement
-from t2g.feedback.rewards import apply_placement, compute_step_ids
+from t2g.feedback.rewards import apply_placement, compute_sentence_ids
 from t2g.loop.steps import pad_rows
 from t2g.tasks.base import Task
 from t2g.types import Span, SpanFeedback
@@ -110,5 +110,5 @@ def _reward_tokens(tokenizer: Any, text: str, ids: Any, spans: Sequence[Span], r
         raise ValueError(f"its text {text!r:.80} is not in its decoded tokens; t2g.feedback.decode gives their text")
     moved = [replace(span, start=span.start + start, end=span.end + start) for span in spans]
     rewards = token_rewards(offsets, moved, text=response, rule=rule)
-    steps = compute_step_ids(offsets, response, Task.step_pattern)
-    return apply_placement(rewards, rule.placement, step_ids=steps)
+    steps = compute_sentence_ids(offsets, response, Task.step_pattern)
+    return apply_placement(rewards, rule.placement, sentence_ids=steps)

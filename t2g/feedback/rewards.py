@@ -169,16 +169,16 @@ def _count_nonblank(text: str) -> np.ndarray:
     return np.append(0, np.cumsum(is_nonblank, dtype=np.int64))
 
 
-def compute_step_ids(offsets: np.ndarray, text: str, pattern: str, *, starts: Sequence[int] = ()) -> np.ndarray:
-    """Return the step of each token: 0, 1, ..., rising, [R] int32.
+def compute_sentence_ids(offsets: np.ndarray, text: str, pattern: str, *, starts: Sequence[int] = ()) -> np.ndarray:
+    """Return the index of the sentence, or line of code, of each token: 0, 1, ..., rising, [R] int32.
 
-    A token belongs to the step of its first character. A token without characters belongs to the step of the next
-    character; at the end of the text (EOS) to the last step.
+    A token belongs to the sentence of its first character. A token without characters belongs to the sentence of the
+    next character; at the end of the text (EOS) to the last sentence.
 
     Args:
         offsets: [R, 2], half-open character ranges of `text`.
-        pattern: Each match ends a step (`Task.step_pattern`).
-        starts: First characters of the turns of a conversation, where steps start as well.
+        pattern: Each match ends a sentence (`Task.step_pattern`).
+        starts: First characters of the turns of a conversation, where sentences start as well.
 
         text "One. Two", tokens "One" "." " Two" EOS, sentences -> [0, 0, 1, 1]
     """
@@ -193,7 +193,7 @@ def apply_placement(
     rewards: np.ndarray,
     placement: Placement,
     *,
-    step_ids: np.ndarray,
+    sentence_ids: np.ndarray,
     seed: int = 0,
     prompt_id: str = "",
     sample_index: int = 0,
@@ -201,14 +201,14 @@ def apply_placement(
     """Return the token rewards of one response at the tokens where they are paid, [R] float32, with the same sum.
 
     - span: unchanged.
-    - step: the sum of each step at its last token.
+    - step: the sum of each sentence at its last token.
     - scalar: the sum of all at the last token.
     - shuffled: the same rewards at random tokens of the response, EOS included since it is an action. The draw depends
       on (seed, prompt_id, sample_index) only.
 
     Args:
         rewards: [R].
-        step_ids: [R], rising.
+        sentence_ids: [R], rising.
     """
     if placement == "span" or len(rewards) == 0:
         return rewards.astype(np.float32)
@@ -217,9 +217,9 @@ def apply_placement(
         generator = np.random.default_rng(key)
         return generator.permutation(rewards).astype(np.float32)
 
-    steps = step_ids if placement == "step" else np.zeros(len(rewards))
-    step_changes = np.diff(steps, prepend=steps[0] - 1)
-    first = np.flatnonzero(step_changes)
+    groups = sentence_ids if placement == "step" else np.zeros(len(rewards))
+    group_changes = np.diff(groups, prepend=groups[0] - 1)
+    first = np.flatnonzero(group_changes)
     last = np.append(first[1:], len(rewards)) - 1
     paid = np.zeros(len(rewards), np.float32)
     paid[last] = np.add.reduceat(rewards.astype(np.float64), first)

@@ -261,7 +261,7 @@ def _move_rewards(scored: ScoredRollout, objective: ObjectiveConfig, seed: int) 
     rewards[is_answer] = apply_placement(
         rewards[is_answer],
         objective.rewards.placement,
-        step_ids=scored.step_ids[is_answer],
+        sentence_ids=scored.sentence_ids[is_answer],
         seed=seed,
         prompt_id=rollout.prompt_id,
         sample_index=rollout.sample_index,

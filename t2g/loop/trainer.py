@@ -26,7 +26,7 @@ from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_rewards
 from t2g.feedback.outcome_rewards import OutcomeRewards
-from t2g.feedback.rewards import compute_step_ids
+from t2g.feedback.rewards import compute_sentence_ids
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
@@ -385,7 +385,7 @@ class Trainer:
         reward_by = partial(token_rewards, offsets, text=text, weights=self.config.feedback.weights)
         per_token_rewards = reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"}))
         turn_starts = [turn.characters[0] for turn in rollout.turns]
-        step_ids = compute_step_ids(offsets, text, self.task.step_pattern, starts=turn_starts)
+        sentence_ids = compute_sentence_ids(offsets, text, self.task.step_pattern, starts=turn_starts)
 
         outcome_reward = 0.0
         for entry in objective.outcome_rewards:
@@ -401,7 +401,7 @@ class Trainer:
             feedback=feedback,
             token_rewards=reward_by(feedback.spans, rule=rule),
             per_token_rewards=per_token_rewards,
-            step_ids=step_ids,
+            sentence_ids=sentence_ids,
             outcome_reward=outcome_reward,
             truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
             answer_tokens=find_answer_tokens(offsets, rollout),

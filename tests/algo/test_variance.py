@@ -26,7 +26,9 @@ def moments(placement: Placement, p: float) -> tuple[np.ndarray, np.ndarray]:
     pairs = np.array(list(product(range(len(RESPONSES)), repeat=2)))
     rows = RESPONSES[pairs.flatten()]  # [2 * pairs, K], the two of a pair beside each other
     steps = np.zeros(NUM_FACTS, np.int32)
-    paid = np.stack([apply_placement((2.0 * row - 1).astype(np.float32), placement, step_ids=steps) for row in rows])
+    paid = np.stack(
+        [apply_placement((2.0 * row - 1).astype(np.float32), placement, sentence_ids=steps) for row in rows]
+    )
     groups = torch.arange(len(pairs)).repeat_interleave(2)
     mask = torch.ones(len(rows), NUM_FACTS)
     advantages, _ = group_advantages(torch.from_numpy(paid), mask, groups, 1.0, normalise=False)

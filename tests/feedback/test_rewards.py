@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from t2g.config import Placement, PolicyJob, RewardRuleConfig
 from t2g.feedback import token_rewards
-from t2g.feedback.rewards import apply_placement, compute_label_shares, compute_step_ids
+from t2g.feedback.rewards import apply_placement, compute_label_shares, compute_sentence_ids
 from t2g.tasks.base import get_task
 from t2g.types import Span
 
@@ -240,7 +240,7 @@ def test_a_span_once_agrees_with_sets_of_characters(
 )
 def test_a_task_says_where_its_steps_end(task: str, text: str, steps: list[str]) -> None:
     offsets = np.array([[i, i + 1] for i in range(len(text))] + [[len(text)] * 2], np.int32)
-    ids = compute_step_ids(offsets, text, get_task(task).step_pattern)
+    ids = compute_sentence_ids(offsets, text, get_task(task).step_pattern)
     assert ids.tolist() == [i for i, step in enumerate(steps) for _ in step] + [len(steps) - 1]  # EOS to the last
     assert ids.dtype == np.int32
 
@@ -249,9 +249,9 @@ def test_a_token_belongs_to_the_step_of_its_first_character() -> None:
     text = "ab.cd."
     # "b.c" reaches over the border; one without characters stands before "d"; EOS after the last full stop
     offsets = np.array([[0, 1], [1, 4], [4, 4], [4, 5], [5, 6], [6, 6]], np.int32)
-    assert compute_step_ids(offsets, text, "[.]").tolist() == [0, 0, 1, 1, 1, 1]
-    assert compute_step_ids(np.zeros((0, 2), np.int32), "", "[.]").shape == (0,)
-    assert compute_step_ids(np.array([[0, 0]], np.int32), "", "[.]").tolist() == [0]
+    assert compute_sentence_ids(offsets, text, "[.]").tolist() == [0, 0, 1, 1, 1, 1]
+    assert compute_sentence_ids(np.zeros((0, 2), np.int32), "", "[.]").shape == (0,)
+    assert compute_sentence_ids(np.array([[0, 0]], np.int32), "", "[.]").tolist() == [0]
 
 
 DELTAS = np.array([0, 1, 1, -1, 0, 1], np.float32)
@@ -260,7 +260,7 @@ STEPS = np.array([0, 0, 0, 1, 1, 2], np.int32)
 
 def placed(deltas: np.ndarray, placement: Placement, **keys: object) -> np.ndarray:
     steps = STEPS if deltas is DELTAS else np.zeros(len(deltas), np.int32)
-    return apply_placement(deltas, placement, step_ids=steps, **keys)  # type: ignore[arg-type]
+    return apply_placement(deltas, placement, sentence_ids=steps, **keys)  # type: ignore[arg-type]
 
 
 def test_scalar_pays_the_sum_at_the_last_token() -> None:
@@ -282,7 +282,7 @@ def test_step_agrees_with_a_loop(tokens: list[tuple[int, bool]]) -> None:
         last = t + 1 == len(deltas) or steps[t + 1] != steps[t]
         expected.append(total if last else 0)
         total = 0.0 if last else total
-    assert apply_placement(deltas, "step", step_ids=steps).tolist() == expected
+    assert apply_placement(deltas, "step", sentence_ids=steps).tolist() == expected
 
 
 def test_span_leaves_them_and_copies() -> None:

@@ -339,7 +339,7 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
         feedback=SpanFeedback(critique="", spans=(span,), status="ok", source="test", version="1"),
         token_rewards=rewards,
         per_token_rewards=rewards,
-        step_ids=np.zeros(len(response_ids), np.int32),
+        sentence_ids=np.zeros(len(response_ids), np.int32),
         answer_tokens=np.ones(len(response_ids), bool),
     )
     learner = learners["ranks"]

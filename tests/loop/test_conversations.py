@@ -43,7 +43,7 @@ def score(rollout: Rollout, *, seed: int = 0) -> tuple[ScoredRollout, TokenStats
     rewards = (rng.integers(-1, 2, size) * mask).astype(np.float32)
     scored = ScoredRollout(
         rollout=rollout, feedback=FEEDBACK, token_rewards=rewards, per_token_rewards=rewards,
-        step_ids=np.zeros(size, np.int32), outcome_reward=float(rng.integers(0, 2)), answer_tokens=mask,
+        sentence_ids=np.zeros(size, np.int32), outcome_reward=float(rng.integers(0, 2)), answer_tokens=mask,
     )  # fmt: skip
     rows = {name: rng.normal(-1, 0.5, size).astype(np.float32) for name in ("old_logprobs", "ref_logprobs", "values")}
     stats = {name: np.where(mask, row, POISON).astype(np.float32) for name, row in rows.items()}

@@ -69,7 +69,7 @@ def scored_pair(
         feedback=feedback,
         token_rewards=np.array(rewards, np.float32),
         per_token_rewards=np.array(rewards, np.float32),
-        step_ids=np.array(steps or [0] * len(rewards), np.int32),
+        sentence_ids=np.array(steps or [0] * len(rewards), np.int32),
         answer_tokens=np.ones(len(rewards), bool),
         outcome_reward=outcome_reward,
     )

@@ -23,7 +23,7 @@ from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.examples import make_policy_examples
 from t2g.feedback.parse import make_feedback
 from t2g.feedback.records import AnnotatedRecord
-from t2g.feedback.rewards import compute_step_ids
+from t2g.feedback.rewards import compute_sentence_ids
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop.annotation import ConcurrencyLimit, Sample, annotate
@@ -111,7 +111,7 @@ def score(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback, rule: Reward
         feedback=feedback,
         token_rewards=rewards,
         per_token_rewards=rewards,
-        step_ids=compute_step_ids(offsets, rollout.response_text, r"[.\n]"),
+        sentence_ids=compute_sentence_ids(offsets, rollout.response_text, r"[.\n]"),
         answer_tokens=find_answer_tokens(offsets, rollout),
     )
 
@@ -294,7 +294,7 @@ def scored_answer() -> tuple[Rollout, ScoredRollout]:
         feedback=feedback,
         token_rewards=rewards,
         per_token_rewards=rewards,
-        step_ids=np.zeros(4, np.int32),
+        sentence_ids=np.zeros(4, np.int32),
         answer_tokens=np.array([False, False, True, True]),
     )
     return rollout, scored

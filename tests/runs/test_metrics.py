@@ -70,7 +70,7 @@ def test_wandb_has_a_table_of_samples_with_coloured_spans(tmp_path: Path, monkey
     feedback = replace(feedback, outcomes={"task": 0.5}, critique="bad\0")
     rewards = np.array([0, -1, 0, 0.25], np.float32)
     scored = ScoredRollout(
-        rollout=rollout, feedback=feedback, token_rewards=rewards, per_token_rewards=rewards, step_ids=np.zeros(4),
+        rollout=rollout, feedback=feedback, token_rewards=rewards, per_token_rewards=rewards, sentence_ids=np.zeros(4),
         answer_tokens=np.ones(4, bool),
     )  # fmt: skip
     for step in (0, 1, 2, 10):
@@ -224,7 +224,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
             feedback=f,
             token_rewards=rewards,
             per_token_rewards=rewards,
-            step_ids=np.zeros(4, np.int32),
+            sentence_ids=np.zeros(4, np.int32),
             answer_tokens=np.ones(4, bool),
         )
         for _, r, f in triples
