@@ -44,9 +44,7 @@ class FeedbackSource(Protocol):
 
     name: str  # written to SpanFeedback.source
     fleet: Any = None  # the source's own engines, for scaling; None: it has none
-    journal_version: str = (
-        ""  # version of judgements that cost money or time, see `t2g.runs.judgements`; "": they do not
-    )
+    judgement_cache_key: str = ""  # version of recorded judgements, see `t2g.runs.judgements`; "": none is recorded
 
     # Whether each turn of a conversation is judged alone, with the reply to it in the payload; else the transcript is.
     judges_turns: bool = False
@@ -57,7 +55,7 @@ class FeedbackSource(Protocol):
 
 class Aligner(Protocol):
     fleet: Any = None  # as in `FeedbackSource`
-    journal_version: str = ""
+    judgement_cache_key: str = ""
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """Return the spans that a given critique is about, with that critique; else as `FeedbackSource.judge`."""

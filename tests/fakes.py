@@ -168,7 +168,7 @@ class FakeLearner:
             weights = given["weights"]
             written = np.concatenate([sample.response_ids for sample in minibatch])
             logprobs = self.logits.log_softmax(-1)[place, self._places(written)]
-            correction = importance_weights(old, given["rollout_logprobs"], rows.segment_ids, weights, "token", 2.0)
+            correction = importance_weights(old, given["rollout_logprobs"], rows.sequence_ids, weights, "token", 2.0)
             policy, _ = policy_loss(
                 logprobs=logprobs,
                 old_logprobs=old,

@@ -67,13 +67,13 @@ class Bench:
         stop: Callable[[], bool] = lambda: False,
         *,
         rollouts: FakeRollouts | None = None,
-        journal_version: str = "",
+        judgement_cache_key: str = "",
         **options: Any,
     ) -> None:
         self.folder = folder
         self.rollouts = rollouts or FakeRollouts(tokenizer)
         self.feedback = FakeFeedback()
-        self.feedback.journal_version = journal_version
+        self.feedback.judgement_cache_key = judgement_cache_key
         self.journaled = journaled = JournaledFeedback(self.feedback, folder, Identity.from_config(config), keep=2)
         self.learner = FakeLearner(self.rollouts)
         self.task = LetterTask()

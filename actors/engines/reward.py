@@ -121,7 +121,7 @@ class RewardFleet(Fleet):
     name = SOURCE
     role = "reward"
     actor = RewardActor
-    journal_version = ""
+    judgement_cache_key = ""
     judges_turns = False
 
     def __init__(self, config: SourceConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:

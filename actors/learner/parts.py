@@ -361,7 +361,7 @@ class PolicyTrainer(ModelTrainer):
         return dpo_loss(
             **inputs,
             ref_logprobs=rows.numbers("ref_logprobs"),
-            segment_ids=rows.segment_ids,
+            sequence_ids=rows.sequence_ids,
             num_pairs=len(rows.sequences) // 2,
             beta=DPO_BETA,
         )
@@ -378,7 +378,7 @@ class PolicyTrainer(ModelTrainer):
         correction = importance_weights(
             old_logprobs,
             rows.numbers("rollout_logprobs"),
-            rows.segment_ids,
+            rows.sequence_ids,
             weights,
             objective.rollout_correction,
             objective.rollout_correction_cap,

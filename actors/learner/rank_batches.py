@@ -75,11 +75,11 @@ def correction_metrics(batch: TrainBatch, objective: ObjectiveConfig) -> Metrics
         rollout.append(sample.rollout_logprobs[is_weighted])
 
     lengths = torch.tensor([len(tokens) for tokens in old])
-    segments = torch.arange(len(old)).repeat_interleave(lengths)
+    sequence_ids = torch.arange(len(old)).repeat_interleave(lengths)
     return importance_metrics(
         torch.from_numpy(np.concatenate(old)),
         torch.from_numpy(np.concatenate(rollout)),
-        segments,
+        sequence_ids,
         objective.rollout_correction,
         objective.rollout_correction_cap,
     )

@@ -21,7 +21,7 @@ def ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
 def importance_weights(
     old_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
-    segment_ids: torch.Tensor,
+    sequence_ids: torch.Tensor,
     weights: torch.Tensor,
     mode: ImportanceMode,
     cap: float,
@@ -31,7 +31,7 @@ def importance_weights(
         token     min(r_t, cap)                       sequence  min(product of r_t over the response, cap)
         masked    r_t in [1 / cap, cap], else 0       none      1
 
-    Arrays are [N], of response tokens; segment_ids count from 0. A token with weight 0 is ignored, even if its numbers
+    Arrays are [N], of response tokens; sequence_ids count from 0. A token with weight 0 is ignored, even if its numbers
     are not finite, and gets 0. There is no gradient. Truncation bounds the variance at the price of a bias (Ionides,
     "Truncated importance sampling", 2008).
 
@@ -42,8 +42,8 @@ def importance_weights(
     if mode == "none":
         log_ratio = torch.zeros_like(log_ratio)
     elif mode == "sequence":
-        by_response = torch.zeros_like(log_ratio).index_add(0, segment_ids, log_ratio)
-        log_ratio = by_response[segment_ids]
+        by_response = torch.zeros_like(log_ratio).index_add(0, sequence_ids, log_ratio)
+        log_ratio = by_response[sequence_ids]
     r = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if mode == "masked":
         is_bounded = (r >= 1 / cap) & (r <= cap)
@@ -54,7 +54,7 @@ def importance_weights(
 def importance_metrics(
     old_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
-    segment_ids: torch.Tensor,
+    sequence_ids: torch.Tensor,
     mode: ImportanceMode,
     cap: float,
 ) -> dict[str, float]:
@@ -64,7 +64,7 @@ def importance_metrics(
     """
     r = ratio(old_logprobs, rollout_logprobs).double()
     all_weights = torch.ones_like(old_logprobs)
-    weights_for = partial(importance_weights, old_logprobs, rollout_logprobs, segment_ids, all_weights, mode)
+    weights_for = partial(importance_weights, old_logprobs, rollout_logprobs, sequence_ids, all_weights, mode)
     is_outside = (r < 0.9) | (r > 1.1)
     is_truncated = weights_for(cap) != weights_for(math.inf)
     return {

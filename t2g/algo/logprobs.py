@@ -52,11 +52,11 @@ class Rows:
         self._next_ids = torch.from_numpy(np.pad(ids.flat[index], padding)).to(device)
 
     @property
-    def segment_ids(self) -> torch.Tensor:
+    def sequence_ids(self) -> torch.Tensor:
         """Return the index of each token's sequence, [N] int64."""
         lengths = torch.tensor([len(s.response_ids) for s in self.sequences], dtype=torch.long)
-        segments = torch.arange(len(lengths))
-        return segments.repeat_interleave(lengths).to(self.device)
+        sequences = torch.arange(len(lengths))
+        return sequences.repeat_interleave(lengths).to(self.device)
 
     def numbers(self, name: str) -> torch.Tensor:
         """Return a field of the sequences, [R] each, as one tensor [N] float32."""

@@ -102,22 +102,22 @@ def dpo_loss(
     logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor,
     weights: torch.Tensor,
-    segment_ids: torch.Tensor,
+    sequence_ids: torch.Tensor,
     num_pairs: int,
     beta: float,
 ) -> tuple[torch.Tensor, Metrics]:
     """Return L = -log sigmoid(beta * (g_chosen - g_rejected)), the mean over pairs.
 
-    g, the gain of a response, is the sum of logprobs - ref_logprobs over its tokens. Arrays are [N]; segment 2 i is the
-    chosen response of pair i, segment 2 i + 1 the rejected one. A pair's share of the mean is the sum of its weights.
-    Rafailov et al., arXiv 2305.18290, eq. 7.
+    g, the gain of a response, is the sum of logprobs - ref_logprobs over its tokens. Arrays are [N]; sequence 2 i is
+    the chosen response of pair i, sequence 2 i + 1 the rejected one. A pair's share of the mean is the sum of its
+    weights. Rafailov et al., arXiv 2305.18290, eq. 7.
 
     accuracy: share of pairs whose chosen response has the larger gain; margin: mean of beta * (g_chosen - g_rejected).
     """
 
     def per_response(per_token: torch.Tensor) -> torch.Tensor:
         """[num_pairs, 2]"""
-        sums = per_token.new_zeros(2 * num_pairs).index_add(0, segment_ids, per_token)
+        sums = per_token.new_zeros(2 * num_pairs).index_add(0, sequence_ids, per_token)
         return sums.view(num_pairs, 2)
 
     gains = per_response(logprobs - ref_logprobs)

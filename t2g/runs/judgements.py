@@ -36,7 +36,7 @@ class Judgement(BaseModel):
 
 
 class JournaledFeedback(FeedbackSource):
-    """A feedback source whose usable and unparsable judgements are journaled where it has a `journal_version`.
+    """A feedback source whose usable and unparsable judgements are journaled where it has a `judgement_cache_key`.
 
     Of several criteria, each paid one is journaled.
     """
@@ -79,7 +79,7 @@ class JournaledFeedback(FeedbackSource):
         return await self._judge("", self._source, prompt, response_text)
 
     async def _judge(self, criterion: str, source: FeedbackSource, prompt: Prompt, response_text: str) -> SpanFeedback:
-        if not source.journal_version:
+        if not source.judgement_cache_key:
             return await source.judge(prompt, response_text)
         key = self._make_key(criterion, source, prompt, response_text)
         recorded = self._recorded.get(key)
@@ -93,7 +93,7 @@ class JournaledFeedback(FeedbackSource):
     def _make_key(self, criterion: str, source: FeedbackSource, prompt: Prompt, response_text: str) -> str:
         section = f"feedback.sources.{criterion}." if criterion else "feedback."
         contents = {key: digest for key, digest in self._contents.items() if key.startswith(section) or key == "task"}
-        version = f"{criterion}: {source.journal_version}" if criterion else source.journal_version
+        version = f"{criterion}: {source.judgement_cache_key}" if criterion else source.judgement_cache_key
         content = [version, contents, prompt.prompt_id, prompt.prompt_text, prompt.payload, response_text]
         if source.judges_turns:
             content.append(prompt.messages)  # with the turns before this one

@@ -18,7 +18,7 @@ def weights_of(
     arguments = {
         "old_logprobs": old,
         "rollout_logprobs": torch.zeros_like(old),
-        "segment_ids": torch.tensor(segments or [0] * len(ratios)),
+        "sequence_ids": torch.tensor(segments or [0] * len(ratios)),
         "weights": torch.ones(len(ratios)),
     } | changes
     return importance_weights(**arguments, mode=mode, cap=cap).tolist()  # type: ignore[arg-type]

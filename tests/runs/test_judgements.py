@@ -32,14 +32,14 @@ class NumberedFeedback(FeedbackSource):
     """Each critique has the number of its call; the response "fail" fails, "fault" is unparsable."""
 
     name = "llm"
-    journal_version = "model#1"
+    judgement_cache_key = "model#1"
 
     def __init__(self) -> None:
         self.judged: list[str] = []
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         self.judged.append(response_text)
-        names = {"source": self.name, "version": self.journal_version}
+        names = {"source": self.name, "version": self.judgement_cache_key}
         if response_text in ("fail", "fault"):
             status: Any = "failed" if response_text == "fail" else "unparsable"
             return make_failed_feedback(status, reason="no \ud800 answer", **names)
@@ -51,7 +51,7 @@ def judge(
 ) -> tuple[list[SpanFeedback], list[str]]:
     """Return what a new process gets for the responses, and those that it requests."""
     source = NumberedFeedback()
-    source.journal_version = version
+    source.judgement_cache_key = version
 
     async def judge_all(journaled: JournaledFeedback) -> list[SpanFeedback]:
         return [await journaled.judge(prompt, response) for response in responses]
@@ -146,7 +146,7 @@ def judge_criteria(
     """Return what a new process gets from the criteria of these versions, and the criteria that it requests."""
     sources = {name: NumberedFeedback() for name in versions}
     for name, source in sources.items():
-        source.journal_version = versions[name]
+        source.judgement_cache_key = versions[name]
 
     class Failing(NumberedFeedback):
         async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
@@ -300,7 +300,7 @@ def test_a_killed_run_that_resumes_requests_no_judgement_twice(
     requested: Counter[str] = Counter()
 
     def start(folder: str, kill_at: int = -1) -> Bench:
-        bench = Bench(tmp_path / folder, tokenizer, job(max_staleness=max_staleness), journal_version="judge#1")
+        bench = Bench(tmp_path / folder, tokenizer, job(max_staleness=max_staleness), judgement_cache_key="judge#1")
 
         def count(prompt: Prompt) -> None:
             if requested.total() == kill_at:

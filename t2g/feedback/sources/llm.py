@@ -81,7 +81,7 @@ class LLMFeedback(FeedbackSource):
         self._task = task
         votes = f"x{self._llm.num_annotators}" if self._llm.num_annotators > 1 else ""
         self.version = f"{chat.model}{votes}#{self._prompt_version()}"
-        self.journal_version = self.version
+        self.judgement_cache_key = self.version
         # Bounds the judgements in progress, which a killed run loses; each has several sequential requests.
         self._semaphore = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))
         self._aligner: Aligner = aligner or self

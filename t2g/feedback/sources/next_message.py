@@ -21,7 +21,7 @@ class NextMessageFeedback(FeedbackSource):
         self._aligner = aligner
         if aligner is not None:
             self.fleet = aligner.fleet
-            self.journal_version = aligner.journal_version
+            self.judgement_cache_key = aligner.judgement_cache_key
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         critique = prompt.payload.get(NEXT_MESSAGE)

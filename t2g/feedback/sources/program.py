@@ -57,7 +57,7 @@ class ProgramFeedback(FeedbackSource):
             form = f"(prompt_text, response_text) and perhaps {'= or '.join(options)}="
             function = load_function(function, key, form, num_arguments=2, options=options)
         self._path = paid or _path_of(function)
-        self.journal_version = paid or (aligner.journal_version if aligner else "")
+        self.judgement_cache_key = paid or (aligner.judgement_cache_key if aligner else "")
         self._key = key
         self._advice = ""
         if field == "source":

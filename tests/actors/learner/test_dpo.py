@@ -53,7 +53,7 @@ def our_loss(model: Any, both: tuple[PairedSequence, ...]) -> tuple[torch.Tensor
     rows = Rows(both, CPU)
     return dpo_loss(
         logprobs=rows.token_outputs(model, 1.0).logprobs, ref_logprobs=rows.numbers("ref_logprobs"),
-        weights=rows.numbers("weights"), segment_ids=rows.segment_ids, num_pairs=len(both) // 2, beta=DPO_BETA,
+        weights=rows.numbers("weights"), sequence_ids=rows.sequence_ids, num_pairs=len(both) // 2, beta=DPO_BETA,
     )  # fmt: skip
 
 

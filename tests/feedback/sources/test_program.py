@@ -214,7 +214,7 @@ class Aligner:
     """Blames the first word that critique and response share; without one it fails."""
 
     fleet = "engines"
-    journal_version = "aligner#1"
+    judgement_cache_key = "aligner#1"
 
     def __init__(self) -> None:
         self.critiques: list[str] = []
