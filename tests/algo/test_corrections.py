@@ -11,14 +11,14 @@ MODES: list[ImportanceMode] = ["token", "sequence", "masked", "none"]
 
 
 def weights_of(
-    ratios: list[float], mode: ImportanceMode, cap: float = 2.0, segments: list[int] | None = None, **changes: object
+    ratios: list[float], mode: ImportanceMode, cap: float = 2.0, sequences: list[int] | None = None, **changes: object
 ) -> list[float]:
     """Return the weights of tokens with these ratios; by default all are in one response."""
     old = torch.tensor(ratios, dtype=torch.float64).log()
     arguments = {
         "old_logprobs": old,
         "rollout_logprobs": torch.zeros_like(old),
-        "sequence_ids": torch.tensor(segments or [0] * len(ratios)),
+        "sequence_ids": torch.tensor(sequences or [0] * len(ratios)),
         "weights": torch.ones(len(ratios)),
     } | changes
     return importance_weights(**arguments, mode=mode, cap=cap).tolist()  # type: ignore[arg-type]
@@ -26,11 +26,11 @@ def weights_of(
 
 def test_modes_worked_by_hand() -> None:
     ratios = [4.0, 0.25, 1.0, 3.0, 1.5]
-    segments = [0, 0, 0, 1, 1]
-    assert weights_of(ratios, "token", segments=segments) == pytest.approx([2, 0.25, 1, 2, 1.5])
-    assert weights_of(ratios, "sequence", segments=segments) == pytest.approx([1, 1, 1, 2, 2])  # 1, and 4.5 cut to 2
-    assert weights_of(ratios, "masked", segments=segments) == pytest.approx([0, 0, 1, 0, 1.5])
-    assert weights_of(ratios, "none", segments=segments) == [1] * 5
+    sequences = [0, 0, 0, 1, 1]
+    assert weights_of(ratios, "token", sequences=sequences) == pytest.approx([2, 0.25, 1, 2, 1.5])
+    assert weights_of(ratios, "sequence", sequences=sequences) == pytest.approx([1, 1, 1, 2, 2])  # 1, and 4.5 cut to 2
+    assert weights_of(ratios, "masked", sequences=sequences) == pytest.approx([0, 0, 1, 0, 1.5])
+    assert weights_of(ratios, "none", sequences=sequences) == [1] * 5
 
 
 EDGE = math.log(2)  # in float64 exp gives 2 and .5 exactly
@@ -74,13 +74,13 @@ def test_weights_equal_a_loop_and_never_pass_the_cap(
     log_ratios: list[float], cap: float, mode: ImportanceMode, data: st.DataObject
 ) -> None:
     n = len(log_ratios)
-    segments = sorted(data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))
+    sequences = sorted(data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))
     counted = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     got = weights_of(
         [1.0] * n,
         mode,
         cap,
-        segments,
+        sequences,
         old_logprobs=torch.tensor(log_ratios, dtype=torch.float64),
         weights=torch.tensor(counted).double() / 7,
     )
@@ -90,7 +90,7 @@ def test_weights_equal_a_loop_and_never_pass_the_cap(
 
     for t in range(n):
         one = bounded_exp(log_ratios[t])
-        whole = bounded_exp(sum(log_ratios[k] for k in range(n) if segments[k] == segments[t] and counted[k]))
+        whole = bounded_exp(sum(log_ratios[k] for k in range(n) if sequences[k] == sequences[t] and counted[k]))
         kept = one if 1 / cap <= one <= cap else 0.0
         expected = {"token": min(one, cap), "sequence": min(whole, cap), "masked": kept, "none": 1.0}[mode]
         assert got[t] == pytest.approx(expected if counted[t] else 0.0, rel=1e-9)
@@ -115,14 +115,14 @@ RATIOS = [1.0, 1.05, 1.2, 0.4, 4.0]
     [
         ("token", 1 / 5),  # 4
         ("masked", 2 / 5),  # 4 and .4
-        ("sequence", 2 / 5),  # .4 * 4 = 1.6 is within; segments below: {1, 1.05, 1.2} and {.4, 4}
+        ("sequence", 2 / 5),  # .4 * 4 = 1.6 is within; sequences below: {1, 1.05, 1.2} and {.4, 4}
         ("none", 0.0),
     ],
 )
 def test_metrics_are_of_the_ratios_and_of_what_the_bound_changed(mode: ImportanceMode, changed: float) -> None:
-    segments = torch.tensor([0, 0, 0, 1, 1])
+    sequences = torch.tensor([0, 0, 0, 1, 1])
     cap = 1.5 if mode == "sequence" else 2.0
-    metrics = importance_metrics(torch.tensor(RATIOS).log(), torch.zeros(5), segments, mode, cap)
+    metrics = importance_metrics(torch.tensor(RATIOS).log(), torch.zeros(5), sequences, mode, cap)
     assert metrics["importance/mean"] == pytest.approx(sum(RATIOS) / 5)
     assert metrics["importance/outside_share"] == pytest.approx(3 / 5)
     assert metrics["importance/p95"] == pytest.approx(1.2 + 0.8 * 2.8)  # 95 % of the way along 5 sorted: rank 3.8
