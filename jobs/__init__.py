@@ -1,4 +1,6 @@
-"""Programs, one per file, each short: read the config, start the fleets, hand them to t2g, run, stop.
+"""Programs: one file each, or a package with a `__main__` for a job of several files.
+
+A program is short: it reads the config, starts the fleets, hands them to t2g, runs and stops.
 
 `api` has train, annotate and evaluate as functions; these programs are written on it.
 

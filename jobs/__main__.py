@@ -44,7 +44,9 @@ def purpose_of(job: str) -> str:
     """Return the summary line of a job's docstring, without an import of what the job needs."""
     if job == "init":
         return "Write a folder with prompts, a feedback function and a config that run: t2g init my-run"
-    source = (JOBS_FOLDER / f"{MODULES[job]}.py").read_text(encoding="utf-8")
+    package = JOBS_FOLDER / MODULES[job] / "__main__.py"
+    file = package if package.is_file() else JOBS_FOLDER / f"{MODULES[job]}.py"
+    source = file.read_text(encoding="utf-8")
     doc = ast.get_docstring(ast.parse(source)) or ""
     return doc.partition("\n")[0]
 

@@ -33,7 +33,7 @@ def describe(config: ScoreJob) -> str:
 
 
 def run(config: ScoreJob, prompt: str, text: str) -> None:
-    from jobs.common.reward_models import connected_model, with_trained_style
+    from jobs.train_reward.reward_models import connected_model, with_trained_style
 
     config = with_trained_style(config)
     prompt_text = read_text("--prompt", prompt)

@@ -13,8 +13,8 @@ from jobs.common.cli import print_outputs, stop_flag
 from t2g.config import AnnotateJob, EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped, UserError
 
-READ_POLICY_DATA = "jobs.common.policy_runs:read_data"
-READ_SAMPLES = "jobs.common.annotation_runs:read_samples"
+READ_POLICY_DATA = "jobs.train_policy.policy_runs:read_data"
+READ_SAMPLES = "jobs.annotate.annotation_runs:read_samples"
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -94,7 +94,7 @@ def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
 
 def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
     """Return lines about the teacher of a smoke run, before anything is trained; [] without one. See `inputs` there."""
-    from jobs.common.teacher_evaluation import evaluate_teacher, format_result
+    from jobs.train_policy.teacher_evaluation import evaluate_teacher, format_result
 
     if not config.run.smoke or config.objective.teacher is None:
         return []
@@ -124,10 +124,10 @@ def show_one(folder: Path) -> None:
 
 def run_training(unresolved: PolicyJob, data: Any) -> PolicyRun:
     """Connect, start the fleets, train. data: PolicyData, None if stages are made first."""
-    from jobs.common import policy_runs as runs
+    from jobs.artifacts.stages import demo_of, make_stages, resolve_stages
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import sole_process
-    from jobs.common.stages import demo_of, make_stages, resolve_stages
+    from jobs.train_policy import policy_runs as runs
     from t2g.runs.control import publish_phases
 
     demo = demo_of(unresolved)
@@ -177,7 +177,7 @@ def annotate(config: GivenConfig, *, prompts: Records | None = None, feedback: A
 
 def run_annotation(config: AnnotateJob, samples: Any) -> Path:
     """Request the missing judgements and write the files. samples: of `read_samples`."""
-    from jobs.common import annotation_runs as runs
+    from jobs.annotate import annotation_runs as runs
 
     with ExitStack() as opened:
         fleets = None
@@ -195,7 +195,7 @@ def run_annotation(config: AnnotateJob, samples: Any) -> Path:
 
 def _has_requests(config: AnnotateJob, samples: Any) -> bool:
     """Return whether the journal lacks judgements; a smoke run makes all of its own."""
-    from jobs.common import annotation_runs as runs
+    from jobs.annotate import annotation_runs as runs
 
     if config.run.smoke:
         return True
@@ -221,8 +221,8 @@ def evaluate(config: GivenConfig, *, what: str = "reward", prompts: Records | No
 
 
 def run_reward(config: EvaluateJob, records: Any, what: str) -> dict[str, Any]:
-    from jobs.common.reward_models import connected_model, evaluate_reward, with_trained_style
     from jobs.common.run_folder import begin_folder
+    from jobs.train_reward.reward_models import connected_model, evaluate_reward, with_trained_style
     from t2g.report.reward_page import HTML_FILE, JSON_FILE
     from t2g.text.tokenizer import load_tokenizer
 
@@ -239,11 +239,11 @@ def run_reward(config: EvaluateJob, records: Any, what: str) -> dict[str, Any]:
 
 
 def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
+    from jobs.artifacts.stages import demo_of, make_stages, resolve_stages
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import read_data, run_references
     from jobs.common.run_folder import begin_folder, sole_process
-    from jobs.common.stages import demo_of, make_stages, resolve_stages
-    from jobs.common.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
+    from jobs.train_policy.policy_runs import read_data, run_references
+    from jobs.train_policy.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
     from t2g.files import write_json
 
     demo = demo_of(config)
@@ -266,8 +266,8 @@ def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
 
 def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> dict[str, Any]:
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_evaluation import Evaluation
     from jobs.common.run_folder import sole_process
+    from jobs.evaluate.policy_evaluation import Evaluation
 
     @contextmanager
     def serve(model: ModelConfig) -> Iterator[Any]:
@@ -294,7 +294,7 @@ def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> dict[s
 
 
 EVALUATIONS: dict[str, tuple[Any, Callable[..., Any], str]] = {  # by `what`: schema, job, reader of the data
-    "reward": (EvaluateJob, run_reward, "jobs.common.reward_models:read_heldout"),
-    "policy": (PolicyEvaluationJob, run_policy, "jobs.common.policy_evaluation:read_questions"),
+    "reward": (EvaluateJob, run_reward, "jobs.train_reward.reward_models:read_heldout"),
+    "policy": (PolicyEvaluationJob, run_policy, "jobs.evaluate.policy_evaluation:read_questions"),
     "teacher": (PolicyJob, run_teacher, READ_POLICY_DATA),
 }

@@ -108,10 +108,10 @@ def check_and_run(
     if describe and (description := findings.of(describe, config)):
         print(description, flush=True)
     if describe and data and data[0] is not None:
-        preview = import_module("jobs.common.preview").preview_data(config, data[0])
+        preview = import_module("jobs.train_policy.preview").preview_data(config, data[0])
         print(preview, end="\n" if preview else "", flush=True)
     findings.refuse()
-    start_check = import_module("jobs.common.start_check")
+    start_check = import_module("jobs.api.start_check")
     start_check.check_start(config, options.get("what"))
     if describe:
         return print("nothing was found that would stop the job")

@@ -1,20 +1,24 @@
 """Journals of an evaluation: files with a row for each item, which have a key of what the item was made of."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jobs.common.annotation_runs import run_until_stopped
 from jobs.common.cli import StopFlag
 from t2g.concurrency import gather_all
-from t2g.errors import RunStopped, SamplingFailed
+from t2g.config import FeedbackConfig, SourceConfig
+from t2g.errors import RunStopped, SamplingFailed, Stopped
 from t2g.feedback.sources.chat_client import ChatError
 from t2g.loop.annotation import ConcurrencyLimit
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import show_progress
 
+DRAIN_S = 5.0  # a stopped run waits so long for running judgements without requests to a language model
+TICK_S = 0.2  # between checks for signals and journal syncs: a power failure may lose the records of one tick
 Row = TypeVar("Row", bound=Any)  # a pydantic model with a field `key`
 Items = Mapping[str, Any]  # key of a row -> what the row is made of
 Ask = Callable[[str, Any], Awaitable[Any]]  # a key and its item -> the row
@@ -73,3 +77,67 @@ def collect(
     if num_lost := len(items.keys() - rows.keys()):
         raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")
     return [rows[key] for key in items]
+
+
+def drain_seconds(options: FeedbackConfig) -> float:
+    """Return how long a stopped run waits for running judgements: requests to language models may cost money."""
+    timeouts = [source.llm.request_timeout_s for source in options.named_sources.values() if "llm" in source.models]
+    return max(timeouts, default=DRAIN_S)
+
+
+def judging_concurrency(options: FeedbackConfig) -> int:
+    """Return the number of concurrent judgements that keep the sources busy."""
+    return max(map(_source_concurrency, options.named_sources.values()))
+
+
+def _source_concurrency(source: SourceConfig) -> int:
+    engine = source.engine
+    limits = {
+        "llm": source.llm.concurrency,
+        "reward_model": 2 * engine.workers.initial * engine.max_num_seqs,
+        "program": source.sandbox.max_concurrent,
+        "human": 1,
+    }
+    names = {source.source, source.aligner or source.source}
+    return max(limits.get(name, source.concurrency) for name in names)
+
+
+async def run_until_stopped(
+    work: Coroutine[Any, Any, None],
+    limit: ConcurrencyLimit,
+    at_tick: Callable[[], None],
+    stop: StopFlag,
+    drain_s: float,
+) -> None:
+    """Run `work` until it ends or `stop` is set.
+
+    `stop` closes `limit`. `work` is then cancelled once no request is running, after drain_s, or by a second signal.
+
+    Raises:
+        Stopped: `stop` was set.
+    """
+    task = asyncio.ensure_future(work)
+
+    async def until(over: Callable[[], bool]) -> None:
+        while not task.done() and not over():
+            await asyncio.wait([task], timeout=TICK_S)
+            at_tick()
+
+    await until(lambda: bool(stop))
+    if task.done():
+        return task.result()
+    limit.close()
+    name = stop.signal_name
+    stop.signal_name = None  # a second signal sets it again
+    waits = f"waiting up to {drain_s:g} s for {limit.num_in_flight} answers under way"
+    print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
+    deadline = time.monotonic() + drain_s
+
+    def is_over() -> bool:
+        return bool(stop) or not limit.num_in_flight or time.monotonic() >= deadline
+
+    await until(is_over)
+    stop.signal_name = name
+    if not task.cancel():
+        task.result()  # an error of the work takes precedence over the signal
+    raise Stopped

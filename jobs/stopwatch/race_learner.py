@@ -11,10 +11,10 @@ import numpy as np
 
 from actors.learner.learner import LearnerGroup
 from jobs.common.fleets import loaded_learner
-from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareLearner, begin
 from jobs.stopwatch.race_step import loop_job, random_samples
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
+from jobs.train_policy.policy_runs import learner_spec
 from t2g.config.describe import count
 from t2g.data.batching import make_train_batch, microbatches
 from t2g.resources.flops import train_flops

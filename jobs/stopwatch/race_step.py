@@ -17,10 +17,10 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.weights.sync import WeightSync
 from jobs.common.fleets import Fleets, loaded_learner
-from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareEngine, BareLearner, begin
 from jobs.stopwatch.bare_trl import Grpo
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
+from jobs.train_policy.policy_runs import learner_spec
 from t2g.concurrency import cancel_all, run_with_background
 from t2g.config import BenchmarkJob, PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback

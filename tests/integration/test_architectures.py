@@ -13,7 +13,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import PolicyData, read_data, train
+from jobs.train_policy.policy_runs import PolicyData, read_data, train
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts
 from t2g.interfaces import FeedbackSource, Sampling

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import finished, read_data, run_baseline
+from jobs.train_policy.policy_runs import finished, read_data, run_baseline
 from t2g.config import PolicyJob, WorldConfig
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.tasks.tiny.assets import build_model, build_tokenizers

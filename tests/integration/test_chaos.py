@@ -30,8 +30,8 @@ from actors.cluster.placement import check_placement
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
-from jobs.common.policy_runs import read_data, train
 from jobs.common.run_folder import begin_folder
+from jobs.train_policy.policy_runs import read_data, train
 from t2g.config import PolicyJob, loading
 from t2g.errors import Stopped
 from t2g.loop.scaling import MIN_LEARNER_IDLE, WINDOW_STEPS

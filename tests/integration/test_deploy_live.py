@@ -96,7 +96,8 @@ def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
 ) -> None:
     root = tmp_path_factory.mktemp("runs")
     log = head.folder / "stub.txt"
-    (project / "jobs" / "train_policy.py").write_text(STUB.replace("__file__", repr(str(root / "x"))))
+    program = project / "jobs" / "train_policy" / "__main__.py"
+    program.write_text(STUB.replace("__file__", repr(str(root / "x"))))
     submit = [*submission(root), "--address", head.address]
     refused = partial(head.said, project, "jobs.deploy", *submit, code=2)
     with ThreadPoolExecutor() as pool:

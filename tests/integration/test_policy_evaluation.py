@@ -13,7 +13,7 @@ from models import byte_llama
 
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
-from jobs.common.policy_evaluation import Evaluation
+from jobs.evaluate.policy_evaluation import Evaluation
 from t2g.config import ModelConfig, PolicyEvaluationJob
 
 ROWS = [{"id": str(i), "post": f"post {i}", "ideal_human_summary": f"number {i} of eight"} for i in range(8)]

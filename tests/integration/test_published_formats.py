@@ -15,7 +15,7 @@ from models import random_model
 
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import read_data, train
+from jobs.train_policy.policy_runs import read_data, train
 from t2g.config import PolicyJob, StyleConfig, loading
 from t2g.feedback.card import CARD_FILE, make_card, write_card
 from t2g.tasks.base import get_task

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from models import random_model
 
-import jobs.common.reward_models
+import jobs.train_reward.reward_models
 from actors.engines.reward import RewardFleet
-from jobs.common.reward_models import connected_model, evaluate_reward, usable_records, with_trained_style
 from jobs.common.run_folder import begin_folder
+from jobs.train_reward.reward_models import connected_model, evaluate_reward, usable_records, with_trained_style
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
@@ -66,7 +66,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluateJob:
 @pytest.fixture(scope="module")
 def fleet(job: EvaluateJob, cluster: None) -> Iterator[RewardFleet]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.common.reward_models, "on_cluster", lambda *asked: nullcontext())  # it is connected
+        patch.setattr(jobs.train_reward.reward_models, "on_cluster", lambda *asked: nullcontext())  # it is connected
         with connected_model(job) as fleet:
             yield fleet
 

@@ -16,8 +16,8 @@ import pytest
 from fakes import FakeFeedback, FakeRollouts
 from pydantic import ValidationError
 
-from jobs.annotate import describe
-from jobs.common.annotation_runs import (
+from jobs.annotate.__main__ import describe
+from jobs.annotate.annotation_runs import (
     ANNOTATED_FILE,
     DONE_FILE,
     HELDOUT_FILE,

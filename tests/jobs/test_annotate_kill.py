@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from fake_endpoint import FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
-from jobs.annotate import describe
+from jobs.annotate.__main__ import describe
+from jobs.annotate.annotation_runs import ANNOTATED_FILE, DONE_FILE, HELDOUT_FILE, JOURNAL_FILE, TRAIN_FILE
 from jobs.api.calls import run_annotation as run
-from jobs.common.annotation_runs import ANNOTATED_FILE, DONE_FILE, HELDOUT_FILE, JOURNAL_FILE, TRAIN_FILE
 from jobs.common.cli import main
 from t2g.config import AnnotateJob
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
-READ = "jobs.common.annotation_runs:read_samples"
+READ = "jobs.annotate.annotation_runs:read_samples"
 NUM_RECORDS = 40
 DEADLINE_S = 60
 

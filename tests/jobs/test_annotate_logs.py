@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jobs import __main__ as console
-from jobs.annotate import describe
+from jobs.annotate.__main__ import describe
 from jobs.api.calls import READ_SAMPLES, run_annotation
 from jobs.common.cli import main
 from jobs.starter.repair.feedback import locate

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter_tokenizer
 
-from jobs.common import fleets, stages
+from jobs.artifacts import stages
+from jobs.common import fleets
 from jobs.common.cli import StopFlag
-from jobs.common.comparison_runs import (
+from jobs.common.run_folder import begin_folder
+from jobs.compare.__main__ import check, describe, run
+from jobs.compare.comparison_runs import (
     Session,
     Target,
     engine_groups,
@@ -23,9 +26,7 @@ from jobs.common.comparison_runs import (
     make_search_data,
     run_all,
 )
-from jobs.common.policy_runs import PolicyData
-from jobs.common.run_folder import begin_folder
-from jobs.compare import check, describe, run
+from jobs.train_policy.policy_runs import PolicyData
 from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Diverged, RunStopped, Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
@@ -237,7 +238,7 @@ def test_the_search_reads_its_prompts_as_the_evaluation_does(tmp_path: Path, mon
         referenced.extend(prompt.prompt_text for prompt in prompts)
         return prompts[:1]
 
-    monkeypatch.setattr("jobs.common.comparison_runs.check_references", check_references)
+    monkeypatch.setattr("jobs.compare.comparison_runs.check_references", check_references)
     held_out = f"eval_data={{path: {tmp_path / 'held.jsonl'}, too_long: skip}}"
     job = the_job(tmp_path, held_out, "eval.num_prompts=2", "compare.reference_prompts=2")
     data = PolicyData(task=get_task("prompts"), tokenizer=letter_tokenizer(tmp_path), prompts=[], eval_prompts=[])

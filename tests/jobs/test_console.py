@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_job_has_a_word_and_every_word_a_job() -> None:
     files = {file.stem for file in (ROOT / "jobs").glob("*.py")} - {"__init__", "__main__"}
-    assert set(console.MODULES.values()) == files
+    packages = {file.parent.name for file in (ROOT / "jobs").glob("*/__main__.py")}
+    assert sorted(console.MODULES.values()) == sorted([*files, *packages])
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"t2g": "jobs.__main__:main"}
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jobs.common.reward_models import evaluate_reward, usable_records, with_trained_style
 from jobs.common.run_folder import begin_folder
-from jobs.evaluate import evaluate
+from jobs.evaluate.__main__ import evaluate
+from jobs.train_reward.reward_models import evaluate_reward, usable_records, with_trained_style
 from t2g.config import EvaluateJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card

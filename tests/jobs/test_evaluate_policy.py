@@ -16,8 +16,8 @@ import yaml
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, fake_endpoint, says
 
 from jobs.common.cli import StopFlag
-from jobs.common.policy_evaluation import Evaluation
-from jobs.evaluate import evaluate
+from jobs.evaluate.__main__ import evaluate
+from jobs.evaluate.policy_evaluation import Evaluation
 from t2g.config import ModelConfig, PolicyEvaluationJob, PolicyJob, loading, with_overrides
 from t2g.errors import RunStopped, SamplingFailed, Stopped, UserError
 from t2g.interfaces import Sampling

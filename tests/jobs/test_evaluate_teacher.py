@@ -11,7 +11,13 @@ from fakes import LetterTask, letter_prompts, letter_tokenizer
 from trainer_bench import job
 
 from jobs.api.calls import try_teacher
-from jobs.common.teacher_evaluation import advise, evaluate_teacher, format_result, summarize_gaps, summarize_scores
+from jobs.train_policy.teacher_evaluation import (
+    advise,
+    evaluate_teacher,
+    format_result,
+    summarize_gaps,
+    summarize_scores,
+)
 from t2g.config import PolicyJob
 from t2g.errors import RunStopped
 from t2g.feedback.parse import make_feedback

@@ -12,9 +12,9 @@ import pytest
 from models import random_model
 
 from jobs.common.cli import StopFlag
-from jobs.common.feedback_scores import FOLDER
-from jobs.common.policy_evaluation import Evaluation
-from jobs.evaluate import evaluate, find_what
+from jobs.evaluate.__main__ import evaluate, find_what
+from jobs.evaluate.feedback_scores import FOLDER
+from jobs.evaluate.policy_evaluation import Evaluation
 from t2g.config import ModelConfig, PolicyEvaluationJob, PolicyJob, RewardJob, ServeJob, loading
 from t2g.config.run_values import evaluation_values, serving_values
 from t2g.errors import RunStopped, UserError

@@ -11,11 +11,12 @@ from actors.learner.export import EXPORT_FILE
 from actors.learner.zero3 import lr_factor
 from jobs.api.calls import format_smoke_summary, show_one
 from jobs.api.calls import run_training as run
-from jobs.common import fleets, stages
-from jobs.common.policy_runs import learner_spec, read_data, run_references, write_summary
-from jobs.common.stages import demo_of, resolve_stages
-from jobs.demo import arm_job
-from jobs.demo import run as run_demo
+from jobs.artifacts import stages
+from jobs.artifacts.stages import demo_of, resolve_stages
+from jobs.common import fleets
+from jobs.demo.__main__ import arm_job
+from jobs.demo.__main__ import run as run_demo
+from jobs.train_policy.policy_runs import learner_spec, read_data, run_references, write_summary
 from t2g.config import DemoJob, PolicyJob, loading, with_overrides
 from t2g.errors import Stopped, UserError
 from t2g.runs import identity

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jobs.common.annotation_runs import DONE_FILE
-from jobs.common.reward_models import read_data
+from jobs.annotate.annotation_runs import DONE_FILE
+from jobs.train_reward.reward_models import read_data
 from t2g.config import RewardJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import format_style

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jobs.common.run_folder import begin_folder, check_folder
-from jobs.common.supervised import LEFTOVERS
+from jobs.train_sft.supervised import LEFTOVERS
 from t2g.config import SFTJob, loading
 from t2g.errors import UserError
 from t2g.runs.identity import IDENTITY_FILE

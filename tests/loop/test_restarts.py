@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trainer_bench import NUM_STEPS, Bench, chosen, job, task_reward
 
 from jobs.common.cli import StopFlag
-from jobs.common.policy_runs import with_restarts
+from jobs.train_policy.policy_runs import with_restarts
 from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, PolicyJob, with_overrides
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError

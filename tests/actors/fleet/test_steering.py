@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from actors.fleet.steering import Steering
-from jobs.common import policy_runs
 from jobs.common.cli import StopFlag
+from jobs.train_policy import policy_runs
 from t2g.config import PolicyJob, loading
 from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.loop.trainer import TrainerState

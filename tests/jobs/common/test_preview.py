@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from thinking import R1_LIKE, build_thinking_tokenizer
 
-from jobs.common import preview
-from jobs.common.policy_runs import PolicyData
-from jobs.common.preview import MAX_CHARS, preview_data
+from jobs.train_policy import preview
+from jobs.train_policy.policy_runs import PolicyData
+from jobs.train_policy.preview import MAX_CHARS, preview_data
 from t2g.config import AnnotateJob, PolicyJob, SFTJob
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import encode_chat

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from configs import differing
-from jobs.common import comparison_runs
-from jobs.common.comparison_runs import arm_job, relabel, write_dense
-from jobs.common.stages import demo_of, once, reward_job
+from jobs.artifacts.stages import demo_of, once, reward_job
+from jobs.compare import comparison_runs
+from jobs.compare.comparison_runs import arm_job, relabel, write_dense
 from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote

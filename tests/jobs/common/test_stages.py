@@ -11,10 +11,10 @@ import pytest
 
 from actors.cluster import placement
 from configs import differing
-from jobs.common import stages
+from jobs.artifacts import stages
+from jobs.artifacts.stages import demo_of, make_stages, once, resolve_stages, sft_job
 from jobs.common.fleets import Fleets
-from jobs.common.stages import demo_of, make_stages, once, resolve_stages, sft_job
-from jobs.demo import PURPOSES, arm_job, run, select_facts, table
+from jobs.demo.__main__ import PURPOSES, arm_job, run, select_facts, table
 from t2g.config import DemoJob, Placement, PolicyJob, SFTJob, WorldConfig, loading
 from t2g.errors import UserError
 
@@ -47,7 +47,7 @@ def test_the_world_of_code_has_a_world_and_a_base_policy_alone(tmp_path: Path, m
 def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
     root = tmp_path / "a: b"
     script = (
-        "import pathlib, sys\nfrom jobs.common.stages import demo_of\n"
+        "import pathlib, sys\nfrom jobs.artifacts.stages import demo_of\n"
         "from t2g.config import PolicyJob, loading\n"
         "print(demo_of(loading.load(PolicyJob, pathlib.Path(sys.argv[1]), [sys.argv[2]])).run.folder)"
     )

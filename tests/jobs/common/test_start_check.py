@@ -10,10 +10,10 @@ import yaml
 from models import random_model
 
 from jobs.api.calls import READ_POLICY_DATA, run_training
+from jobs.api.start_check import check_start
 from jobs.common.cli import main
 from jobs.common.run_folder import begin_folder
-from jobs.common.start_check import check_start
-from jobs.common.supervised import MODEL
+from jobs.train_sft.supervised import MODEL
 from t2g.config import (
     AnnotateJob,
     AnyJob,

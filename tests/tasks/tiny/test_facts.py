@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.common.stages import demo_of, resolve_stages
+from jobs.artifacts.stages import demo_of, resolve_stages
 from t2g.config import CompareJob, DemoJob, WorldConfig, loading
 from t2g.feedback.parse import format_answer, make_quote
 from t2g.sandbox import SandboxConfig

@@ -3,8 +3,8 @@
 Nothing is written. A folder that an earlier artifact of the job decides is checked once that artifact is finished.
 """
 
-from jobs.common.demo_arms import arm_job
 from jobs.common.run_folder import check_folder
+from jobs.demo.demo_arms import arm_job
 from t2g.config import (
     AnnotateJob,
     AnyJob,
@@ -41,11 +41,11 @@ def check_start(config: AnyJob, what: str | None = None) -> None:
         case DemoJob():
             _check_demo(config)
         case SFTJob() | RewardJob():
-            from jobs.common.supervised import LEFTOVERS
+            from jobs.train_sft.supervised import LEFTOVERS
 
             _check_own(config, *LEFTOVERS)
         case AnnotateJob():
-            from jobs.common.annotation_runs import JOURNAL_FILE
+            from jobs.annotate.annotation_runs import JOURNAL_FILE
 
             _check_own(config, JOURNAL_FILE)
         case EvaluateJob():
@@ -53,7 +53,7 @@ def check_start(config: AnyJob, what: str | None = None) -> None:
 
             _check_own(config, JSON_FILE)
         case PolicyEvaluationJob():
-            from jobs.common.policy_evaluation import RESPONSES
+            from jobs.evaluate.policy_evaluation import RESPONSES
 
             _check_own(config, RESPONSES)
         case BenchmarkJob():
@@ -67,8 +67,8 @@ def _check_own(config: JobConfig, *leftovers: str) -> None:
 
 
 def _check_policy(unresolved: PolicyJob) -> None:
-    from jobs.common.policy_runs import find_steps_done, limit_smoke
-    from jobs.common.stages import check_stages, demo_of, resolve_stages
+    from jobs.artifacts.stages import check_stages, demo_of, resolve_stages
+    from jobs.train_policy.policy_runs import find_steps_done, limit_smoke
 
     demo = demo_of(unresolved)
     if demo and not check_stages(demo, reward="reward_model" in unresolved.feedback.models):
@@ -79,8 +79,8 @@ def _check_policy(unresolved: PolicyJob) -> None:
 
 
 def _check_demo(demo: DemoJob) -> None:
-    from jobs.common.policy_runs import find_steps_done
-    from jobs.common.stages import check_stages
+    from jobs.artifacts.stages import check_stages
+    from jobs.train_policy.policy_runs import find_steps_done
 
     if demo.task != "tiny" or not check_stages(demo):
         return
@@ -91,7 +91,7 @@ def _check_demo(demo: DemoJob) -> None:
 
 
 def _check_comparison(unresolved: CompareJob) -> None:
-    from jobs.common.stages import check_stages, demo_of, resolve_stages
+    from jobs.artifacts.stages import check_stages, demo_of, resolve_stages
 
     demo = demo_of(unresolved)
     if demo is None or check_stages(demo, reward=False):

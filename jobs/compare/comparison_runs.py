@@ -19,10 +19,10 @@ from typing import Any
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from jobs.common import reward_models
+from jobs.artifacts.stages import base_model, once, positions, reward_job
 from jobs.common.cli import StopFlag, print_outputs
 from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
-from jobs.common.policy_runs import (
+from jobs.train_policy.policy_runs import (
     After,
     PolicyData,
     finished,
@@ -32,7 +32,7 @@ from jobs.common.policy_runs import (
     run_baseline,
     train,
 )
-from jobs.common.stages import base_model, once, positions, reward_job
+from jobs.train_reward import reward_models
 from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.load import load_records

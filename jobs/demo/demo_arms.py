@@ -7,7 +7,7 @@ ARMS = "arms"  # folder of their runs
 
 def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
     """Return the job of one arm: the demo's settings with its placement of the rewards."""
-    from jobs.common.stages import WORLD, base_model, reward_model
+    from jobs.artifacts.stages import WORLD, base_model, reward_model
 
     folder = demo.run.folder
     run = demo.run.make_part(root=folder / ARMS, name=arm, seed=demo.run.seed)

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.engines.rollout import sample_seed
-from jobs.common.annotation_runs import DRAIN_S
 from jobs.common.cli import StopFlag
-from jobs.common.feedback_scores import FeedbackScores, JudgedResponses, ServeFeedback, find_feedback
-from jobs.common.journals import collect, read_rows
+from jobs.common.journals import DRAIN_S, collect, read_rows
 from jobs.common.run_folder import begin_folder
+from jobs.evaluate.feedback_scores import FeedbackScores, JudgedResponses, ServeFeedback, find_feedback
 from t2g.concurrency import gather_all
 from t2g.config import LLMConfig, ModelConfig, PolicyEvaluationJob, StyleConfig
 from t2g.data.load import load_records

@@ -16,9 +16,9 @@ from t2g.config import RewardJob
 
 def run(config: RewardJob, data: Any) -> None:
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.reward_models import REPORT_FILE, train_reward
     from jobs.common.run_folder import check_folder
-    from jobs.common.supervised import LEFTOVERS, MODEL
+    from jobs.train_reward.reward_models import REPORT_FILE, train_reward
+    from jobs.train_sft.supervised import LEFTOVERS, MODEL
 
     check_folder(config, *LEFTOVERS)
     with on_cluster(config), Fleets() as fleets:
@@ -29,4 +29,4 @@ def run(config: RewardJob, data: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(RewardJob, run, read="jobs.common.reward_models:read_data"))
+    sys.exit(main(RewardJob, run, read="jobs.train_reward.reward_models:read_data"))

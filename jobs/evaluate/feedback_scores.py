@@ -12,9 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jobs.common.annotation_runs import drain_seconds, judging_concurrency
 from jobs.common.cli import StopFlag
-from jobs.common.journals import collect, read_rows
+from jobs.common.journals import collect, drain_seconds, judging_concurrency, read_rows
 from t2g.concurrency import gather_all
 from t2g.config import FeedbackConfig, PolicyEvaluationJob, loading
 from t2g.errors import RunStopped

@@ -4,9 +4,8 @@
 """
 
 import asyncio
-import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jobs.common.cli import StopFlag
+from jobs.common.journals import drain_seconds, judging_concurrency, run_until_stopped
 from jobs.common.run_folder import begin_folder, check_folder, sole_process
-from t2g.config import AnnotateConfig, AnnotateJob, FeedbackConfig, ModelConfig, SourceConfig
+from t2g.config import AnnotateConfig, AnnotateJob, ModelConfig, SourceConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
-from t2g.errors import RunStopped, Stopped, UserError
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.records import AnnotatedRecord, write_annotated
 from t2g.feedback.sources.chat_client import BYTES_PER_TOKEN
@@ -46,8 +46,6 @@ DONE_FILE = "annotated.json"
 TRAIN_FILE = "train.jsonl"
 HELDOUT_FILE = "heldout.jsonl"
 SMOKE_PROMPTS = 8
-DRAIN_S = 5.0  # a stopped run waits so long for running judgements without requests to a language model
-TICK_S = 0.2  # between checks for signals and journal syncs: a power failure may lose the records of one tick
 Records = dict[str, AnnotatedRecord]  # by Sample.key
 
 
@@ -239,70 +237,6 @@ def collect(
         work = annotation.annotate(samples, source, on_record, limit, sample_responses=write)
         drain_s = drain_seconds(options)
         asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
-
-
-def drain_seconds(options: FeedbackConfig) -> float:
-    """Return how long a stopped run waits for running judgements: requests to language models may cost money."""
-    timeouts = [source.llm.request_timeout_s for source in options.named_sources.values() if "llm" in source.models]
-    return max(timeouts, default=DRAIN_S)
-
-
-def judging_concurrency(options: FeedbackConfig) -> int:
-    """Return the number of concurrent judgements that keep the sources busy."""
-    return max(map(_source_concurrency, options.named_sources.values()))
-
-
-def _source_concurrency(source: SourceConfig) -> int:
-    engine = source.engine
-    limits = {
-        "llm": source.llm.concurrency,
-        "reward_model": 2 * engine.workers.initial * engine.max_num_seqs,
-        "program": source.sandbox.max_concurrent,
-        "human": 1,
-    }
-    names = {source.source, source.aligner or source.source}
-    return max(limits.get(name, source.concurrency) for name in names)
-
-
-async def run_until_stopped(
-    work: Coroutine[Any, Any, None],
-    limit: ConcurrencyLimit,
-    at_tick: Callable[[], None],
-    stop: StopFlag,
-    drain_s: float,
-) -> None:
-    """Run `work` until it ends or `stop` is set.
-
-    `stop` closes `limit`. `work` is then cancelled once no request is running, after drain_s, or by a second signal.
-
-    Raises:
-        Stopped: `stop` was set.
-    """
-    task = asyncio.ensure_future(work)
-
-    async def until(over: Callable[[], bool]) -> None:
-        while not task.done() and not over():
-            await asyncio.wait([task], timeout=TICK_S)
-            at_tick()
-
-    await until(lambda: bool(stop))
-    if task.done():
-        return task.result()
-    limit.close()
-    name = stop.signal_name
-    stop.signal_name = None  # a second signal sets it again
-    waits = f"waiting up to {drain_s:g} s for {limit.num_in_flight} answers under way"
-    print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
-    deadline = time.monotonic() + drain_s
-
-    def is_over() -> bool:
-        return bool(stop) or not limit.num_in_flight or time.monotonic() >= deadline
-
-    await until(is_over)
-    stop.signal_name = name
-    if not task.cancel():
-        task.result()  # an error of the work takes precedence over the signal
-    raise Stopped
 
 
 def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], records: Records) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from t2g.config import SFTJob
 def run(config: SFTJob, examples: Any) -> None:
     from jobs.common.fleets import on_cluster
     from jobs.common.run_folder import check_folder
-    from jobs.common.supervised import LEFTOVERS, MODEL, supervise
+    from jobs.train_sft.supervised import LEFTOVERS, MODEL, supervise
     from t2g.runs.log import METRICS_FILE
 
     check_folder(config, *LEFTOVERS)
@@ -27,4 +27,4 @@ def run(config: SFTJob, examples: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(SFTJob, run, read="jobs.common.supervised:read_examples"))
+    sys.exit(main(SFTJob, run, read="jobs.train_sft.supervised:read_examples"))

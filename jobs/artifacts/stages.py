@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from actors.cluster import placement
-from jobs.common.annotation_runs import annotate_data
+from jobs.annotate.annotation_runs import annotate_data
 from jobs.common.fleets import Fleets
-from jobs.common.reward_models import read_data, train_reward
-from jobs.common.supervised import read_examples, supervise
+from jobs.train_reward.reward_models import read_data, train_reward
+from jobs.train_sft.supervised import read_examples, supervise
 from t2g.config import (
     AnnotateConfig,
     AnnotateJob,

@@ -59,10 +59,7 @@ def check(arms: Arms) -> None:
 
 def run(unresolved: CompareJob, data: Any) -> None:
     """Make all runs, then the figures."""
-    from jobs.common.comparison_runs import finish, make_reward_models, run_all
-    from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import read_data, run_references
-    from jobs.common.stages import (
+    from jobs.artifacts.stages import (
         FOLLOWER,
         REVISER,
         corrector_job,
@@ -71,6 +68,9 @@ def run(unresolved: CompareJob, data: Any) -> None:
         make_stages,
         resolve_stages,
     )
+    from jobs.common.fleets import Fleets, on_cluster
+    from jobs.compare.comparison_runs import finish, make_reward_models, run_all
+    from jobs.train_policy.policy_runs import read_data, run_references
 
     demo = demo_of(unresolved)
     job = resolve_stages(unresolved, demo)
@@ -103,4 +103,4 @@ def run(unresolved: CompareJob, data: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(CompareJob, run, describe, read="jobs.common.comparison_runs:read_policy_data"))
+    sys.exit(main(CompareJob, run, describe, read="jobs.compare.comparison_runs:read_policy_data"))

@@ -34,7 +34,7 @@ from actors.weights.sync import WeightSync
 from jobs.common import run_folder
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
-from jobs.common.supervised import MODEL, supervise
+from jobs.train_sft.supervised import MODEL, supervise
 from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob, with_overrides
 from t2g.data.batching import count_steps

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.learner.lora import check_adapters
-from jobs.common.annotation_runs import DONE_FILE
+from jobs.annotate.annotation_runs import DONE_FILE
 from jobs.common.fleets import Fleets, on_cluster
-from jobs.common.supervised import MODEL, supervise
+from jobs.train_sft.supervised import MODEL, supervise
 from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, ScoreJob, StyleConfig, with_overrides
 from t2g.errors import UserError
 from t2g.feedback.card import format_style, make_card, read_card, write_card

@@ -12,8 +12,8 @@ says how long all will take. The record's format: t2g/README.md.
 import sys
 from pathlib import Path
 
+from jobs.annotate import annotation_runs as runs
 from jobs.api.calls import READ_SAMPLES, run_annotation
-from jobs.common import annotation_runs as runs
 from jobs.common.cli import main
 from t2g.config import AnnotateJob
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from jobs.common.cli import main, print_outputs, stop_flag
-from jobs.common.demo_arms import ARMS, arm_job
+from jobs.demo.demo_arms import ARMS, arm_job
 from t2g.config import DemoJob, Placement, PolicyJob
 from t2g.errors import UserError
 from t2g.study.tables import markdown
@@ -68,10 +68,10 @@ def table(summary: dict[str, Any]) -> str:
 
 def run(demo: DemoJob) -> None:
     """Make the unfinished stages, then the arms."""
+    from jobs.artifacts.stages import make_stages
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import finished, read_data, report_steps_done, train
     from jobs.common.run_folder import sole_process
-    from jobs.common.stages import make_stages
+    from jobs.train_policy.policy_runs import finished, read_data, report_steps_done, train
     from t2g.runs.progress import format_duration, log_duration
 
     if demo.task != "tiny":
