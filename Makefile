@@ -28,7 +28,7 @@ help:
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
 	@echo "make lint      ruff, formatting, the import contracts and types"
-	@echo "make docs      configs/README.md again, from the schemas"
+	@echo "make docs      configs/README.md and t2g/guides/metrics.md again, from the schemas and the registry"
 	@echo "make setup     only the CPU set, in .venv"
 	@echo "make gpu       the GPU set, in .venv"
 
@@ -81,6 +81,7 @@ lint: setup
 
 docs: setup
 	@$(RUN) PYTHONPATH=. python tests/make_config_reference.py
+	@$(RUN) PYTHONPATH=. python tests/make_metrics_reference.py
 
 test: setup
 	@$(LIGHT)

@@ -28,6 +28,7 @@ from t2g.deploy.check import check_config
 from t2g.errors import RunStopped
 from t2g.files import write_json
 from t2g.interfaces import Sampling
+from t2g.metrics import FAILED_SHARE, SFT_LOSS
 from t2g.runs.progress import log_duration
 from t2g.runs.versions import collect_versions
 from t2g.types import Prompt
@@ -44,7 +45,7 @@ ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.s
 AS_SHIPPED = ("cluster.gpu_sharing=split", "rollout.enforce_eager=false")  # of the GPU configs: compiled, with graphs
 SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4", "learner.memory_gib=6")
 WHOLE = ("rollout.gpus=1", "learner.gpus=1")
-FIGURES = re.compile(r"(sync|speed|time|learner|policy|critic|engine|sft|importance)/|feedback/failed_share")
+FIGURES = re.compile(rf"(sync|speed|time|learner|policy|critic|sft|importance)/|{FAILED_SHARE}")
 LOSS_RATIO = 2e-3  # of a float32 loss, summed in another order, after a few dozen updates
 ON_CPU = "no GPU: run on the CPU"
 
@@ -111,8 +112,8 @@ def world(machine: Machine) -> Figures:
     share = ("rollout.gpus=0.3", "learner.gpus=0.4", "feedback.engine.gpus=0.3", "learner.workers=1", *BFLOAT16)
     on_gpu = share if machine.gpus else ()
     figures = machine.policy("world", "learner.sync_transport=store", *on_gpu)
-    if figures["feedback/failed_share"] > 0.5:
-        raise RunStopped(f"guided answers: {figures['feedback/failed_share']:.0%} are no feedback")
+    if figures[FAILED_SHARE] > 0.5:
+        raise RunStopped(f"guided answers: {figures[FAILED_SHARE]:.0%} are no feedback")
     return figures
 
 
@@ -127,7 +128,7 @@ def rank(machine: Machine) -> Figures:
 
     apart: list[float] = []
     for cpu_step, step in zip(on_cpu, here, strict=True):
-        ratio = step["sft/loss"] / cpu_step["sft/loss"]
+        ratio = step[SFT_LOSS] / cpu_step[SFT_LOSS]
         apart.append(abs(ratio - 1))
     if max(apart) > LOSS_RATIO:
         raise RunStopped(f"a loss is {max(apart):.2g} of its size away from that on the CPU")

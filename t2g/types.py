@@ -334,7 +334,7 @@ class WeightSyncResult:
     seconds: float
     bytes: int  # sent to each worker
     probe_gap: float  # largest |engine - learner| logprob over the probe tokens, nats
-    timings: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.runs.metrics`
+    timings: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.metrics`
     num_calls: int = 0  # calls of workers and of the learner group
     missed: tuple[str, ...] = ()  # workers that did not get the weights: stale or lost
 

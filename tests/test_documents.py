@@ -8,13 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import make_metrics_reference
 import pytest
 from make_config_reference import JOBS, MEANINGS, TARGET, format_reference, format_table, list_sections
 from models import random_model
 
-from t2g.config import CompareJob
+from t2g.config import AlarmConfig, CompareJob
 from t2g.config.validation_errors import list_fields
-from t2g.runs import metrics
+from t2g.metrics import find_metric, list_names
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "t2g" / "guides").glob("[0-9]*.md"))
@@ -171,12 +172,29 @@ def is_known(key: str, known: set[str]) -> bool:
 
 
 @pytest.mark.parametrize("file", GUIDES, ids=name_of)
-def test_metrics_in_a_guide_exist(file: Path) -> None:
-    known = set(list_metrics())
-    groups = {name.partition("/")[0] for name in known if "/" in name} - {"policy"} | {"policy"}
-    cited = [span for span in find_spans(read(file)) if re.fullmatch(r"[a-z]+/[a-z_]+", span)]
-    wrong = {name for name in cited if name.partition("/")[0] in groups and name not in known}
-    assert {name for name in wrong if not name.startswith(("eval/", "feedback/recall_"))} == set()
+def test_metrics_in_a_guide_are_registered(file: Path) -> None:
+    groups = {name.partition("/")[0] for name in list_names() if "/" in name}
+    cited = [span for span in find_spans(read(file)) if re.fullmatch(r"[a-z]+/[a-z_0-9]+", span)]
+    metrics = {name for name in cited if name.partition("/")[0] in groups}
+    assert {name for name in metrics if find_metric(name) is None} == set()
+
+
+def test_units_in_the_guide_to_a_run_are_those_of_the_registry() -> None:
+    """A unit stands in brackets behind its metric in the first column of a table."""
+    (guide,) = (file for file in GUIDES if "read-a-run" in file.name)
+    units = re.findall(r"^\| `([a-z]+/[a-z_]+)` \(([^)]+)\) \|", read(guide), re.MULTILINE)
+    assert len(units) >= 3
+    for name, unit in units:
+        metric = find_metric(name)
+        assert metric is not None and metric.unit == unit
+
+
+def test_bounds_of_alarms_in_the_guide_to_a_run_are_the_defaults() -> None:
+    (guide,) = (file for file in GUIDES if "read-a-run" in file.name)
+    bounds = re.findall(r"`alarms\.([a-z_]+)=([\d.]+)`", read(guide))
+    assert len(bounds) > 5
+    defaults = AlarmConfig()
+    assert {key: float(value) for key, value in bounds} == {key: getattr(defaults, key) for key, _ in bounds}
 
 
 @cache
@@ -201,16 +219,6 @@ def test_messages_in_the_troubleshooting_guide_are_those_of_the_code() -> None:
     assert [message for message in messages if message not in source] == []
 
 
-def list_metrics() -> Iterator[str]:
-    """Yield the names in the table of `t2g.runs.metrics`."""
-    for row in re.findall(r"^\| (.+?) +\|", metrics.__doc__ or "", re.MULTILINE):
-        for name in re.split(r", (?![^{]*\})", row):
-            if choices := re.search(r"\{(.*?)\}", name):
-                yield from (name.replace(choices.group(), choice) for choice in choices.group(1).split(","))
-            else:
-                yield name
-
-
 # ------------------------------------------------------------------------------------------------ the config reference
 def test_the_config_reference_is_current() -> None:
     assert read(TARGET) == format_reference(), "run: make docs"
@@ -220,6 +228,11 @@ def test_a_job_that_extends_another_documents_what_it_adds() -> None:
     table = format_table(CompareJob)
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == ["run", "compare"]
     assert "every key of [t2g train](#t2g-train)" in table
+
+
+def test_the_metrics_reference_is_current() -> None:
+    """So every registered metric is documented."""
+    assert read(make_metrics_reference.TARGET) == make_metrics_reference.format_reference(), "run: make docs"
 
 
 def test_no_meaning_is_given_twice() -> None:

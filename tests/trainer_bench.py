@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes import FakeFeedback, FakeLearner, FakeRollouts, FakeSync, LetterTask, letter_prompts
+from registered_metrics import assert_registered
 
 from t2g.config import PolicyJob
 from t2g.loop.steps import select_prompts
@@ -106,7 +107,9 @@ class Bench:
         before = asyncio.all_tasks()
         try:
             self.journaled.start_file(self.trainer.resume().step)
-            return await self.trainer.run()
+            state = await self.trainer.run()
+            assert_registered(self.folder)
+            return state
         finally:
             assert asyncio.all_tasks() == before and self.rollouts.num_running == 0
 

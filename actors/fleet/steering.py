@@ -5,6 +5,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from actors.fleet.fleet import Fleet
+from t2g import metrics as m
 from t2g.config import PolicyJob
 from t2g.config.describe import samples_per_step
 from t2g.interfaces import FeedbackSource
@@ -13,7 +14,6 @@ from t2g.runs.control import Control, FleetStatus, Status, get_scalable_fleets, 
 
 CONTROL_S = 1.0  # between two reads of control.json
 STATUS_EVERY = 3  # reads of control.json for each write of status.json
-IDLE = "idle/"  # metrics prefix; the role follows
 FIELDS = {"rollout": "rollouts", "reward": "rewards"}  # role -> field of control.json
 
 
@@ -53,7 +53,7 @@ class Steering:
         metrics: dict[str, float] = {}
         for role, fleet in self._fleets.items():
             values = fleet.metrics() | await fleet.engine_metrics()
-            metrics[IDLE + role] = values.pop("idle")
+            metrics[m.IDLE + role] = values.pop("idle")
             metrics |= {f"{role}/{name}": value for name, value in values.items()}
         return metrics
 
@@ -67,11 +67,11 @@ class Steering:
     def _scale(self, metrics: Mapping[str, float]) -> None:
         fleet = self._fleets["rollout"]
         load = StepLoad(
-            seconds=metrics["time/step_s"],
-            num_workers=int(metrics["rollout/workers"]),
-            learner_idle=metrics["idle/learner"],
-            rollout_idle=metrics["idle/rollout"],
-            buffered=metrics["buffer/samples"] / samples_per_step(self._config.rollout),
+            seconds=metrics[m.STEP_S],
+            num_workers=int(metrics[m.fill(m.WORKERS, "rollout")]),
+            learner_idle=metrics[m.IDLE_LEARNER],
+            rollout_idle=metrics[m.IDLE + "rollout"],
+            buffered=metrics[m.BUFFERED] / samples_per_step(self._config.rollout),
         )
         self._loads = [*self._loads, load][-WINDOW_STEPS:]
         workers = self._config.rollout.workers
@@ -83,14 +83,14 @@ class Steering:
     def write_status(self) -> None:
         idle: dict[str, float] = {}
         for name, value in self._metrics.items():
-            if name.startswith(IDLE):
-                role = name.removeprefix(IDLE)
+            if name.startswith(m.IDLE):
+                role = name.removeprefix(m.IDLE)
                 idle[role] = value
         fleets = [FleetStatus(**fleet.report()) for fleet in self._fleets.values()]
         status = Status(
             step=self._step,
             num_steps=self._config.num_steps,
-            samples=int(self._metrics.get("samples", 0)),
+            samples=int(self._metrics.get(m.SAMPLES, 0)),
             updated=now(),
             fleets=tuple(fleets),
             idle=idle,

@@ -12,6 +12,7 @@ import numpy as np
 
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
+from t2g import metrics as m
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig
 from t2g.data.batching import draw_steps, normalize_weights
 from t2g.study.baselines import PreferencePair
@@ -59,8 +60,13 @@ def train_dpo(
             metrics = group.update(batch).metrics
             on_progress(step)
         group.export(out_folder)
-    last = {name: metrics[f"policy/{name}"] for name in ("loss", "accuracy", "margin", "grad_norm")}
-    return last | {"steps": float(len(steps))}
+    return {
+        "loss": metrics[m.POLICY_LOSS],
+        "accuracy": metrics[m.ACCURACY],
+        "margin": metrics[m.MARGIN],
+        "grad_norm": metrics[m.fill(m.GRAD_NORM, "policy")],
+        "steps": float(len(steps)),
+    }
 
 
 def paired_sequences(pairs: Sequence[PreferencePair], group: LearnerGroup) -> list[PairedSequence]:

@@ -46,6 +46,7 @@ from actors.learner.rank_batches import (
 )
 from actors.learner.ranks import Ranks, rank_environment
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
+from t2g import metrics as m
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, RoleConfig
 from t2g.data.batching import microbatches
@@ -147,7 +148,7 @@ class LearnerWorker:
         is_policy = part == "policy"
         frozen = is_policy and self.spec.learner.lora is not None
         flops = train_flops(shape, lengths, has_head=is_policy, frozen=frozen)
-        return {f"{part}/mfu": flops / seconds / peak}
+        return {m.fill(m.MFU, part): flops / seconds / peak}
 
     def last_update_stats(self) -> Stats:
         return self.parts["policy"].last_update_stats()
@@ -380,7 +381,7 @@ class LearnerGroup:
         """Make every optimizer step of the batch; the policy skips the first `critic_warmup_steps` updates.
 
         Returns:
-            Metrics as means over minibatches, by the names of `t2g.runs.metrics`.
+            Metrics as means over minibatches, by the names of `t2g.metrics`.
 
         Raises:
             Diverged: A loss or gradient is not finite; the message names part and minibatch. The step is not applied.
@@ -412,8 +413,8 @@ class LearnerGroup:
         if self.spec.loss == "ppo":
             metrics |= correction_metrics(batch, self.spec.objective)
         num_tokens = sum(map(len, chain.from_iterable(batch.minibatches)))
-        metrics["learner/optimizer_steps"] = float(len(batch.minibatches))
-        metrics["learner/tokens_per_s"] = num_tokens / seconds
+        metrics[m.OPTIMIZER_STEPS] = float(len(batch.minibatches))
+        metrics[m.LEARNER_SPEED] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics, stats=stats)
 
     def _last_update_stats(self, batch: TrainBatch, indices: Mapping[Any, Sequence[int]]) -> tuple[TokenStats, ...]:

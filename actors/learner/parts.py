@@ -21,6 +21,7 @@ from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
+from t2g import metrics as m
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic
 from t2g.algo.head import install_chunked_head
@@ -196,7 +197,7 @@ class ModelTrainer:
         for number, share in enumerate(steps, start=1):
             where = f"{self.name}, {label}, minibatch {number} of {len(steps)}"
             step = zero3.train_step(self.engine, share, loss_fn, label=where)
-            own_metrics = {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr}
+            own_metrics = {m.fill(m.GRAD_NORM, self.name): step.grad_norm, m.fill(m.LEARNING_RATE, self.name): step.lr}
             rows.append(step.metrics | own_metrics)
 
         reduced: Metrics = {}
@@ -397,12 +398,12 @@ class PolicyTrainer(ModelTrainer):
             divergence = top_k_kl(outputs.of_ids, rows.table("teacher_logprobs", 1))
             distillation = weighted_sum(divergence * rows.numbers("teacher_mask"), weights)
             loss = (1 - teacher.weight) * loss + teacher.weight * distillation
-            metrics["teacher/kl"] = distillation.item()
+            metrics[m.TEACHER_KL] = distillation.item()
 
         if outputs.full_kl is not None:
             kl = weighted_sum(outputs.full_kl, weights)
             loss = loss + kl_coef * kl
-            metrics["policy/kl_loss"] = kl.item()
+            metrics[m.KL_LOSS] = kl.item()
         elif kl_coef > 0:
             ref_logprobs = rows.numbers("ref_logprobs")
             kl, kl_metrics = kl_loss(logprobs=outputs.logprobs, ref_logprobs=ref_logprobs, weights=weights)

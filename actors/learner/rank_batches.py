@@ -12,9 +12,8 @@ import torch
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.config import ObjectiveConfig
+from t2g.metrics import PEAK_MEMORY
 from t2g.types import TokenSequence, TokenStats, TrainBatch, TrainSample, TrainSequence
-
-PEAK_MEMORY = "learner/peak_memory_gib"
 
 
 def select_share(sequences: Sequence[Any], plan: Iterable[Iterable[int]]) -> list[list[Any]]:

@@ -18,6 +18,7 @@ from actors.learner.rank_batches import select_share
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
 from t2g.data.batching import draw_steps, microbatches, normalize_weights
+from t2g.metrics import GRAD_NORM, LEARNING_RATE, POLICY_LOSS, fill
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.types import TrainSequence
 
@@ -119,15 +120,15 @@ class _Meter:
         """Return the progress, and begin to measure for the next report."""
         now = time.monotonic()
         seconds = now - self._since
-        losses = [metrics["policy/loss"] for metrics in self._metrics]
-        grad_norms = [metrics["policy/grad_norm"] for metrics in self._metrics]
+        losses = [metrics[POLICY_LOSS] for metrics in self._metrics]
+        grad_norms = [metrics[fill(GRAD_NORM, "policy")] for metrics in self._metrics]
         last = self._metrics[-1]
         progress = SFTProgress(
             step=step,
             num_steps=self._num_steps,
             loss=fmean(losses),
             grad_norm=fmean(grad_norms),
-            lr=last["policy/lr"],
+            lr=last[fill(LEARNING_RATE, "policy")],
             tokens_per_s=self._num_tokens / seconds,
             train_s=now - self._began,
         )

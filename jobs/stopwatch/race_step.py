@@ -26,6 +26,7 @@ from t2g.config import BenchmarkJob, PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import FeedbackSource
 from t2g.loop.trainer import Trainer
+from t2g.metrics import GENERATE_S, LEARN_S, PEAK_MEMORY, SYNC_S
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity
 from t2g.runs.log import RunLog
@@ -36,8 +37,8 @@ from t2g.types import Prompt, SpanFeedback, TrainSample
 AIM = 1 / 1.15  # of the rate of the bare libraries
 AIM_TRL = 1.4
 PARTS = {
-    "generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s",
-    "rank_gib": "learner/peak_memory_gib",
+    "generate_s": GENERATE_S, "learn_s": LEARN_S, "sync_s": SYNC_S,
+    "rank_gib": PEAK_MEMORY,
 }  # fmt: skip
 CRITIQUE = "B" * 64  # as many tokens: the tokenizer joins no capital letters
 MOST_STEPS = 10_000

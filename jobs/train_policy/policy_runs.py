@@ -48,13 +48,13 @@ from t2g.files import read_regular, write_json
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.steps import check_truncation_penalty
 from t2g.loop.trainer import Trainer, TrainerState
+from t2g.metrics import EVAL_S, NEUTRAL_SHARE, SAMPLES, STEP, STEP_S, format_step, select_held_out
 from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
-from t2g.runs.metrics import NEUTRAL_SHARE, format_step, select_held_out
 from t2g.runs.progress import log_duration, show_progress
 from t2g.runs.versions import collect_versions
 from t2g.study import baselines
@@ -70,7 +70,7 @@ Result = TypeVar("Result")
 After = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 IMITATION = "imitation"  # folder of ilf's training
-TIMES = {"steps_s": "time/step_s", "evaluations_s": "time/eval_s"}  # in the summary: sums of metrics
+TIMES = {"steps_s": STEP_S, "evaluations_s": EVAL_S}  # in the summary: sums of metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,13 +502,13 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     policy = evaluated[-1] if evaluated else {}
 
     last = lines[-1]
-    trained = [line for line in lines if line["step"] > 0]
+    trained = [line for line in lines if line[STEP] > 0]
     timing = {"wall_s": seconds}
     for name, metric in TIMES.items():
         timing[name] = sum(line.get(metric, 0.0) for line in lines)
     summary = {
-        "steps": last["step"],
-        "samples": int(last["samples"]),
+        "steps": last[STEP],
+        "samples": int(last[SAMPLES]),
         "base": base,
         "policy": policy,
         "unlabelled": all(line.get(NEUTRAL_SHARE) == 1.0 for line in trained),

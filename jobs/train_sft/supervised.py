@@ -12,6 +12,7 @@ from t2g.config import SFTJob, SFTOptions, with_overrides
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.feedback.examples import make_policy_examples
+from t2g.metrics import SFT
 from t2g.report.model_card import write_model_card
 from t2g.runs import identity
 from t2g.runs.log import RunLog
@@ -77,7 +78,7 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
             if progress:
                 fields = asdict(progress)
                 del fields["step"]
-                log.write_step(step, {f"sft/{key}": value for key, value in fields.items()})
+                log.write_step(step, {SFT + key: value for key, value in fields.items()})
             bar.advance_to(step)
 
         metrics = run_sft(

@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from t2g.metrics import IMPORTANCE_MEAN, IMPORTANCE_OUTSIDE, IMPORTANCE_P95, IMPORTANCE_TRUNCATED
+
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: a larger ratio would swamp all other tokens in a float32 sum
 
 ImportanceMode = Literal["token", "sequence", "masked", "none"]
@@ -68,8 +70,8 @@ def importance_metrics(
     is_outside = (r < 0.9) | (r > 1.1)
     is_truncated = weights_for(cap) != weights_for(math.inf)
     return {
-        "importance/mean": float(r.mean()),
-        "importance/p95": float(np.quantile(r.numpy(), 0.95)),  # torch.quantile refuses more than 2**24 elements
-        "importance/outside_share": float(is_outside.double().mean()),
-        "importance/truncated_share": float(is_truncated.double().mean()),
+        IMPORTANCE_MEAN: float(r.mean()),
+        IMPORTANCE_P95: float(np.quantile(r.numpy(), 0.95)),  # torch.quantile refuses more than 2**24 elements
+        IMPORTANCE_OUTSIDE: float(is_outside.double().mean()),
+        IMPORTANCE_TRUNCATED: float(is_truncated.double().mean()),
     }

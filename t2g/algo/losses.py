@@ -8,6 +8,7 @@ value nor gradient, even if its numbers are not finite.
 
 import torch
 
+from t2g import metrics as m
 from t2g.algo.corrections import ratio
 from t2g.algo.kl import kl_k3
 
@@ -54,10 +55,10 @@ def policy_loss(
         k3 = rho - 1 - rho.log()
         ratios_or_one = torch.nn.functional.pad(rho, (0, 1), value=1.0)  # 1 without a token
         metrics = {
-            "policy/loss": loss.item(),
-            "policy/clip_share": (weights * is_outside).sum().item(),
-            "policy/approx_kl": (weights * k3).sum().item(),
-            "policy/ratio_max": ratios_or_one.max().item(),
+            m.POLICY_LOSS: loss.item(),
+            m.CLIP_SHARE: (weights * is_outside).sum().item(),
+            m.APPROX_KL: (weights * k3).sum().item(),
+            m.RATIO_MAX: ratios_or_one.max().item(),
         }
     return loss, metrics
 
@@ -68,7 +69,7 @@ def kl_loss(
     """Return L_KL = sum_t weights_t k3_t, before the coefficient. All arrays [N]; `kl_k3` describes the gradient."""
     logprobs, ref_logprobs = _zero_unweighted(weights, logprobs, ref_logprobs)
     loss = (weights * kl_k3(logprobs, ref_logprobs)).sum()
-    return loss, {"policy/kl_loss": loss.item()}
+    return loss, {m.KL_LOSS: loss.item()}
 
 
 def value_loss(
@@ -86,15 +87,15 @@ def value_loss(
     is_outside = (values - old_values).abs() > value_clip
     is_clipped = is_outside & (clipped_error > free_error)
     return loss, {
-        "critic/loss": loss.item(),
-        "critic/clip_share": (weights * is_clipped).sum().item(),
+        m.CRITIC_LOSS: loss.item(),
+        m.VALUE_CLIP_SHARE: (weights * is_clipped).sum().item(),
     }
 
 
 def supervised_loss(*, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
     """Return L = -sum_t weights_t log p_t, the weighted cross-entropy of the response tokens. Both [N]."""
     loss = -weighted_sum(logprobs, weights)
-    return loss, {"policy/loss": loss.item()}
+    return loss, {m.POLICY_LOSS: loss.item()}
 
 
 def dpo_loss(
@@ -125,7 +126,7 @@ def dpo_loss(
     shares = per_response(weights).sum(1)
     loss = -(shares * torch.nn.functional.logsigmoid(margins)).sum()
     return loss, {
-        "policy/loss": loss.item(),
-        "policy/accuracy": (shares * (margins > 0)).sum().item(),
-        "policy/margin": (shares * margins).sum().item(),
+        m.POLICY_LOSS: loss.item(),
+        m.ACCURACY: (shares * (margins > 0)).sum().item(),
+        m.MARGIN: (shares * margins).sum().item(),
     }

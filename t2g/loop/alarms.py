@@ -5,8 +5,8 @@ from itertools import pairwise
 from math import hypot, inf
 from statistics import fmean
 
+from t2g import metrics as m
 from t2g.config import AlarmConfig
-from t2g.runs import metrics as m
 
 Step = Mapping[str, float | None]
 RECALL_STEPS = 3  # window of the mean recall of a fault class

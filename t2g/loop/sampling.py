@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t2g import metrics as m
 from t2g.concurrency import gather_all
 from t2g.config import PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped
@@ -204,15 +205,15 @@ async def compute_held_out_metrics(
     log.write_samples(step, "eval", samples)
 
     lengths = [rollout.policy_mask.sum() for _, rollout in pairs]
-    metrics = {"eval/length_mean": float(np.mean(lengths))}
+    metrics = {m.HELD_OUT_LENGTH: float(np.mean(lengths))}
     if measured:
         return metrics | _average_measures(config, task, measured, num_responses=len(pairs))
 
     usable = [judgement for judgement in feedbacks if judgement.usable]
     score = partial(score_spans, rule=config.objective.rewards, weights=config.feedback.weights)
     scores = [score(judgement.spans) for judgement in usable]
-    metrics["eval/score"] = float(np.mean(scores)) if scores else float("-inf")
-    metrics["eval/failed_share"] = 1 - len(usable) / len(feedbacks)
+    metrics[m.HELD_OUT_SCORE] = float(np.mean(scores)) if scores else float("-inf")
+    metrics[m.HELD_OUT_FAILED] = 1 - len(usable) / len(feedbacks)
     return metrics
 
 
@@ -252,21 +253,21 @@ def _average_measures(
     score_name = task.score_name
     metrics: dict[str, float] = {}
     for name in measured[0].final:
-        metrics[f"eval/{name}"] = float(np.mean([response.final[name] for response in measured]))
+        metrics[m.EVAL + name] = float(np.mean([response.final[name] for response in measured]))
     if config.environment:
-        metrics["eval/failed_share"] = 1 - len(measured) / num_responses
+        metrics[m.HELD_OUT_FAILED] = 1 - len(measured) / num_responses
         for number in range(1, config.rollout.max_turns):
             scores = []
             for response in measured:
                 last_turn = response.by_turn[:number][-1]
                 scores.append(last_turn[score_name])
-            metrics[f"eval/{score_name}_turn_{number}"] = float(np.mean(scores))
+            metrics[f"{m.EVAL}{score_name}_turn_{number}"] = float(np.mean(scores))
 
     scores_by_prompt: dict[str, list[float]] = {}
     for response in measured:
         scores_by_prompt.setdefault(response.prompt_id, []).append(response.final[score_name])
     prompt_means = [*map(np.mean, scores_by_prompt.values())]
     deviation = np.std(prompt_means, ddof=1) if len(prompt_means) > 1 else np.inf
-    metrics["eval/score"] = metrics[f"eval/{score_name}"]
-    metrics["eval/score_se"] = float(deviation / np.sqrt(len(prompt_means)))
+    metrics[m.HELD_OUT_SCORE] = metrics[m.EVAL + score_name]
+    metrics[m.HELD_OUT_ERROR] = float(deviation / np.sqrt(len(prompt_means)))
     return metrics

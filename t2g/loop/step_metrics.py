@@ -1,4 +1,4 @@
-"""The metrics of one step that the driver computes, see `t2g.runs.metrics`."""
+"""The metrics of one step that the driver computes, see `t2g.metrics`."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from t2g import metrics as m
 from t2g.config import ObjectiveConfig
 from t2g.feedback.rewards import compute_label_shares
-from t2g.runs import metrics as m
 from t2g.tasks.base import Task
 from t2g.types import (
     JudgedResponse,
@@ -39,24 +39,23 @@ def step_metrics(
     kl: float,
     kl_coef: float,
 ) -> dict[str, float]:
-    """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of answer tokens or of samples."""
+    """Return the driver's metrics of a step, see `t2g.metrics`. Shares are of answer tokens or of samples."""
     responses = [JudgedResponse(*response) for response in judged]
     tokens = _collect_tokens(scored, stats)
-    metrics = {
-        f"tokens/{label}_share": share for label, share in compute_label_shares(tokens.per_token_rewards).items()
-    }
+    label_shares = compute_label_shares(tokens.per_token_rewards)
+    metrics = {m.LABEL_SHARES[label]: share for label, share in label_shares.items()}
     metrics |= _source_metrics(responses)
     metrics |= _criterion_metrics(responses, scored)
     metrics |= _unanswered_metrics(responses)
     metrics |= _conversation_metrics(responses)
     metrics |= _outcome_metrics(scored, objective)
     metrics |= _reward_metrics(scored, tokens.rewards, objective)
-    metrics["policy/kl"] = kl
-    metrics["policy/kl_coef"] = kl_coef
-    metrics["policy/entropy"] = float(tokens.entropies.mean())
+    metrics[m.KL] = kl
+    metrics[m.KL_COEF] = kl_coef
+    metrics[m.ENTROPY] = float(tokens.entropies.mean())
     metrics |= _length_metrics(responses)
-    metrics["gap/logprob_mean"] = float(tokens.gaps.mean())
-    metrics["gap/p95"] = float(np.quantile(tokens.gaps, 0.95))
+    metrics[m.GAP_MEAN] = float(tokens.gaps.mean())
+    metrics[m.GAP_P95] = float(np.quantile(tokens.gaps, 0.95))
     metrics[m.FAILED_SHARE] = 1 - len(scored) / len(responses)
     metrics |= _quote_metrics(responses)
     return metrics
@@ -96,9 +95,9 @@ def _source_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
 
     metrics: dict[str, float] = {}
     for source, count in sorted(sources.items()):
-        metrics[f"feedback/source/{source}"] = count / sources.total()
+        metrics[m.SOURCE_SHARE + source] = count / sources.total()
     for mode, count in sorted(modes.items()):
-        metrics[f"sandbox/{mode}_share"] = count / modes.total()
+        metrics[m.fill(m.SANDBOX_SHARE, mode)] = count / modes.total()
     return metrics | _means(m.FEEDBACK_METRICS, own_metrics)
 
 
@@ -157,8 +156,8 @@ def _conversation_metrics(responses: Sequence[JudgedResponse]) -> dict[str, floa
         return {}
     return {
         m.TURNS: float(np.mean(num_turns)),
-        "turns/window_share": float(np.mean(is_window_full)),
-        "turns/unpaid_share": float(np.mean(is_unpaid)) if is_unpaid else 0.0,
+        m.WINDOW_SHARE: float(np.mean(is_window_full)),
+        m.UNPAID_SHARE: float(np.mean(is_unpaid)) if is_unpaid else 0.0,
     }
 
 
@@ -187,8 +186,8 @@ def _reward_metrics(
         response_rewards.append(response.rewards.sum())
     return {
         m.TOTAL_REWARD: float(np.mean(totals)),
-        "reward/token_mean": float(token_rewards.mean()),
-        "reward/response_mean": float(np.mean(response_rewards)),
+        m.TOKEN_REWARD: float(token_rewards.mean()),
+        m.RESPONSE_REWARD: float(np.mean(response_rewards)),
     }
 
 
@@ -199,7 +198,7 @@ def _length_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
         lengths.append(response.rollout.policy_mask.sum())
         is_truncated.append(response.rollout.is_truncated)
     return {
-        "response/length_mean": float(np.mean(lengths)),
+        m.LENGTH: float(np.mean(lengths)),
         m.TRUNCATED_SHARE: float(np.mean(is_truncated)),
     }
 
@@ -216,7 +215,7 @@ def _quote_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
         if feedback.status == "empty" and not feedback.reason:
             num_empty += 1
     return {
-        "feedback/empty_share": num_empty / len(responses),
+        m.EMPTY_SHARE: num_empty / len(responses),
         m.LOCATED_RATE: num_located / num_quotes if num_quotes else 1.0,
     }
 
@@ -252,18 +251,18 @@ def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, floa
 
     shares = {name: float(np.mean(hits)) for name, hits in sorted(recalled.items())}
     if praised:
-        shares["feedback/faults_praised"] = float(np.mean(praised))
+        shares[m.FAULTS_PRAISED] = float(np.mean(praised))
     return shares
 
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:
     """Return the metrics of a weight sync."""
-    metrics = {f"sync/{name}_s": seconds for name, seconds in result.timings.items()}
+    metrics = {f"{m.SYNC}{name}_s": seconds for name, seconds in result.timings.items()}
     metrics |= {
-        "time/sync_s": result.seconds,
-        "sync/bytes": float(result.bytes),
-        "sync/probe_gap": result.probe_gap,
-        "sync/calls": float(result.num_calls),
-        "sync/missed": float(len(result.missed)),
+        m.SYNC_S: result.seconds,
+        m.SYNC_BYTES: float(result.bytes),
+        m.PROBE_GAP: result.probe_gap,
+        m.SYNC_CALLS: float(result.num_calls),
+        m.SYNC_MISSED: float(len(result.missed)),
     }
     return metrics

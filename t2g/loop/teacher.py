@@ -5,6 +5,7 @@ from itertools import cycle
 
 import numpy as np
 
+from t2g import metrics as m
 from t2g.types import ScoredRollout, TeacherStats, TokenStats
 
 
@@ -83,8 +84,9 @@ def teacher_metrics(
         if gaps.size:
             means[kind] = float(gaps.mean())
 
-    metrics = {f"teacher/gap_{kind}": mean for kind, mean in means.items()}
-    for name, value in teacher_contrast(means).items():
-        metrics[f"teacher/{name}"] = value
-    metrics["teacher/share"] = num_taught / len(teacher)
+    metrics = {m.TEACHER_GAP + kind: mean for kind, mean in means.items()}
+    contrast = teacher_contrast(means)
+    if contrast:
+        metrics[m.TEACHER_CONTRAST] = contrast["contrast"]
+    metrics[m.TEACHER_SHARE] = num_taught / len(teacher)
     return metrics

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from t2g import metrics as m
 from t2g.algo.kl import adapt_kl_coef
 from t2g.concurrency import finish_in_thread
 from t2g.config import PolicyJob, with_overrides
@@ -152,7 +153,7 @@ class Trainer:
         await self.sync.push(self.state.policy_version)
         recovered: dict[str, float] = {}
         if self.lost_at is not None:
-            recovered["recovery/learner_s"] = time.monotonic() - self.lost_at
+            recovered[m.LEARNER_RECOVERY] = time.monotonic() - self.lost_at
         if self.state.step == 0 and self.eval_prompts:
             self._log(0, await self._evaluate(step=0))
         producer = Producer(
@@ -212,16 +213,16 @@ class Trainer:
         step_s = time.monotonic() - started
         busy_share = (self._busy_s + synced.seconds) / step_s
         metrics |= {
-            "samples": float(self.state.num_samples),
+            m.SAMPLES: float(self.state.num_samples),
             **_staleness_metrics(ages),
-            "buffer/samples": float(producer.count_waiting()),
+            m.BUFFERED: float(producer.count_waiting()),
             **_drop_metrics(judged),
-            "idle/learner": max(0.0, 1 - busy_share),
+            m.IDLE_LEARNER: max(0.0, 1 - busy_share),
         }
         metrics |= _time_metrics(judged, learned)
         metrics |= {
-            "time/step_s": step_s,
-            "speed/tokens_per_s": len(ages) / step_s,
+            m.STEP_S: step_s,
+            m.SPEED: len(ages) / step_s,
         }
         try:
             if self._is_evaluated(step):
@@ -436,8 +437,8 @@ class Trainer:
             self.config, self.task, pairs, self.feedback, self.log, step=step
         )
         await self._wait_for_checkpoint()
-        await self._call(self.checkpoints.keep_best, step, self.learner.export, metrics["eval/score"])
-        return metrics | {"time/eval_s": time.monotonic() - started}
+        await self._call(self.checkpoints.keep_best, step, self.learner.export, metrics[m.HELD_OUT_SCORE])
+        return metrics | {m.EVAL_S: time.monotonic() - started}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.write_step(step, metrics)
@@ -488,21 +489,21 @@ class Trainer:
 
 
 def _staleness_metrics(ages: np.ndarray) -> dict[str, float]:
-    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+    return {m.STALENESS_MEAN: float(ages.mean()), m.STALENESS_MAX: float(ages.max())}
 
 
 def _drop_metrics(judged: sampling.JudgedStep) -> dict[str, float]:
     """Return the numbers of responses that are not trained on, and of prompts without a response."""
     num_unusable = sum(not response.feedback.usable for response in judged.responses)
     return {
-        "dropped/samples": float(num_unusable + judged.num_unsampled),
-        "dropped/prompts": float(len(judged.unsampled)),
+        m.DROPPED_SAMPLES: float(num_unusable + judged.num_unsampled),
+        m.DROPPED_PROMPTS: float(len(judged.unsampled)),
     }
 
 
 def _time_metrics(judged: sampling.JudgedStep, learned: _StepUpdate) -> dict[str, float]:
     return {
-        "time/generate_s": judged.generate_s,
-        "time/feedback_s": judged.feedback_s,
-        "time/learn_s": learned.seconds,
+        m.GENERATE_S: judged.generate_s,
+        m.FEEDBACK_S: judged.feedback_s,
+        m.LEARN_S: learned.seconds,
     }

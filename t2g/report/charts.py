@@ -5,34 +5,42 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from t2g import metrics as m
 from t2g.report.curves import Series, legend_entries, line_chart
 from t2g.report.held_out import Step
-from t2g.runs import metrics as m
 
 HIGH_SHARE = 0.5  # the axis of a share from here on ends at 1
 LEAST_AXIS = 0.01  # no axis of a share is shorter
 
 
 class Plot(NamedTuple):
-    """Metrics that share a chart over the steps."""
+    """Metrics that share a chart over the steps, with the unit of the first.
+
+    The axis of a unit that begins with "share" includes 0, and 1 for a high share.
+    """
 
     title: str
-    y_label: str  # the axis of a label that begins with "share" includes 0, and 1 for a high share
     metrics: tuple[str, ...]
+
+    @property
+    def unit(self) -> str:
+        metric = m.find_metric(self.metrics[0])
+        assert metric is not None
+        return metric.unit or "mean over responses"
 
 
 OVER_STEPS = (
-    Plot("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
-    Plot("Mean reward of a response", "spans and outcome rewards", (m.TOTAL_REWARD,)),
-    Plot("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
-    Plot("KL to the reference", "nats per sequence", (m.KL,)),
-    Plot("Entropy of the policy", "nats per token", (m.ENTROPY,)),
-    Plot("PPO-clipped tokens", "share of tokens", ("policy/clip_share",)),
-    Plot("Response length", "tokens", (m.LENGTH,)),
-    Plot("Turns", "turns per conversation", (m.TURNS,)),
-    Plot("Truncated responses", "share of responses", (m.TRUNCATED_SHARE,)),
-    Plot("Idle", "share of the step", ("idle/learner", "idle/rollout", "idle/reward")),
-    Plot("Time", "seconds", ("time/step_s", "time/generate_s", "time/feedback_s", "time/learn_s", "time/sync_s")),
+    Plot("Mean token reward", (m.TOKEN_REWARD,)),
+    Plot("Mean reward of a response", (m.TOTAL_REWARD,)),
+    Plot("Labelled tokens", (m.POOR_SHARE, m.GOOD_SHARE)),
+    Plot("KL to the reference", (m.KL,)),
+    Plot("Entropy of the policy", (m.ENTROPY,)),
+    Plot("PPO-clipped tokens", (m.CLIP_SHARE,)),
+    Plot("Response length", (m.LENGTH,)),
+    Plot("Turns", (m.TURNS,)),
+    Plot("Truncated responses", (m.TRUNCATED_SHARE,)),
+    Plot("Idle", (m.IDLE_LEARNER, m.IDLE + "rollout", m.IDLE + "reward")),
+    Plot("Time", (m.STEP_S, m.GENERATE_S, m.FEEDBACK_S, m.LEARN_S, m.SYNC_S)),
 )
 
 
@@ -65,9 +73,9 @@ def charts(arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric
             plot, lines = _lines_of_arms(plot, arms)
         lines = [line for line in lines if line.y]
         y_range: tuple[float, ...] = ()
-        if plot.y_label.startswith("share"):
+        if plot.unit.startswith("share"):
             y_range = share_range(_values(lines))
-        svg = line_chart(lines, x_label="step", y_label=plot.y_label, y_range=y_range)
+        svg = line_chart(lines, x_label="step", y_label=plot.unit, y_range=y_range)
         if svg:
             yield Chart(plot.title, svg, None, legend_entries(lines))
 
@@ -97,12 +105,11 @@ def _held_out_charts(arms: Mapping[str, Sequence[Step]], metric: str, level: flo
 
 def _criterion_plots(logged: Iterable[str], num_arms: int) -> list[Plot]:
     """Return the plots of rewards by criterion: one for each criterion if there are several arms."""
-    y_label = "mean reward of a response"
     keys = [key for key in logged if key.startswith(m.CRITERION_REWARD)]
     if num_arms > 1:
-        return [Plot(f"Reward of {_short_name(key)}", y_label, (key,)) for key in keys]
+        return [Plot(f"Reward of {_short_name(key)}", (key,)) for key in keys]
     if keys:
-        return [Plot("Reward by criterion", y_label, tuple(keys))]
+        return [Plot("Reward by criterion", tuple(keys))]
     return []
 
 
@@ -111,7 +118,7 @@ def _number_plots(logged: Iterable[str]) -> Iterator[Plot]:
     for prefix, title in ((m.OUTCOME_REWARD, "Outcome reward"), (m.FEEDBACK_METRICS, "Metric")):
         for key in logged:
             if key.startswith(prefix):
-                yield Plot(f"{title} {key.removeprefix(prefix)}", "mean over responses", (key,))
+                yield Plot(f"{title} {key.removeprefix(prefix)}", (key,))
 
 
 def _lines_of_metrics(plot: Plot, arms: Mapping[str, Sequence[Step]]) -> list[Series]:

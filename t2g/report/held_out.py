@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from t2g.runs import metrics as m
+from t2g import metrics as m
 
 NORMAL_95 = 1.96  # half of a 95 % interval, in standard errors
 SCORE = m.HELD_OUT_SCORE.removeprefix(m.EVAL)

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from t2g import metrics as m
 from t2g.config.loading import FILE_NAME, flatten
 from t2g.config.texts import mask_secrets
 from t2g.config.validation_errors import format_first_error
@@ -22,7 +23,6 @@ from t2g.report.curves import DASHES, thinned
 from t2g.report.held_out import Step, headline, last_held_out, metric_rows
 from t2g.report.templates import render_page
 from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
-from t2g.runs import metrics as m
 from t2g.runs.log import ALARMS_FILE, COMMANDS_FILE, METRICS_FILE, SAMPLES_FILE, SampleRecord, read_records
 
 REPORT_FILE = "report.html"

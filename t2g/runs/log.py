@@ -16,7 +16,7 @@ from t2g.config import LogConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.files import raise_if_unwritable, read_regular, write_atomic
-from t2g.runs.metrics import STEP
+from t2g.metrics import STEP
 from t2g.text.segments import printable, to_html
 from t2g.text.transcript import rollout_offsets
 from t2g.types import FinishReason, PolicyTurn, Prompt, Rollout, ScoredRollout, SpanFeedback

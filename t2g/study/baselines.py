@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t2g import metrics as m
 from t2g.concurrency import gather_unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
 from t2g.data.prompts import encode_revision
@@ -160,9 +161,9 @@ def dpo(arm: Arm) -> Metrics:
     trained = arm.train(pairs)
     learn_s = time.monotonic() - began
 
-    metrics = {f"dpo/{name}": value for name, value in trained.items()}
-    metrics["dpo/pairs"] = float(len(pairs))
-    metrics["dpo/ties_share"] = ties / (ties + len(pairs))
+    metrics = {m.DPO + name: value for name, value in trained.items()}
+    metrics[m.DPO_PAIRS] = float(len(pairs))
+    metrics[m.DPO_TIES] = ties / (ties + len(pairs))
     responses = list(chain.from_iterable(groups))
     metrics |= run_metrics(arm.job, base.steps, responses, learn_s=learn_s)
     return metrics | score_result(arm)
@@ -191,9 +192,9 @@ def ilf(arm: Arm) -> Metrics:
     num_responses = sum(len(step.responses) for step in base.steps)
     is_fixed = [not response.rollout.policy_versions for response in best]  # a revision by fixes has no engine data
     metrics = {
-        "ilf/loss": trained["loss"],
-        "ilf/revised_share": len(best) / num_responses,
-        "ilf/fixed_share": mean(is_fixed),
+        m.ILF_LOSS: trained["loss"],
+        m.ILF_REVISED: len(best) / num_responses,
+        m.ILF_FIXED: mean(is_fixed),
     }
     metrics |= run_metrics(arm.job, [*base.steps, *revised], best, learn_s=learn_s)
     return metrics | score_result(arm)
@@ -213,7 +214,7 @@ def reflection(arm: Arm) -> Metrics:
         pairs = [(response.judged.prompt, response.final_rollout) for response in revised]
         share = float(mean(bool(response.revisions) for response in revised))
         seconds = time.monotonic() - began
-        return pairs, {"samples": 0.0, "reflection/revised_share": share, "reflection/revise_s": seconds}
+        return pairs, {m.SAMPLES: 0.0, m.REFLECTION_REVISED: share, m.REFLECTION_S: seconds}
 
     pairs, metrics = arm.serve(arm.reviser, revising_rollout(arm.job), answer_again)
     return metrics | asyncio.run(measure(arm, pairs, step=arm.job.num_steps))
@@ -328,7 +329,7 @@ async def score_held_out(arm: Arm, rollouts: RolloutSource, *, step: int) -> tup
     began = time.monotonic()
     pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
     metrics = await measure(arm, pairs, step=step)
-    metrics["time/eval_s"] = time.monotonic() - began
+    metrics[m.EVAL_S] = time.monotonic() - began
     return pairs, metrics
 
 
@@ -362,15 +363,15 @@ def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], trained: Sequence[S
         lengths.append(len(response.rollout.response_ids))
         is_truncated.append(response.rollout.is_truncated)
         has_failed.append(not response.feedback.usable)
-    metrics: Metrics = {"samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt)}
-    metrics["reward/response_mean"] = mean(response.reward for response in trained)
-    metrics["response/length_mean"] = mean(lengths)
-    metrics["response/truncated_share"] = mean(is_truncated)
-    metrics["feedback/failed_share"] = mean(has_failed)
-    metrics["time/generate_s"] = generate_s
-    metrics["time/feedback_s"] = feedback_s
-    metrics["time/learn_s"] = learn_s
-    metrics["time/step_s"] = generate_s + feedback_s + learn_s
+    metrics: Metrics = {m.SAMPLES: float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt)}
+    metrics[m.RESPONSE_REWARD] = mean(response.reward for response in trained)
+    metrics[m.LENGTH] = mean(lengths)
+    metrics[m.TRUNCATED_SHARE] = mean(is_truncated)
+    metrics[m.FAILED_SHARE] = mean(has_failed)
+    metrics[m.GENERATE_S] = generate_s
+    metrics[m.FEEDBACK_S] = feedback_s
+    metrics[m.LEARN_S] = learn_s
+    metrics[m.STEP_S] = generate_s + feedback_s + learn_s
     return metrics
 
 

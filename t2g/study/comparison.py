@@ -15,18 +15,12 @@ from typing import Any
 import numpy as np
 
 from t2g.errors import UserError
+from t2g.metrics import HELD_OUT_SCORE, KL, LENGTH, SAMPLES, STEP, STEP_S
 from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spread
 
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
 TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns", "retention")
-# Metrics of t2g.runs.metrics.
-STEP = "step"
-SAMPLES = "samples"
-SCORE = "eval/score"
-STEP_S = "time/step_s"
-KL = "policy/kl"
-LENGTH = "response/length_mean"
 KL_LEVELS = (0.5, 1.0, 2.0)  # nats a response at which scores are compared
 
 
@@ -104,9 +98,9 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
             num_steps = record[STEP] - last_step
             step_durations.append(record[STEP_S] / num_steps)
         last_step = record[STEP]
-        if record.get(SCORE) is not None:
+        if record.get(HELD_OUT_SCORE) is not None:
             samples.append(int(record.get(SAMPLES, 0)))
-            scores.append(float(record[SCORE]))
+            scores.append(float(record[HELD_OUT_SCORE]))
             times.append(seconds)
     if not scores:
         raise UserError("a run has no held-out score that can be compared: check its eval_data")

@@ -106,9 +106,7 @@ def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
     with head.started(project, "jobs.deploy", *submit, log=log) as process:
         until(lambda: {*SHOWN} <= scraped(head).keys(), "the metrics", timeout_s=START_S, log=log)
         shown = scraped(head)
-        assert shown.keys() == {f"ray_{n}" for n, _ in GAUGES.values()} | {
-            f"ray_{n}_total" for n, _ in COUNTERS.values()
-        }
+        assert shown.keys() == {f"ray_{n}" for n in GAUGES.values()} | {f"ray_{n}_total" for n in COUNTERS.values()}
         assert shown["ray_t2g_kl_nats"] == 0.5 and shown["ray_t2g_dropped_samples_total"] >= 0.5
         again = head.said(project, "jobs.deploy", *submit, code=2)
         assert "run own goes on as job own: stop it first" in again

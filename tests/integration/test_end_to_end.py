@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from own_runs import ROOT, command, logged_steps, make_folder, start
+from registered_metrics import assert_registered
 
 from jobs import __main__ as console
 from jobs.api.calls import READ_POLICY_DATA, run_training
@@ -63,6 +64,7 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["samples"]) == (NUM_STEPS, NUM_STEPS * 8)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert_registered(run)
     assert all(m["sync/probe_gap"] < 1e-3 and m["gap/logprob_mean"] < 1e-4 for m in metrics[1:])
     assert all(m["feedback/source/reward_model"] == 1.0 for m in metrics[1:])
     report = (run / "report.html").read_text()

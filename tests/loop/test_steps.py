@@ -15,7 +15,7 @@ from t2g.errors import RunStopped
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.step_metrics import fault_recall, step_metrics, sync_metrics
 from t2g.loop.steps import make_train_samples, sampling_seed, select_prompts, step_kl, token_staleness
-from t2g.runs.metrics import CRITERION_FAILED, CRITERION_REWARD
+from t2g.metrics import CRITERION_FAILED, CRITERION_REWARD
 from t2g.tasks.tiny.task import TinyTask
 from t2g.text.thinking import NO_ANSWER
 from t2g.types import CriterionResult, Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
