@@ -45,8 +45,10 @@ def install(folder: Path) -> None:
 
 def environment() -> dict[str, str]:
     """Return an environment in which this checkout's packages are imported, without a compiler of the machine."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV")}
-    return kept | {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = dict(os.environ)
+    for name in ("CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV"):
+        variables.pop(name, None)
+    return variables | {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 # ------------------------------------------------------------------------ checks, by the Python of the environment
@@ -56,8 +58,10 @@ def check_versions() -> str:
 
     import torch
 
-    found = {name: version(name) for name in COMPILER}
-    assert all(".".join(v.split(".")[:2]) == torch.version.cuda for v in found.values()), (torch.version.cuda, found)
+    versions = {name: version(name) for name in COMPILER}
+    for found in versions.values():
+        major_minor = ".".join(found.split(".")[:2])
+        assert major_minor == torch.version.cuda, (torch.version.cuda, versions)
     return f"CUDA {torch.version.cuda}"
 
 
@@ -94,7 +98,8 @@ def check_kernel() -> str:
 
 def check_imports() -> str:
     """Check that every module of the project can be imported."""
-    failed, count = {}, 0
+    failed: dict[str, str] = {}
+    count = 0
     for package in ("t2g", "actors", "jobs"):
         for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
             if module.name not in PROGRAMS and not module.name.startswith("jobs.starter"):

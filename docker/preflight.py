@@ -48,7 +48,7 @@ def python_problem(version: tuple[int, int], executable: str) -> str | None:
 
 def cpu_problem(cpuinfo: str) -> str | None:
     """Check the CPU's instruction sets; `cpuinfo` is the text of /proc/cpuinfo."""
-    flags = next((line.split(":", 1)[1].split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
+    flags = _first_line(cpuinfo, "flags").partition(":")[2].split()
     missing = [flag for flag in CPU_FLAGS if flag not in flags]
     if not missing:
         return None
@@ -57,7 +57,8 @@ def cpu_problem(cpuinfo: str) -> str | None:
 
 def memory_problem(meminfo: str, cgroup_limit: str) -> str | None:
     """Check the memory by the texts of /proc/meminfo and of the control group's memory.max ("max" or "": no limit)."""
-    total_kib = next((int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemTotal:")), 0)
+    total = _first_line(meminfo, "MemTotal:")
+    total_kib = int(total.split()[1]) if total else 0
     total_gib = total_kib * 1024 / GIB
     limit = cgroup_limit.strip()
     if limit.isdigit():
@@ -128,17 +129,26 @@ def driver_answer() -> str | None:
 
 def problems(kind: str, folder: Path) -> list[str]:
     """Return a sentence for everything that this machine lacks for the set `kind` ("cpu" or "gpu") in `folder`."""
-    found = [
+    sentences = [
         system_problem(platform.system(), platform.machine(), platform.libc_ver()),
         python_problem(sys.version_info[:2], sys.executable),
         venv_problem(_can_import("ensurepip")),
-        compiler_problem(os.environ.get("CXX", "g++"), sysconfig.get_paths()["include"]),
-        memory_problem(_text("/proc/meminfo"), _text("/sys/fs/cgroup/memory.max")),
-        disk_problem(shutil.disk_usage(str(folder)).free, folder, kind),
-        cpu_problem(_text("/proc/cpuinfo")) if kind == "cpu" else nvidia_problem(driver_answer()),
-        numa_problem(ctypes.util.find_library("numa")) if kind == "cpu" else None,
     ]
-    return [sentence for sentence in found if sentence is not None]
+    compiler = os.environ.get("CXX", "g++")
+    include = sysconfig.get_paths()["include"]
+    sentences.append(compiler_problem(compiler, include))
+
+    cgroup_limit = _text("/sys/fs/cgroup/memory.max")
+    sentences.append(memory_problem(_text("/proc/meminfo"), cgroup_limit))
+    free_bytes = shutil.disk_usage(str(folder)).free
+    sentences.append(disk_problem(free_bytes, folder, kind))
+
+    if kind == "cpu":
+        library = ctypes.util.find_library("numa")
+        sentences += [cpu_problem(_text("/proc/cpuinfo")), numa_problem(library)]
+    else:
+        sentences.append(nvidia_problem(driver_answer()))
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def _can_import(module: str) -> bool:
@@ -147,6 +157,14 @@ def _can_import(module: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+def _first_line(text: str, start: str) -> str:
+    """Return the first line of a text that begins with `start`, or "" if there is none."""
+    for line in text.splitlines():
+        if line.startswith(start):
+            return line
+    return ""
 
 
 def _text(path: str) -> str:

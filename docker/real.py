@@ -108,15 +108,18 @@ def finding_lines(text: str) -> dict[str, list[dict[str, str]]]:
         abstract = json.loads(line)["input"][-1]["content"]
         if sentences := select_sentences(abstract):
             digest = hashlib.sha256(abstract.encode()).digest()
-            sides["heldout" if digest[0] < 77 else "train"].append(sentences)  # 30 %
+            side = "heldout" if digest[0] < 77 else "train"  # 30 %
+            sides[side].append(sentences)
 
     def make_records(side: str, count: int) -> list[dict[str, str]]:
-        studies = [[rng.choice(sentences) for sentences in rng.sample(sides[side], NUM_STUDIES)] for _ in range(count)]
-        posts = ["\n".join(lines) for lines in studies]
-        return [
-            {"id": f"{side}-{i}", "post": post, "ideal_human_summary": "- " + post.replace("\n", "\n- ")}
-            for i, post in enumerate(posts)
-        ]
+        records = []
+        for index in range(count):
+            studies = rng.sample(sides[side], NUM_STUDIES)
+            lines = [rng.choice(sentences) for sentences in studies]
+            post = "\n".join(lines)
+            summary = "- " + post.replace("\n", "\n- ")
+            records.append({"id": f"{side}-{index}", "post": post, "ideal_human_summary": summary})
+        return records
 
     pool = [sentence for study in sides["train"] for sentence in study]
     faulty = make_records("train", 512)
@@ -152,12 +155,23 @@ def plant_faults(answer: str, post: str, pool: list[str], rng: random.Random) ->
     from t2g.tasks.findings_feedback import find_details
 
     for kind, start, end in reversed([*find_details(answer)]):
-        if rng.random() < FAULT_RATE:
-            other = rng.choice(pool)
-            details = [other[s:e] for k, s, e in find_details(other) if k == kind]
-            replacement = next((detail for detail in details if detail not in post), None)
-            answer = answer[:start] + replacement + answer[end:] if replacement else answer
+        if rng.random() >= FAULT_RATE:
+            continue
+        replacement = find_other_detail(rng.choice(pool), kind, post)
+        if replacement:
+            answer = answer[:start] + replacement + answer[end:]
     return answer
+
+
+def find_other_detail(sentence: str, wanted_kind: str, post: str) -> str | None:
+    """Return the first detail of the wanted kind in a sentence that the post does not have."""
+    from t2g.tasks.findings_feedback import find_details
+
+    for kind, start, end in find_details(sentence):
+        detail = sentence[start:end]
+        if kind == wanted_kind and detail not in post:
+            return detail
+    return None
 
 
 def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
@@ -166,7 +180,8 @@ def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
 
 def main() -> None:
     inputs = (ROOT / PINS).read_bytes() + Path(__file__).read_bytes()
-    stamp, wanted = FOLDER / STAMP, hashlib.sha256(inputs).hexdigest()
+    wanted = hashlib.sha256(inputs).hexdigest()
+    stamp = FOLDER / STAMP
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     from t2g.runs.progress import log_duration

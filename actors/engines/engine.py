@@ -23,7 +23,8 @@ from actors.vllm_compat.stats import make_stat_logger
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
 from t2g.errors import UserError
-from t2g.resources.memory import GPU_BATCHED_TOKENS, engine_fit, find_shape
+from t2g.resources.memory import GPU_BATCHED_TOKENS, engine_fit
+from t2g.resources.model_shape import find_shape
 from t2g.text.ends import find_end_ids
 from t2g.text.offsets import decode
 from t2g.text.tokenizer import load_tokenizer

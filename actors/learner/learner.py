@@ -54,7 +54,7 @@ from t2g.errors import LearnerLost
 from t2g.files import describe_file
 from t2g.resources.flops import peak_flops, train_flops
 from t2g.resources.host_memory import advise
-from t2g.resources.memory import shape_of
+from t2g.resources.model_shape import shape_of
 from t2g.types import (
     TeacherQuery,
     TeacherStats,

@@ -11,11 +11,18 @@ def judge(prompt: str, response: str) -> tuple[str, list, list]:
 
     A piece is a text of the response, (text, 2) for its second occurrence, or a character range (start, end).
     """
-    good, poor, seen = [], [match.span() for match in EMPTY.finditer(response)], set()
+    good: list[tuple[int, int]] = []
+    poor = [match.span() for match in EMPTY.finditer(response)]
+    earlier: set[str] = set()
     for match in SENTENCE.finditer(response):
         sentence = match.group().strip()
-        if sentence:
-            (poor if sentence in seen else good).append(match.span())
-            seen.add(sentence)
-    blamed = ", ".join(repr(response[start:end].strip()) for start, end in poor) or "nothing"
+        if not sentence:
+            continue
+        if sentence in earlier:
+            poor.append(match.span())
+        else:
+            good.append(match.span())
+        earlier.add(sentence)
+    quotes = [repr(response[start:end].strip()) for start, end in poor]
+    blamed = ", ".join(quotes) or "nothing"
     return f"It should say something new in every sentence, in plain words. To be mended: {blamed}.", good, poor

@@ -18,7 +18,7 @@ from jobs.train_policy.policy_runs import learner_spec
 from t2g.config.describe import count
 from t2g.data.batching import make_train_batch, microbatches
 from t2g.resources.flops import train_flops
-from t2g.resources.memory import find_shape
+from t2g.resources.model_shape import find_shape
 from t2g.types import Rollout, TrainSample
 
 AIM = 0.85

@@ -14,11 +14,9 @@ from t2g.resources.memory import (
     GIB,
     GPUS,
     Estimate,
-    ModelShape,
     beside_bytes,
     critic_models,
     engine_fit,
-    find_shape,
     learner_models,
     lent_bytes,
     logits_bytes,
@@ -27,6 +25,7 @@ from t2g.resources.memory import (
     store_bytes,
     store_gib,
 )
+from t2g.resources.model_shape import ModelShape, find_shape
 from t2g.resources.preflight import Findings, models, satisfies
 from t2g.sandbox import available
 from t2g.text.positions import find_uneven_heads

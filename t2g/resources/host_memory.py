@@ -25,13 +25,12 @@ from t2g.resources.memory import (
     GIB,
     STEP_GROUP_NUMEL,
     Models,
-    ModelShape,
     critic_models,
-    find_shape,
     learner_models,
     logits_bytes,
     sft_models,
 )
+from t2g.resources.model_shape import ModelShape, find_shape
 from t2g.resources.preflight import models as list_models
 
 PROCESS_BYTES = 0.6 * GIB  # a rank without a model: Python, torch, DeepSpeed, Ray
@@ -62,8 +61,9 @@ def rank_bytes(
     ranks = options.workers
     numel = sum(count for count, _ in models)
     trained = sum(count for _, count in models)
-    backward = eager_activation_bytes(shape, tokens, row, b=b, checkpointing=options.gradient_checkpointing) + logits
-    backward += 4 * (min(BUCKET_NUMEL, trained) + 2 * min(shape.embedding_numel, trained))  # gradients in reduction
+    activations = eager_activation_bytes(shape, tokens, row, b=b, checkpointing=options.gradient_checkpointing)
+    reduced = min(BUCKET_NUMEL, trained) + 2 * min(shape.embedding_numel, trained)  # gradients in reduction
+    backward = activations + logits + 4 * reduced
     group = min(trained / ranks, STEP_GROUP_NUMEL + shape.embedding_numel / ranks)
     return {
         "process": PROCESS_BYTES,
@@ -83,15 +83,18 @@ def eager_activation_bytes(shape: ModelShape, tokens: int, row: int, *, b: int, 
     With checkpointing: the input of every layer, and one layer with the gradients of its activations.
     """
     repeated = 2 * b * (shape.heads_numel - shape.kv_numel)
-    layer = shape.saved_bytes(b) + repeated + (4 + b * (b < 4)) * shape.num_attention_heads * row
+    attention_weights = (4 + b * (b < 4)) * shape.num_attention_heads * row
+    layer = shape.saved_bytes(b) + repeated + attention_weights
     if not checkpointing:
         return tokens * shape.num_hidden_layers * layer
-    return tokens * (shape.num_hidden_layers * b * shape.hidden_size + 2 * layer)
+    inputs = shape.num_hidden_layers * b * shape.hidden_size
+    return tokens * (inputs + 2 * layer)
 
 
 def engine_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     """Return the memory of a CPU engine with its worker: KV cache, and weights as loaded, sent and packed."""
-    return ENGINE_PROCESS_BYTES + 3 * BYTES[engine.dtype] * shape.numel + engine.kv_cache_gib * GIB
+    weights = BYTES[engine.dtype] * shape.numel
+    return ENGINE_PROCESS_BYTES + 3 * weights + engine.kv_cache_gib * GIB
 
 
 def estimate_roles(job: AnyJob) -> dict[str, float]:
@@ -103,9 +106,14 @@ def estimate_roles(job: AnyJob) -> dict[str, float]:
             shapes[section] = find_shape(model.name, model.revision)
             if model.key == "model.policy":
                 shapes["policy"] = shapes[section]
-    roles = {name: role for name, role in job.roles().items() if not role.gpus}
-    found = {name: _role_bytes(job, name, role, shapes) for name, role in roles.items()}
-    return {name: size for name, size in found.items() if size is not None}
+    sizes: dict[str, float] = {}
+    for name, role in job.roles().items():
+        if role.gpus:
+            continue
+        size = _role_bytes(job, name, role, shapes)
+        if size is not None:
+            sizes[name] = size
+    return sizes
 
 
 def _role_bytes(job: AnyJob, name: str, role: ProcessConfig, shapes: Mapping[str, ModelShape | None]) -> float | None:
@@ -119,7 +127,8 @@ def _role_bytes(job: AnyJob, name: str, role: ProcessConfig, shapes: Mapping[str
         return sum(_sft_parts(policy, job.sft).values())
     if isinstance(job, PolicyJob):
         models = critic_models(policy) if name == "learner.critic_ranks" else None
-        return sum(learner_parts(policy, job.learner, job.objective, job.rollout.max_model_len, models).values())
+        parts = learner_parts(policy, job.learner, job.objective, job.rollout.max_model_len, models)
+        return sum(parts.values())
     return None
 
 
@@ -165,10 +174,14 @@ def memory_advice(job: Any) -> str:
     """Return the keys that lower the memory of a rank, with their values; "" for a job without ranks."""
     if isinstance(job, SFTJob):
         return advise("sft", job.sft)
-    return advise("learner", job.learner) if isinstance(job, PolicyJob) else ""
+    if isinstance(job, PolicyJob):
+        return advise("learner", job.learner)
+    return ""
 
 
 def advise(section: str, options: LearnerConfig | SFTOptions) -> str:
     """Return the keys of a section that lower the memory of a rank, with their values."""
     advice = f"lower {section}.tokens_per_microbatch ({options.tokens_per_microbatch})"
-    return advice if options.gradient_checkpointing else f"{advice} or set {section}.gradient_checkpointing=true"
+    if options.gradient_checkpointing:
+        return advice
+    return f"{advice} or set {section}.gradient_checkpointing=true"

@@ -7,12 +7,9 @@ compare the estimates with `torch.cuda.max_memory_allocated` of a first run.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t2g.config import AnyJob, Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, PolicyJob, SFTOptions
-from t2g.text.model_config import load_local_config
+from t2g.resources.model_shape import ModelShape, find_shape
 
 GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.
@@ -29,133 +26,6 @@ BUCKET_NUMEL = 50_000_000  # elements that DeepSpeed reduces or prefetches at on
 STEP_GROUP_NUMEL = 30_000_000  # parameters that a CPU rank's optimizer steps at once, sub_group_size there
 CHUNK_TOKENS = 1024  # tokens whose logits exist at one time, as in t2g.algo.head
 ONE_BYTE = ("fp8", "mxfp8", "int8")  # prefixes of vLLM 0.32's online quantisation methods with 8 bits per value
-# Keys of config.json of mixtures of experts and latent attention, for which the formulas would be wrong.
-UNSUPPORTED_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
-
-
-class ModelShape(BaseModel):
-    """A decoder with grouped-query attention and a gated MLP, such as Llama, Mistral and Qwen.
-
-    The fields are those of its config.json.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    model_type: str = ""
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int = Field(default_factory=lambda given: given["num_attention_heads"])
-    head_dim: int = Field(default_factory=lambda given: given["hidden_size"] // given["num_attention_heads"])
-    intermediate_size: int
-    vocab_size: int
-    tie_word_embeddings: bool = False
-    final_logit_softcapping: float | None = None  # Gemma
-    logits_scaling: float = 1.0  # Granite
-    logit_scale: float = 1.0  # Cohere
-    quantization_config: dict[str, Any] = {}
-
-    @property
-    def heads_numel(self) -> int:
-        """Return the number of values of a token's query, and of its attention output."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_numel(self) -> int:
-        """Return the number of values of a token's key, or of its value."""
-        return self.num_key_value_heads * self.head_dim
-
-    @property
-    def layer_numel(self) -> int:
-        """Return the parameters of a layer: q, k, v, o; gate, up, down; two norms.
-
-        Qwen 2 has biases of q, k and v in addition, Qwen 3 norms of q and k.
-
-        Llama 3 8B: 4096 x (4096 + 2 x 1024 + 4096) + 3 x 4096 x 14336 + 2 x 4096 = 218,112,000
-        """
-        qkv = self.heads_numel + 2 * self.kv_numel
-        weights = self.hidden_size * (qkv + self.heads_numel + 3 * self.intermediate_size + 2)
-        return weights + {"qwen2": qkv, "qwen3": 2 * self.head_dim}.get(self.model_type, 0)
-
-    @property
-    def embedding_numel(self) -> int:
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def backbone_numel(self) -> int:
-        """Return the parameters of embedding, layers and last norm: a critic without its value head."""
-        return self.embedding_numel + self.num_hidden_layers * self.layer_numel + self.hidden_size
-
-    @property
-    def numel(self) -> int:
-        """Return all parameters.
-
-        Llama 3 8B: 2 x 128256 x 4096 + 32 x 218,112,000 + 4096 = 8,030,261,248
-        """
-        return self.backbone_numel + (0 if self.tie_word_embeddings else self.embedding_numel)
-
-    def lora_numel(self, r: int) -> int:
-        """Return the parameters of adapters on every linear layer: r x (in + out) each."""
-        attention = 2 * (self.hidden_size + self.heads_numel) + 2 * (self.hidden_size + self.kv_numel)
-        return self.num_hidden_layers * r * (attention + 3 * (self.hidden_size + self.intermediate_size))
-
-    def kv_bytes(self, b: int) -> int:
-        """Return the bytes of one token in the KV cache. Llama 3 8B in bfloat16: 2 x 32 x 8 x 128 x 2 = 131,072"""
-        return 2 * self.num_hidden_layers * self.kv_numel * b
-
-    def saved_bytes(self, b: int) -> int:
-        """Return the bytes of activations that one layer saves for one token's backward pass.
-
-        Each of two norms saves a float32 copy, the normalised state and its output, the input of the next linear
-        layers. Attention saves q, k, v and its output. The MLP saves gate, its SiLU, up and their product.
-
-            2 x (4 + 2b) h + b (2 q + 2 kv) + 4 b i
-
-        Llama 3 8B in bfloat16: 2 x 8 x 4096 + 2 x (2 x 4096 + 2 x 1024) + 8 x 14336 = 200,704
-        """
-        attention = 2 * b * (self.heads_numel + self.kv_numel)
-        return 2 * (4 + 2 * b) * self.hidden_size + attention + 4 * b * self.intermediate_size
-
-
-LLAMA_3_8B = ModelShape(
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=128256,
-)
-QWEN_2_5_1_5B = ModelShape(
-    model_type="qwen2",
-    hidden_size=1536,
-    num_hidden_layers=28,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    intermediate_size=8960,
-    vocab_size=151936,
-    tie_word_embeddings=True,
-)
-# Shapes of the models in the shipped configs, for machines without a copy of them.
-SHAPES = dict.fromkeys(("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"), LLAMA_3_8B)
-SHAPES["Qwen/Qwen2.5-1.5B-Instruct"] = QWEN_2_5_1_5B
-
-
-def shape_of(numbers: dict[str, Any]) -> ModelShape | None:
-    """Return the shape from the content of config.json, or None for an architecture that the formulas do not cover."""
-    if any(numbers.get(key) for key in UNSUPPORTED_KEYS):
-        return None
-    try:
-        return ModelShape.model_validate({key: value for key, value in numbers.items() if value is not None})
-    except ValidationError:
-        return None
-
-
-def find_shape(model: str, revision: str | None = None) -> ModelShape | None:
-    """Return the shape of a model in a folder or in this machine's hub cache, or of a model of a shipped config."""
-    config = load_local_config(model, revision)
-    if config is None:
-        return SHAPES.get(model)
-    return shape_of(config.get_text_config().to_dict())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +47,20 @@ Models = Sequence[tuple[int, int]]  # models of a rank: parameters, trained para
 
 def learner_models(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig) -> Models:
     """Return a policy rank's models: policy, frozen reference unless LoRA, critic unless it has its own ranks."""
-    reference = [] if learner.lora else [(shape.numel, 0)]
-    critic = critic_models(shape) if objective.uses_critic and learner.critic_ranks is None else []
-    return [*sft_models(shape, learner), *reference, *critic]
+    models = [*sft_models(shape, learner)]
+    if not learner.lora:
+        models.append((shape.numel, 0))
+    if objective.uses_critic and learner.critic_ranks is None:
+        models += critic_models(shape)
+    return models
 
 
 def sft_models(shape: ModelShape, options: LearnerConfig | SFTOptions) -> Models:
     """Return the model of supervised training, with its adapters if there are any."""
-    adapters = shape.lora_numel(options.lora.r) if options.lora else 0
-    return [(shape.numel + adapters, adapters or shape.numel)]
+    if options.lora is None:
+        return [(shape.numel, shape.numel)]
+    adapters = shape.lora_numel(options.lora.r)
+    return [(shape.numel + adapters, adapters)]
 
 
 def critic_models(shape: ModelShape) -> Models:
@@ -198,11 +73,16 @@ def states_bytes(models: Models, *, ranks: int, b: int) -> dict[str, float]:
     Weights b N / R; gradients, accumulated in float32, 4 n / R; AdamW's two moments 8 n / R, and in bfloat16 the
     float32 weights 4 n / R.
     """
-    numel, trained = (sum(counts) for counts in zip(*models, strict=True))
+    numel = 0
+    trained = 0
+    for model_numel, model_trained in models:
+        numel += model_numel
+        trained += model_trained
+    optimizer_bytes = 8 if b == 4 else 12
     return {
         "weights": b * numel / ranks,
         "gradients": 4 * trained / ranks,
-        "optimizer": (8 if b == 4 else 12) * trained / ranks,
+        "optimizer": optimizer_bytes * trained / ranks,
     }
 
 
@@ -221,16 +101,17 @@ def rank_fit(
     The optimizer step after the pass needs less: a copy of the gradients of LIVE_NUMEL parameters, 4 GB at most.
     """
     b = BYTES[learner.dtype]
-    states = states_bytes(models, ranks=ranks, b=b)
-    return Estimate(
-        parts={
-            **(states if learner.offload == "none" else dict.fromkeys(states, 0.0)),
-            "activations": activation_bytes(shape, tokens, b=b, checkpointing=learner.gradient_checkpointing),
-            "gathered": gathered_bytes(shape, b=b),
-            "other": OTHER_BYTES,
-            **{name: size for name, size in (("logits", logits), ("lent", lent)) if size},
-        }
-    )
+    parts = states_bytes(models, ranks=ranks, b=b)
+    if learner.offload != "none":
+        parts = dict.fromkeys(parts, 0.0)
+    parts["activations"] = activation_bytes(shape, tokens, b=b, checkpointing=learner.gradient_checkpointing)
+    parts["gathered"] = gathered_bytes(shape, b=b)
+    parts["other"] = OTHER_BYTES
+    if logits:
+        parts["logits"] = logits
+    if lent:
+        parts["lent"] = lent
+    return Estimate(parts=parts)
 
 
 def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
@@ -238,8 +119,10 @@ def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
 
     A bucket has sync_bucket_mib, or the largest module if that is larger.
     """
+    if not learner.uses_cuda_ipc:
+        return 0.0
     module = b * max(shape.layer_numel, shape.embedding_numel)
-    return 2 * max(learner.sync_bucket_mib * 2**20, module) if learner.uses_cuda_ipc else 0.0
+    return 2 * max(learner.sync_bucket_mib * 2**20, module)
 
 
 def logits_bytes(
@@ -253,10 +136,13 @@ def logits_bytes(
     Args:
         objective: The objective of PPO, which computes entropy; None for supervised training.
     """
-    full_kl = objective is not None and objective.kl_estimator == "full"
-    chunk = (12 + 9 * (objective is not None) + 21 * full_kl) * min(CHUNK_TOKENS, tokens)
-    transforms = shape.final_logit_softcapping is not None or (shape.logits_scaling, shape.logit_scale) != (1, 1)
-    return (chunk + BYTES[learner.dtype] * tokens * (full_kl + 4 * transforms)) * shape.vocab_size
+    has_full_kl = objective is not None and objective.kl_estimator == "full"
+    chunk_bytes = 12 + 9 * (objective is not None) + 21 * has_full_kl
+    is_scaled = (shape.logits_scaling, shape.logit_scale) != (1, 1)
+    is_transformed = is_scaled or shape.final_logit_softcapping is not None
+    arrays = has_full_kl + 4 * is_transformed  # of all tokens
+    chunk = chunk_bytes * min(CHUNK_TOKENS, tokens)
+    return (chunk + BYTES[learner.dtype] * tokens * arrays) * shape.vocab_size
 
 
 def host_bytes(
@@ -270,12 +156,15 @@ def host_bytes(
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
-    models, b = learner_models(shape, learner, objective), BYTES[learner.dtype]
+    models = learner_models(shape, learner, objective)
+    b = BYTES[learner.dtype]
     loads = b * sum(numel for numel, _ in models)
     states = states_bytes(models, ranks=learner.workers, b=b)
     if learner.offload == "cpu":
         return loads + sum(states.values())
-    return max(loads, states["gradients"] + states["optimizer"]) if sharing == "alternate" else loads
+    if sharing == "alternate":
+        return max(loads, states["gradients"] + states["optimizer"])
+    return loads
 
 
 def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gpu_bytes: float) -> dict[str, float]:
@@ -290,7 +179,8 @@ def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gp
     """
     if sharing != "alternate":
         return {"learner": engine.gpu_memory_utilization * gpu_bytes, "rollout": fit.total}
-    return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + 2 * fit.parts.get("lent", 0) + OTHER_BYTES}
+    buckets = 2 * fit.parts.get("lent", 0)
+    return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + buckets + OTHER_BYTES}
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: bool) -> int:
@@ -299,8 +189,11 @@ def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: b
     Without checkpointing: `saved_bytes` of every layer. With it: the input of every layer, b h, and one layer's
     recomputed activations. Llama 3 8B in bfloat16, 4096 tokens: 4096 x 32 x 200,704 = 24.5 GiB; checkpointed 1.77 GiB.
     """
-    layer, layers = shape.saved_bytes(b), shape.num_hidden_layers
-    return tokens * (layers * b * shape.hidden_size + layer if checkpointing else layers * layer)
+    layer = shape.saved_bytes(b)
+    if not checkpointing:
+        return tokens * shape.num_hidden_layers * layer
+    inputs = shape.num_hidden_layers * b * shape.hidden_size
+    return tokens * (inputs + layer)
 
 
 def gathered_bytes(shape: ModelShape, *, b: int) -> int:
@@ -313,7 +206,9 @@ def gathered_bytes(shape: ModelShape, *, b: int) -> int:
     """
     module = max(shape.layer_numel, shape.embedding_numel)
     weight = max(shape.embedding_numel, shape.hidden_size * shape.intermediate_size, BUCKET_NUMEL)
-    return b * (min(shape.numel, LIVE_NUMEL) + 2 * module) + 4 * (BUCKET_NUMEL + 2 * weight)
+    weights = b * (min(shape.numel, LIVE_NUMEL) + 2 * module)
+    gradients = 4 * (BUCKET_NUMEL + 2 * weight)
+    return weights + gradients
 
 
 def layer_weight_bytes(shape: ModelShape, engine: EngineConfig) -> float:
@@ -327,8 +222,11 @@ def layer_weight_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     if method.startswith(ONE_BYTE):
         return 1.0
     if method.removeprefix("auto_").removesuffix("_marlin") in ("awq", "gptq"):
-        bits, group = config.get("bits", 4), config.get("group_size", 128)
-        return (bits + (16 + bits) / (group if group > 0 else shape.hidden_size)) / 8
+        bits = config.get("bits", 4)
+        group = config.get("group_size", 128)
+        if group <= 0:
+            group = shape.hidden_size
+        return (bits + (16 + bits) / group) / 8
     return BYTES[engine.dtype]
 
 
@@ -342,10 +240,12 @@ def profile_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 
     Llama 3 8B in bfloat16, T = 8192, S = 512: 1.00 + .86 = 1.86 GiB.
     """
-    b, tokens = BYTES[engine.dtype], engine.engine_args.get("max_num_batched_tokens", GPU_BATCHED_TOKENS)
+    b = BYTES[engine.dtype]
+    tokens = engine.engine_args.get("max_num_batched_tokens", GPU_BATCHED_TOKENS)
     partitioned = 2 * (shape.heads_numel + shape.kv_numel) + 3 * shape.intermediate_size
     layer = 3 * shape.hidden_size + partitioned / engine.tensor_parallel
-    return b * tokens * layer + engine.max_num_seqs * shape.vocab_size * (b + 12)
+    sampler = engine.max_num_seqs * shape.vocab_size * (b + 12)
+    return b * tokens * layer + sampler
 
 
 def graph_bytes(shape: ModelShape, engine: EngineConfig) -> float:
@@ -375,21 +275,25 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     Llama 3 8B in bfloat16 on 80 GiB, .85, 1536 tokens, eager: 68 - 14.96 - 1.86 - 1 = 50.19 GiB of cache; a sequence
     takes 1536 x 128 KiB = .1875 GiB, so 267 fit. With quantization=fp8 its weights are 8.46 GiB.
     """
-    b, parallel = BYTES[engine.dtype], engine.tensor_parallel
-    wanted = min(sequences, engine.max_num_seqs)
-    kv = 1 if str(engine.engine_args.get("kv_cache_dtype")).startswith("fp8") else b
-    sequence = engine.max_model_len * shape.kv_bytes(kv) / min(parallel, shape.num_key_value_heads)
+    b = BYTES[engine.dtype]
+    kv_dtype = str(engine.engine_args.get("kv_cache_dtype"))
+    kv_bytes = shape.kv_bytes(1 if kv_dtype.startswith("fp8") else b)
+    parallel = min(engine.tensor_parallel, shape.num_key_value_heads)
+    sequence = engine.max_model_len * kv_bytes / parallel
+
     layers = shape.num_hidden_layers * shape.layer_numel
+    weights = b * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers
     parts = {
-        "weights": (b * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers) / parallel,
+        "weights": weights / engine.tensor_parallel,
         "activations": profile_bytes(shape, engine),
         "graphs": graph_bytes(shape, engine),
         "other": ENGINE_OTHER_BYTES,
     }
     room = engine.gpu_memory_utilization * gpu_bytes - sum(parts.values())
-    return Estimate(
-        parts={**parts, "cache": wanted * sequence}, wanted=wanted, fitting=max(0, int(room // sequence)), cache=room
-    )
+    wanted = min(sequences, engine.max_num_seqs)
+    fitting = max(0, int(room // sequence))
+    parts["cache"] = wanted * sequence
+    return Estimate(parts=parts, wanted=wanted, fitting=fitting, cache=room)
 
 
 def store_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> int:
@@ -397,13 +301,19 @@ def store_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> int:
 
     They are deleted before the next version is sent.
     """
-    return b * (shape.lora_numel(learner.lora.r) if learner.lora and learner.sends_adapters else shape.numel)
+    if learner.lora and learner.sends_adapters:
+        return b * shape.lora_numel(learner.lora.r)
+    return b * shape.numel
 
 
 def store_gib(config: AnyJob) -> float:
     """Return cluster.object_store_gib, or else 1.2 x `store_bytes`, at least 1 GiB."""
     if config.cluster.object_store_gib is not None:
         return config.cluster.object_store_gib
-    is_replayable = isinstance(config, PolicyJob) and config.learner.is_replayable
-    shape = find_shape(config.model.policy, config.model.revision) if is_replayable else None
-    return max(1.0, 1.2 * store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB if shape else 0)
+    if not (isinstance(config, PolicyJob) and config.learner.is_replayable):
+        return 1.0
+    shape = find_shape(config.model.policy, config.model.revision)
+    if shape is None:
+        return 1.0
+    size = store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype])
+    return max(1.0, 1.2 * size / GIB)

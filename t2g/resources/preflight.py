@@ -17,6 +17,7 @@ from t2g.config import (
     CompareJob,
     DataConfig,
     EngineConfig,
+    FeedbackConfig,
     JobConfig,
     LLMConfig,
     LogConfig,
@@ -35,7 +36,8 @@ from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.human import human_paths
 from t2g.feedback.sources.make import make_local_source
-from t2g.resources.memory import BYTES, GIB, find_shape, host_bytes
+from t2g.resources.memory import BYTES, GIB, host_bytes
+from t2g.resources.model_shape import find_shape
 from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
@@ -68,7 +70,8 @@ class Findings:
             return check(*arguments, **options)
         except UserError as error:
             problems = self.missing if isinstance(error, MissingLocally) else self.wrong
-            problems += [line for line in str(error).splitlines() if line not in [*self.wrong, *self.missing]]
+            known = [*self.wrong, *self.missing]
+            problems += [line for line in str(error).splitlines() if line not in known]
             return None
 
     def refuse(self) -> None:
@@ -103,14 +106,10 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
         have: The resources of this machine, with Ray's names; None for a cluster of unknown resources.
     """
     found = Findings()
-    if have is not None and (lack := shortfall(job.roles(), have)):
-        found.missing.append(f"this machine is too small: {lack}")
-    slow = emulated_dtypes(job.roles(), _cpu_features()) if have is not None else []
-    if slow:
-        logger.warning(
-            "%s: this CPU has no instructions for bfloat16 and multiplies it at a sixth of the speed of float32; "
-            "set float32", ", ".join(f"{key}=bfloat16" for key in slow),
-        )  # fmt: skip
+    if have is not None:
+        if lack := shortfall(job.roles(), have):
+            found.missing.append(f"this machine is too small: {lack}")
+        _warn_of_emulated_dtypes(job)
     task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
     found.usable.update(["task"] if task else [])
     for model in models(job):
@@ -133,13 +132,24 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     return found
 
 
+def _warn_of_emulated_dtypes(job: AnyJob) -> None:
+    slow = emulated_dtypes(job.roles(), _cpu_features())
+    if slow:
+        logger.warning(
+            "%s: this CPU has no instructions for bfloat16 and multiplies it at a sixth of the speed of float32; "
+            "set float32", ", ".join(f"{key}=bfloat16" for key in slow),
+        )  # fmt: skip
+
+
 def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Result | None:
     """Return what `read` reads for the job, or None if inputs are wrong, missing or created later.
 
     Without the policy's tokenizer the records are read nevertheless, so that all problems are reported at once.
     """
     inputs = {key for key in DATA_KEYS if getattr(job, key, None)}
-    needed = {"task", *inputs, *(model.key for model in models(job) if model.key == "model.policy")}
+    needed = {"task", *inputs}
+    if any(model.key == "model.policy" for model in models(job)):
+        needed.add("model.policy")
     if needed <= found.usable:
         with log_duration("reading the data"):
             return found.of(read, job)
@@ -169,11 +179,7 @@ def models(job: AnyJob) -> Iterator[Model]:
         yield Model(key="compare.reviser", name=job.compare.reviser)
     for section, feedback in job.feedback_sections.items():
         if feedback.engine_model:
-            key, name, revision = "reward_model", feedback.reward_model, feedback.reward_revision
-            if feedback.engine_model == "llm":
-                key, name, revision = "llm.model", feedback.llm.model, feedback.llm.revision
-            engine = f"{section}.engine", feedback.engine
-            yield Model(key=f"{section}.{key}", name=str(name), revision=revision, engine=engine)
+            yield _feedback_model(section, feedback)
 
 
 def _policy(
@@ -184,11 +190,23 @@ def _policy(
     )  # fmt: skip
 
 
+def _feedback_model(section: str, feedback: FeedbackConfig) -> Model:
+    """Return the model of a feedback section that our own engines serve."""
+    engine = (f"{section}.engine", feedback.engine)
+    if feedback.engine_model == "llm":
+        llm = feedback.llm
+        return Model(key=f"{section}.llm.model", name=str(llm.model), revision=llm.revision, engine=engine)
+    name = str(feedback.reward_model)
+    return Model(key=f"{section}.reward_model", name=name, revision=feedback.reward_revision, engine=engine)
+
+
 def servers(job: AnyJob) -> Iterator[LLMConfig]:
     """Yield the models behind external servers, which need an API key."""
     if isinstance(job, PolicyEvaluationJob):
         yield from (*job.endpoints.values(), *job.judges.values())
-    yield from (f.llm for f in job.feedback_sections.values() if "llm" in f.models and f.llm.url)
+    for feedback in job.feedback_sections.values():
+        if "llm" in feedback.models and feedback.llm.url:
+            yield feedback.llm
 
 
 def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
@@ -205,11 +223,17 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
     have["memory_gib"] = resources.get("memory", 0) / GIB
     has_ranks = any(hasattr(role, "tokens_per_microbatch") for role in roles.values())
     for name, unit in (("cpus", "CPUs"), ("gpus", "GPUs"), ("memory_gib", "GiB of memory")):
-        need = sum(role.num_processes * getattr(role, name) for role in roles.values())
+        need = 0.0
+        terms: list[str] = []
+        for section, role in roles.items():
+            amount = getattr(role, name)
+            need += role.num_processes * amount
+            terms.append(f"{section} {role.num_processes} x {amount:g}")
         if need > have[name] + 1e-6:
-            parts = ", ".join(f"{section} {r.num_processes} x {getattr(r, name):g}" for section, r in roles.items())
-            levers = "workers" + (f", {RANK_LEVERS}" if name == "memory_gib" and has_ranks else "")
-            return f"{need:g} {unit} needed ({parts}), {have[name]:.3g} free; lower {levers} or {name}"
+            levers = "workers"
+            if name == "memory_gib" and has_ranks:
+                levers += f", {RANK_LEVERS}"
+            return f"{need:g} {unit} needed ({', '.join(terms)}), {have[name]:.3g} free; lower {levers} or {name}"
     return None
 
 
@@ -227,8 +251,11 @@ def emulated_dtypes(roles: Mapping[str, ProcessConfig], features: Mapping[str, o
     """
     if any(features.get(feature) for feature in BFLOAT16_FEATURES):
         return []
-    on_cpus = {name: role for name, role in roles.items() if not role.gpus}
-    return [f"{name}.dtype" for name, role in on_cpus.items() if getattr(role, "dtype", "") == "bfloat16"]
+    keys: list[str] = []
+    for name, role in roles.items():
+        if not role.gpus and getattr(role, "dtype", "") == "bfloat16":
+            keys.append(f"{name}.dtype")
+    return keys
 
 
 def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
@@ -237,7 +264,11 @@ def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     Values are compared for equality. Ray's operators (!value, in(...), !in(...)) count as satisfied, so that they never
     cause a wrong warning.
     """
-    return all(value.startswith(("!", "in(")) or labels.get(key) == value for key, value in selector.items())
+    for key, value in selector.items():
+        is_operator = value.startswith(("!", "in("))
+        if not is_operator and labels.get(key) != value:
+            return False
+    return True
 
 
 def _check_model(model: Model) -> bool:
@@ -247,7 +278,7 @@ def _check_model(model: Model) -> bool:
         UserError: An engine or rank cannot load the model.
     """
     check_model(model.key, model.name, model.revision)
-    source = model.name, model.revision
+    source = (model.name, model.revision)
     tokenizer = load_tokenizer(*source)
     if model.chat is not None:
         set_template_defaults(tokenizer, model.chat)
@@ -262,12 +293,20 @@ def _check_model(model: Model) -> bool:
             check_window(*source, f"{section}.max_model_len", engine.max_model_len)
         if not engine.gpus:
             check_head_size(*source, model.key)
-            shape = find_shape(*source)
-            need = BYTES[engine.dtype] * shape.numel / GIB if shape else 0
-            if need > engine.memory_gib:
-                sizes = f"{section}.memory_gib is {engine.memory_gib:g}, and the weights of {model.name} alone have"
-                raise UserError(f"{sizes} {need:.1f} GiB")
+            _check_weights_fit(model, section, engine)
     return True
+
+
+def _check_weights_fit(model: Model, section: str, engine: EngineConfig) -> None:
+    """Check that the weights of a model fit in the host memory of an engine on a CPU."""
+    shape = find_shape(model.name, model.revision)
+    if shape is None:
+        return
+    need = BYTES[engine.dtype] * shape.numel / GIB
+    if need > engine.memory_gib:
+        raise UserError(
+            f"{section}.memory_gib is {engine.memory_gib:g}, and the weights of {model.name} alone have {need:.1f} GiB"
+        )
 
 
 def _check_data(key: str, data: DataConfig) -> bool:
@@ -279,7 +318,8 @@ def _check_data(key: str, data: DataConfig) -> bool:
     if Path(name).is_file():  # the first one
         load_records(data.model_copy(update={"limit": 1}), key)
     elif not Path(name).exists():
-        prepared = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), name.replace("/", "___"))
+        prepared_folder = os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets")
+        prepared = Path(prepared_folder, name.replace("/", "___"))
         fetched = Path(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
         check_hub(f"{key}.path", name, data.revision, "dataset", lambda: prepared.is_dir() or fetched.is_dir())
     return True
@@ -294,14 +334,17 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
     shape = find_shape(*source)
     if shape is None:
         return
-    section, ranks = ("sft", job.sft) if isinstance(job, SFTJob) else ("learner", job.learner)
-    need: float = BYTES[ranks.dtype] * shape.numel
-    if isinstance(job, PolicyJob):
+    need: float
+    if isinstance(job, SFTJob):
+        key = "sft.memory_gib"
+        memory_gib = job.sft.memory_gib
+        need = BYTES[job.sft.dtype] * shape.numel
+    else:
+        key = "learner.memory_gib"
+        memory_gib = job.learner.memory_gib
         need = host_bytes(shape, job.learner, job.objective, sharing=job.cluster.gpu_sharing)
-    if need / GIB > ranks.memory_gib:
-        raise UserError(
-            f"{section}.memory_gib is {ranks.memory_gib:g}: a rank that loads its models needs {need / GIB:.1f}"
-        )
+    if need / GIB > memory_gib:
+        raise UserError(f"{key} is {memory_gib:g}: a rank that loads its models needs {need / GIB:.1f}")
 
 
 def _check_sources(found: Findings, job: JobConfig, task: Task) -> None:

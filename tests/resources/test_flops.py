@@ -12,7 +12,7 @@ from actors.learner.learner import LearnerWorker
 from actors.learner.parts import LearnerSpec
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig
 from t2g.resources.flops import peak_flops, train_flops
-from t2g.resources.memory import LLAMA_3_8B, ModelShape
+from t2g.resources.model_shape import LLAMA_3_8B, ModelShape
 from t2g.types import TrainSequence
 
 TOY = ModelShape(

@@ -22,7 +22,8 @@ from t2g.resources.host_memory import (
     learner_parts,
     with_estimated_memory,
 )
-from t2g.resources.memory import GIB, ModelShape
+from t2g.resources.memory import GIB
+from t2g.resources.model_shape import ModelShape
 
 TESTS = Path(__file__).parents[1]
 SHAPES = {  # of SmolLM2-135M, and of a smaller model with a head of its own

@@ -16,7 +16,8 @@ from t2g.algo.head import install_chunked_head
 from t2g.algo.logprobs import Rows
 from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig, with_overrides
 from t2g.resources import memory
-from t2g.resources.memory import GIB, LLAMA_3_8B, ModelShape
+from t2g.resources.memory import GIB
+from t2g.resources.model_shape import LLAMA_3_8B, ModelShape, find_shape, shape_of
 from t2g.types import TrainSequence
 
 SMALL = {
@@ -71,7 +72,7 @@ def test_a_toy_by_hand() -> None:
 def test_parameters_are_those_of_the_real_model(config: Any) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert memory.shape_of(config.to_dict()).numel == sum(p.numel() for p in model.parameters())
+    assert shape_of(config.to_dict()).numel == sum(p.numel() for p in model.parameters())
 
 
 def saved_bytes(config: Any, dtype: torch.dtype, *, checkpointing: bool, tokens: int = 128) -> int:
@@ -99,7 +100,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, b: int, checkpo
     configs = [small(LlamaConfig, layers) for layers in (3, 1)]
     three, one = (saved_bytes(config, dtype, checkpointing=checkpointing) for config in configs)
     found = three - one
-    shapes = [memory.shape_of(config.to_dict()) for config in configs]
+    shapes = [shape_of(config.to_dict()) for config in configs]
     three, one = (memory.activation_bytes(s, 128, b=b, checkpointing=checkpointing) for s in shapes)
     assert found == pytest.approx(three - one, rel=0.02)
 
@@ -126,7 +127,7 @@ QWEN_1_5B = Qwen2Config(
 )
 def test_the_shapes_that_are_used(config: Any, numel: int, token_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes alone: every weight, and what autograd keeps of 64 tokens in one layer."""
-    shape = memory.shape_of(config.to_dict())
+    shape = shape_of(config.to_dict())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == shape.numel == numel
@@ -210,7 +211,7 @@ def test_logits_bytes_equal_the_peak_of_a_pass(name: str, objective: ObjectiveCo
         reference = torch.zeros(num_tokens, vocabulary, dtype=getattr(torch, dtype)) if full else None
         found = rows.token_outputs(model, 0.6, entropy=objective is not None, ref_logits=reference)
         sum(column.sum() for column in (found.logprobs, found.entropy, found.full_kl) if column is not None).backward()
-    shape = memory.shape_of(config.to_dict())
+    shape = shape_of(config.to_dict())
     learner = LearnerConfig(dtype=dtype)
     expected = memory.logits_bytes(shape, learner, tokens=num_tokens, objective=objective)
     assert (0.7 if name == "gemma2" else 0.97) * expected < used.peak_bytes < 1.01 * expected
@@ -303,20 +304,20 @@ def test_two_buckets_are_lent_by_ipc_alone() -> None:
 
 def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3, **SMALL}))
-    found = memory.find_shape(str(tmp_path))
+    found = find_shape(str(tmp_path))
     assert found is not None
     assert (found.num_hidden_layers, found.hidden_size, found.num_key_value_heads) == (3, 256, 2)
     kept = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
     numbers = {"model_type": "llama", "num_hidden_layers": 3, "quantization_config": kept, **SMALL}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
-    found = memory.find_shape(str(tmp_path))
+    found = find_shape(str(tmp_path))
     assert found is not None and found.quantization_config["group_size"] == 64
-    assert memory.find_shape("meta-llama/Llama-3.1-8B-Instruct") == LLAMA_3_8B
-    assert memory.find_shape("nobody/has-this") is None
+    assert find_shape("meta-llama/Llama-3.1-8B-Instruct") == LLAMA_3_8B
+    assert find_shape("nobody/has-this") is None
 
 
 def test_experts_are_not_taken_for_a_dense_model() -> None:
     numbers = {"model_type": "mixtral", "num_hidden_layers": 2, **SMALL}
-    assert memory.shape_of(numbers) is not None
-    assert memory.shape_of(numbers | {"num_local_experts": 8}) is None
-    assert memory.shape_of({"model_type": "gpt2", "n_embd": 768}) is None
+    assert shape_of(numbers) is not None
+    assert shape_of(numbers | {"num_local_experts": 8}) is None
+    assert shape_of({"model_type": "gpt2", "n_embd": 768}) is None

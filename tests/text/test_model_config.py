@@ -8,7 +8,7 @@ import pytest
 from models import random_model
 
 from t2g.errors import UserError
-from t2g.resources.memory import find_shape
+from t2g.resources.model_shape import find_shape
 from t2g.text.model_config import load_local_config
 from t2g.text.tokenizer import load_tokenizer
 

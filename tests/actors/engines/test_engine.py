@@ -18,7 +18,8 @@ from actors.engines.engine import (
 from t2g.config import EngineConfig
 from t2g.config.jobs import ENGINE_SHARE
 from t2g.errors import UserError
-from t2g.resources.memory import GIB, LLAMA_3_8B, ModelShape
+from t2g.resources.memory import GIB
+from t2g.resources.model_shape import LLAMA_3_8B, ModelShape
 
 
 def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
