@@ -326,8 +326,8 @@ def offload_states(engine: Engine) -> None:
 def reload_states(engine: Engine) -> None:
     """Move back what `offload_states` moved."""
     for tensor in _adam_tensors(engine):
-        tensor.data = tensor.data.to(engine.device, non_blocking=True, copy=True)
-    engine.reload_states()  # also waits for the copies
+        tensor.data = tensor.data.to(engine.device, non_blocking=True, copy=True)  # later kernels queue behind the copy
+    engine.reload_states()
 
 
 def _offload_adam_states(engine: Engine) -> None:

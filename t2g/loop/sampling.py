@@ -191,9 +191,9 @@ async def compute_held_out_metrics(
 ) -> dict[str, float]:
     """Return means over held-out responses; `eval/score` is the task's own measure.
 
-    Without such a measure the feedback gives the score of a response: good less poor spans by their number, -1 to 1,
-    and 0 without a span. It is a rate, because a count would grow with the length of the response. A conversation
-    whose environment failed has no measure. The first responses are written to samples.jsonl with their feedback.
+    Without such a measure the feedback gives the score of a response: the rewards of its spans over the sum of their
+    absolute values (`score_spans`), 0 without a reward. A conversation whose environment failed has no measure. The
+    first responses are written to samples.jsonl with their feedback.
     """
     measured = await _measure_held_out(config, task, pairs)
     logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
