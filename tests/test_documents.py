@@ -27,8 +27,10 @@ MAX_WORDS = {  # of `wc -w`: tables and code count
     "actors/README.md": 1900,
     "docker/README.md": 1600,
     "t2g/guides/02-your-feedback.md": 1600,
+    "t2g/guides/15-measure-and-compare.md": 1300,
+    "t2g/study/README.md": 5800,
 }
-UNLIMITED = ("configs/README.md", "t2g/study/README.md", "jobs/stopwatch/README.md", "tests/README.md")  # tables
+UNLIMITED = ("configs/README.md", "jobs/stopwatch/README.md", "tests/README.md")  # tables
 NEWCOMER = [ROOT / "README.md", *GUIDES]
 DOCUMENTS = [*NEWCOMER, *(ROOT / name for name in (*MAX_WORDS, *UNLIMITED) if (ROOT / name) not in NEWCOMER)]
 OLD_TERMS = (  # of the names that this project gave to things, left sides of the style guide's dictionary
