@@ -34,6 +34,7 @@ from t2g.config import (
 from t2g.config.evaluation import SampledConfig
 from t2g.config.feedback import RolloutConfig
 from t2g.config.field_marks import can_change_on_resume
+from t2g.config.resolve import DERIVED_DEFAULTS
 from t2g.config.validation_errors import list_fields, section_type
 
 TARGET = Path(__file__).parent.parent / "configs" / "README.md"
@@ -195,10 +196,24 @@ def format_rows(section: type[BaseModel]) -> list[str]:
     """Return a row of the table for each key."""
     rows = []
     for name, info in section.model_fields.items():
-        facts = format_type(info), format_default(info), format_resume(section, name), format_meaning(section, name)
+        default = format_default(info)
+        if (section, name) in derived_fields():
+            default += "*"
+        facts = format_type(info), default, format_resume(section, name), format_meaning(section, name)
         cells = [cell.replace("|", "\\|") for cell in (f"`{name}`", *facts)]
         rows.append("| " + " | ".join(cells) + " |")
     return rows
+
+
+@cache
+def derived_fields() -> set[tuple[type[BaseModel] | None, str]]:
+    """Return section and name of each field whose default follows from other sections."""
+    known = list_fields(PolicyJob)
+    fields = set()
+    for default in DERIVED_DEFAULTS:
+        outer, _, name = default.key.rpartition(".")
+        fields.add((section_type(known[outer].annotation), name))
+    return fields
 
 
 def format_meaning(section: type[BaseModel], name: str) -> str:

@@ -4,7 +4,7 @@
 (`validation_errors`). The annotation of a field says whether it can change on resume and whether it is a path
 (`field_marks`). `with_overrides` returns a validated copy with other values; `AnyJob.describe` summarises a config.
 Every package may import this one; it imports pydantic, YAML, `t2g.files`, `t2g.errors` and the sandbox's config.
-A validator resolves a default that depends on another field, so that the resolved config is complete.
+A default that depends on another section is set by `resolve`, so that the config of a job is complete.
 """
 
 from t2g.config.common import (

@@ -63,10 +63,9 @@ def with_overrides(config: Config, overrides: Mapping[str, Any], context: PathCo
     return type(config).model_validate(config, context=context)
 
 
-def with_derived(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return `with_overrides` for values that follow from other sections: they do not count as set."""
-    changed = with_overrides(config, changes)
-    return type(config).model_construct(config.model_fields_set, **dict(changed))
+def set_derived(config: Section, name: str, value: Any) -> None:
+    """Set a field of a frozen config during its validation; the field does not count as set by the user."""
+    config.__dict__[name] = value
 
 
 def with_value_at(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> Any:
@@ -260,15 +259,13 @@ class RoleConfig(ProcessConfig):
 
     workers: int = Field(1, ge=1, description="ranks of this role")
 
-    @model_validator(mode="after")
-    def check_one_rank_per_gpu(self) -> Self:
-        """Refuse two ranks on one GPU."""
+    def check_one_rank_per_gpu(self) -> None:
+        """Raise ValueError if two ranks are on one GPU."""
         if self.workers > 1 and 0 < self.gpus <= 0.5:
             raise ValueError(
                 f"gpus={self.gpus:g} with workers={self.workers} puts two ranks on one GPU, which NCCL refuses "
                 "(Duplicate GPU); take workers=1, or a GPU for each rank"
             )
-        return self
 
     @property
     def num_processes(self) -> int:

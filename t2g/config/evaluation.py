@@ -1,12 +1,12 @@
 """Schema of jobs.evaluate --what policy: the policies, their sampling, and their judges."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from t2g.config import loading
-from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, with_overrides
+from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, set_derived, with_overrides
 from t2g.config.comparing import RunPart
 from t2g.config.describe import count, format_sampling
 from t2g.config.feedback import FeedbackConfig, RolloutConfig
@@ -14,7 +14,7 @@ from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.jobs import JobConfig
 from t2g.config.language_model import LLMConfig
 from t2g.config.learning import RewardRuleConfig
-from t2g.config.validation_errors import format_first_error
+from t2g.config.validation_errors import errors_at, format_first_error
 from t2g.sandbox import SandboxConfig
 
 SAMPLING_KEYS = ("temperature", "max_new_tokens", "max_model_len")
@@ -100,20 +100,27 @@ class PolicyEvaluationJob(JobConfig):
         """Return the policies that own engines serve."""
         return self.policies | self.reflections
 
-    @field_validator("rollout")
-    @classmethod
-    def fill_training_sampling(cls, rollout: SampledConfig, info: ValidationInfo) -> SampledConfig:
-        """Fill keys that the user did not set from the policies' training runs; only files have a context."""
-        models = info.data.get("policies", {}) | info.data.get("reflections", {}) if info.context else {}
-        runs = [training_sampling(model.policy) for model in models.values()]
+    @model_validator(mode="after")
+    def fill_training_sampling(self, info: ValidationInfo) -> Self:
+        """Set keys of rollout that the user did not set as the policies' training runs have them.
+
+        Only configs that are read from files have a context. The values are read once, and then count as set.
+        """
+        if info.context:
+            with errors_at("rollout"):
+                set_derived(self, "rollout", self._with_training_sampling())
+        return self
+
+    def _with_training_sampling(self) -> SampledConfig:
+        runs = [training_sampling(model.policy) for model in self.served.values()]
         changes: dict[str, float] = {}
-        for key in set(SAMPLING_KEYS) - rollout.model_fields_set:
+        for key in set(SAMPLING_KEYS) - self.rollout.model_fields_set:
             values = {run[key] for run in runs if key in run}
             if len(values) > 1:
                 raise ValueError(f"rollout.{key} is not set, and training sampled with {sorted(values)}: set one value")
             changes.update((key, value) for value in values)
         try:
-            return with_overrides(rollout, changes)
+            return with_overrides(self.rollout, changes)
         except ValidationError as error:
             raise ValueError(f"with {changes} of the policies' training: {format_first_error(error)}") from error
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from t2g.config.common import RESTART_WINDOW_S, Dtype, ProcessConfig, Section
+from t2g.config.common import RESTART_WINDOW_S, Dtype, ProcessConfig, Section, set_derived
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.language_model import LLMConfig
 from t2g.sandbox import SandboxConfig
@@ -112,12 +112,13 @@ class EngineConfig(ProcessConfig):
                     raise ValueError(f"{name} cannot be set: {why}; remove it")
         return arguments
 
-    @field_validator("gpu_memory_utilization")
-    @classmethod
-    def limit_memory_share(cls, share: float, info: ValidationInfo) -> float:
+    @model_validator(mode="after")
+    def limit_memory_share(self) -> Self:
         """Limit the share to `gpus`: an engine that starts beside others on its GPU finds no more memory."""
-        gpus = info.data.get("gpus", 0)
-        return min(share, gpus) if 0 < gpus < 1 else share
+        if 0 < self.gpus < 1:
+            share = min(self.gpu_memory_utilization, self.gpus)
+            set_derived(self, "gpu_memory_utilization", share)
+        return self
 
     @property
     def num_processes(self) -> int:
@@ -343,19 +344,20 @@ class CriterionConfig(SourceConfig):
     )  # fmt: skip
 
 
-class _AnnotateSource(SourceConfig):
-    """A source of annotation. These fields only decide which records are missing; a resume annotates those again."""
-
-    human_file: ResumeMutable[Files] = Field(None, description="as in feedback; by default data.path")
-    timeout_s: ResumeMutable[float] = Field(
-        120,
-        gt=0,
-        description="deadline of the feedback on one response, an LLM's retries included; of each call of a function",
-    )
+# In annotation these fields only decide which records are missing; a resume annotates those again.
+ANNOTATE_FILES = Field(None, description="as in feedback; by default data.path")
+ANNOTATE_TIMEOUT = Field(
+    120,
+    gt=0,
+    description="deadline of the feedback on one response, an LLM's retries included; of each call of a function",
+)
 
 
-class AnnotateCriterionConfig(_AnnotateSource, CriterionConfig):
+class AnnotateCriterionConfig(CriterionConfig):
     """One of several feedback sources of annotation."""
+
+    human_file: ResumeMutable[Files] = ANNOTATE_FILES
+    timeout_s: ResumeMutable[float] = ANNOTATE_TIMEOUT
 
 
 CriterionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,19}$")]
@@ -423,10 +425,12 @@ class FeedbackConfig(SourceConfig):
         return ", ".join(f"{name} ({source.describe()})" for name, source in sources) or super().describe()
 
 
-class AnnotateConfig(_AnnotateSource, FeedbackConfig):
+class AnnotateConfig(FeedbackConfig):
     """The feedback source of annotation, and the responses that it judges."""
 
     section: ClassVar[str] = "annotate"
+    human_file: ResumeMutable[Files] = ANNOTATE_FILES
+    timeout_s: ResumeMutable[float] = ANNOTATE_TIMEOUT
     source: str = Field("program", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
     sources: dict[CriterionName, AnnotateCriterionConfig] | None = Field(
         None, min_length=1, description=FeedbackConfig.model_fields["sources"].description

@@ -4,7 +4,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from t2g.config.common import (
     AlarmConfig,
@@ -15,11 +15,9 @@ from t2g.config.common import (
     LogConfig,
     ModelConfig,
     ProcessConfig,
-    RoleConfig,
     RunConfig,
     Section,
     WorldConfig,
-    with_derived,
 )
 from t2g.config.comparing import CompareConfig
 from t2g.config.describe import (
@@ -43,7 +41,9 @@ from t2g.config.feedback import (
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
-from t2g.config.turns import check_conversations, derive_turn_gamma
+from t2g.config.resolve import resolve
+from t2g.config.turns import check_conversations
+from t2g.config.validation_errors import errors_at
 
 ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
 
@@ -53,6 +53,11 @@ class AnyJob(Section):
 
     run: RunConfig = RunConfig()
     cluster: ResumeMutable[ClusterConfig] = ClusterConfig()
+
+    @model_validator(mode="after")
+    def set_derived_defaults(self) -> Self:
+        resolve(self)
+        return self
 
     @property
     def feedback_sections(self) -> dict[str, SourceConfig]:
@@ -96,21 +101,6 @@ class SyncedJob(AnyJob):
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
 
-    @field_validator("learner")
-    @classmethod
-    def choose_transport(cls, learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
-        """Choose ipc or nccl where the GPUs allow it; store alone can hash every tensor."""
-        if not {"cluster", "rollout"} <= info.data.keys():
-            return learner
-        sharing = info.data["cluster"].gpu_sharing
-        if sharing == "none":
-            RoleConfig.check_one_rank_per_gpu(learner)
-        if "sync_transport" in learner.model_fields_set:
-            return learner
-        has_whole_gpus = min(info.data["rollout"].gpus, learner.gpus) >= 1 and learner.sync_verify == "probe"
-        transport = "ipc" if sharing != "none" else "nccl" if has_whole_gpus else "store"
-        return with_derived(learner, {"sync_transport": transport})
-
     @property
     def reserved(self) -> tuple[RolloutConfig, LearnerConfig]:
         """Return the rollout and learner sections with the GPU shares that Ray reserves."""
@@ -123,6 +113,9 @@ class SyncedJob(AnyJob):
 
     @model_validator(mode="after")
     def check_weight_transport(self) -> Self:
+        if self.cluster.gpu_sharing == "none":
+            with errors_at("learner"):
+                self.learner.check_one_rank_per_gpu()
         check_gpus(self.rollout, self.learner, self.cluster.gpu_sharing)
         return self
 
@@ -174,25 +167,6 @@ class PolicyJob(SyncedJob, JobConfig):
     def revision_window(self) -> int:
         """Return the most tokens of a prompt, its response and a critique: the windows of both engines together."""
         return self.rollout.max_model_len + (self.feedback.engine_source or self.feedback).engine.max_model_len
-
-    @field_validator("objective")
-    @classmethod
-    def fill_objective_defaults(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
-        """Set `rewards.poor` by task, `advantages` by the number of samples and the critic, `turn_gamma` by feedback.
-
-        In the task code, severity 1 means "works, could be improved", for which the paper's release pays nothing.
-        A single sample of a prompt has no group to compare with.
-        """
-        rollout = info.data.get("rollout")  # None if the section is invalid
-        learner = info.data.get("learner")
-        changes: dict[str, Any] = {}
-        if info.data.get("task") == "code" and "poor" not in objective.rewards.model_fields_set:
-            changes["rewards.poor"] = (0.0, -1.0, -1.0)
-        has_one_sample = rollout is not None and rollout.samples_per_prompt == 1 and objective.trains_rewards
-        critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
-        if (has_one_sample or critic) and "advantages" not in objective.model_fields_set:
-            changes["advantages"] = "gae"
-        return with_derived(objective, changes | derive_turn_gamma(info.data.get("feedback"), objective))
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from t2g.config.common import RESTART_WINDOW_S, Dtype, FollowingSection, RoleConfig, Section
 from t2g.config.feedback import EngineConfig
@@ -11,6 +11,7 @@ from t2g.config.field_marks import ResumeMutable
 Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
 Placement = Literal["span", "step", "scalar", "shuffled"]
+Advantages = Literal["gae", "group", "group_normalised"]
 
 
 class OptimConfig(Section):
@@ -25,7 +26,7 @@ class OptimConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
 
 
-class RewardRuleConfig(Section):
+class RewardRuleConfig(FollowingSection):
     """How spans become token rewards."""
 
     unit: Literal["span", "token"] = Field(
@@ -105,7 +106,7 @@ class ObjectiveConfig(FollowingSection):
         "a turn's rewards are those of its own tokens alone; the default with feedback.source=next_message and "
         "rewards.placement span or step"
     )  # fmt: skip
-    advantages: Literal["gae", "group", "group_normalised"] = Field(
+    advantages: Advantages = Field(
         "group",
         description="group: token returns less those of the prompt's other samples (RLOO where the reward is scalar); "
         "group_normalised: less the group's mean, by its standard deviation (GRPO there); gae: with a critic, the "
@@ -239,10 +240,12 @@ class LearnerConfig(RoleConfig):
         600, gt=0, description="deadline of one forward, update, sync or checkpoint"
     )
 
-    @model_validator(mode="after")
-    def check_one_rank_per_gpu(self) -> Self:
-        """Leave it to the job: with cluster.gpu_sharing each rank is on the GPU of an engine."""
-        return self
+    @field_validator("critic_ranks")
+    @classmethod
+    def check_critic_ranks(cls, ranks: RoleConfig | None) -> RoleConfig | None:
+        if ranks is not None:
+            ranks.check_one_rank_per_gpu()
+        return ranks
 
     @property
     def sends_adapters(self) -> bool:
@@ -300,3 +303,8 @@ class SFTOptions(RoleConfig):
     timeout_s: ResumeMutable[float] = Field(
         1800, gt=0, description="deadline of one optimizer step with its checkpoint, and of the start-up"
     )
+
+    @model_validator(mode="after")
+    def check_ranks(self) -> Self:
+        self.check_one_rank_per_gpu()
+        return self

@@ -1,7 +1,5 @@
 """Which feedback and objectives conversations with an environment can have."""
 
-from typing import Any
-
 from t2g.config.feedback import FeedbackConfig
 from t2g.config.learning import ObjectiveConfig
 
@@ -28,14 +26,3 @@ def check_conversations(environment: str | None, feedback: FeedbackConfig, objec
         raise ValueError(
             "feedback.sources has next_message, which judges each turn: set feedback.source=next_message alone"
         )
-
-
-def derive_turn_gamma(feedback: FeedbackConfig | None, objective: ObjectiveConfig) -> dict[str, Any]:
-    """Return turn_gamma=0 where each turn is paid for its own critique: a wrong one would earn its repair's praise.
-
-    Other placements may pay all turns within the last one.
-    """
-    judges_turns = feedback is not None and feedback.source == "next_message"
-    pays_turns = objective.rewards.placement in ("span", "step")
-    is_set = "turn_gamma" in objective.model_fields_set
-    return {"turn_gamma": 0.0} if judges_turns and pays_turns and not is_set else {}

@@ -3,15 +3,16 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, LiteralString, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from t2g.config.texts import mask_secrets
 
@@ -50,6 +51,20 @@ def format_errors(
         sentence = mask_secrets(_format_error(schema, detail["loc"], detail))
         sentences[format_origin(detail) + sentence] = None
     return list(sentences)
+
+
+@contextmanager
+def errors_at(*keys: str | int) -> Iterator[None]:
+    """Give a ValueError of the block the place of a key, as if its field had refused it.
+
+    For validators of a whole job, which check what several sections need.
+    """
+    try:
+        yield
+    except ValueError as error:
+        kind = PydanticCustomError("value_error", cast(LiteralString, str(error)))
+        detail = InitErrorDetails(type=kind, loc=keys, input=None)
+        raise ValidationError.from_exception_data("", [detail]) from None
 
 
 def format_first_error(error: ValidationError) -> str:
