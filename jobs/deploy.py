@@ -149,6 +149,8 @@ def check(arguments: argparse.Namespace) -> int:
 
 def render(arguments: argparse.Namespace) -> int:
     """Print manifests for KubeRay, all documents, made from the run's config."""
+    if arguments.patch:
+        raise UserError("--patch was removed: kustomize patches the manifests, see docker/kuberay/kustomization.yaml")
     config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
         config = read_config(arguments.stage, arguments.config, arguments.overrides, Path.cwd(), have=None)
@@ -156,7 +158,7 @@ def render(arguments: argparse.Namespace) -> int:
     nowhere = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
         raise_findings(found, *nowhere)
-    options = ("target", "stage", "cpu", "image", "overrides", "patch")
+    options = ("target", "stage", "cpu", "image", "overrides")
     given = {name: getattr(arguments, name) for name in options}
     print(render_manifests(config, config_path=str(arguments.config), **given), end="")
     return 0
@@ -215,9 +217,7 @@ def _add_own_options(made: dict[str, argparse.ArgumentParser]) -> None:
     render_parser = made["render"]
     render_parser.add_argument("--image", metavar="NAME", help="other than the project's own")
     render_parser.add_argument("--target", choices=("rayjob", "raycluster", "claim"), default="rayjob")
-    render_parser.add_argument(
-        "--patch", type=Path, metavar="FILE", help="YAML, strategic merges: see docker/README.md"
-    )
+    render_parser.add_argument("--patch", help=argparse.SUPPRESS)  # removed
     render_parser.add_argument("--cpu", action="store_true", help="for the CPU image, without GPUs")
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -32,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
 
-MAX_DEPTH = 50  # of nested values in a YAML document
-MAX_VALUES = 10_000  # of a YAML document
+TOO_DEEP = "values are nested too deeply"
 FILE_NAME = "config.yaml"  # the resolved config in the run folder
 JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a driver
 QUOTES = (
@@ -266,14 +264,23 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
         return {}, {}
     if not isinstance(values, dict):
         raise UserError(f"{file}:1: got {format_value(values)}, needs a mapping of keys to values")
+    try:
+        lines = _find_lines(file, node)
+        checked = _check_texts(values, lambda keys: f"{file}:{lines.get(keys, 1)}")
+    except RecursionError:  # an alias inside its own anchor
+        raise UserError(f"{file}: broken YAML: {TOO_DEEP}") from None
+    return checked, lines
+
+
+def _find_lines(file: Path, node: yaml.Node | None) -> dict[Keys, int]:
+    """Return the line of each key; raise UserError for a key that is given twice."""
     lines: dict[Keys, int] = {}
     for keys, line in _key_lines((), node):
         if keys in lines:
             first_line = lines[keys]
             raise UserError(f"{file}:{line}: {dotted_key(keys)} is given twice, first in line {first_line}")
         lines[keys] = line
-    checked = _check_texts(values, lambda keys: f"{file}:{lines.get(keys, 1)}")
-    return checked, lines
+    return lines
 
 
 def _check_texts(values: Mapping[str, Any], find_origin: Callable[[Keys], str]) -> dict[str, Any]:
@@ -285,34 +292,11 @@ def _check_texts(values: Mapping[str, Any], find_origin: Callable[[Keys], str]) 
 
 
 def _parse(text: str) -> tuple[yaml.Node | None, Any]:
-    """Return node and value of a YAML text; raise ValueError if it is too deep or too large."""
+    """Return node and value of a YAML text; raise ValueError for values that are nested too deeply."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        height, size = _measure_nesting(node, {}) if node else (0, 0)
-        is_too_large = height > MAX_DEPTH or size > MAX_VALUES
-    except RecursionError:  # also an alias inside its own anchor
-        is_too_large = True
-    if is_too_large:
-        raise ValueError(f"more than {MAX_DEPTH} nested values, or more than {MAX_VALUES} with aliases expanded")
-    return node, yaml.safe_load(text)
-
-
-def _measure_nesting(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return the nesting depth and the number of values, aliases expanded."""
-    if id(node) in known:
-        return known[id(node)]
-    inner_nodes = node.value if isinstance(node, yaml.CollectionNode) else []
-    if isinstance(node, yaml.MappingNode):
-        inner_nodes = chain.from_iterable(node.value)
-
-    inner_height = 0
-    size = 1
-    for inner_node in inner_nodes:
-        height, inner_size = _measure_nesting(inner_node, known)
-        inner_height = max(inner_height, height)
-        size += inner_size
-    known[id(node)] = (1 + inner_height, size)
-    return known[id(node)]
+        return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
 
 
 def _key_lines(prefix: Keys, node: yaml.Node | None) -> Iterator[tuple[Keys, int]]:

@@ -14,7 +14,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from t2g.config import JobConfig, LogConfig
 from t2g.config.validation_errors import format_value
-from t2g.deploy.patches import patched, read_patches
 from t2g.deploy.pods import PodGroup, pod_groups, shares_gpus
 from t2g.deploy.submission import Submission, submission
 from t2g.errors import UserError
@@ -44,7 +43,6 @@ def render_manifests(
     cpu: bool = False,
     image: str | None = None,
     overrides: Sequence[str] = (),
-    patch: Path | None = None,
 ) -> str:
     """Return the manifests of a target as YAML.
 
@@ -55,7 +53,6 @@ def render_manifests(
         config: The config of `config_path` with `overrides`. The RayJob's driver reads both again.
         config_path: Relative to the repository in the image, or absolute on the claim.
         cpu: For a cluster without GPUs.
-        patch: See `t2g.deploy.patches`.
 
     Raises:
         UserError: The run cannot work in pods.
@@ -75,8 +72,7 @@ def render_manifests(
     job = driver(stage, config, config_path, overrides)
     parts = _render_parts(config, groups, job, image=image or IMAGES[cpu], mount=mount, cpu=cpu)
     documents = _documents(parts, target)
-    patches = read_patches(patch) if patch else ()
-    dumped = yaml.dump_all(patched(documents, patches), Dumper=_NoAliases, sort_keys=False, width=120)
+    dumped = yaml.dump_all(documents, Dumper=_NoAliases, sort_keys=False, width=120)
 
     options = ["--target", target]
     if stage != "policy":
@@ -85,8 +81,6 @@ def render_manifests(
         options.append("--cpu")
     if image:
         options += ["--image", image]
-    if patch:
-        options += ["--patch", str(patch)]
     command = ["python", "-m", "jobs.deploy", "render", "--config", config_path, *options, *overrides]
     remarks = [f"Made by: {shlex.join(command)}", *_remarks(config, target)]
     header = ""

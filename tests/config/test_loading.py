@@ -253,11 +253,7 @@ def test_braces_that_a_shell_expanded_are_answered_with_quotes(tmp_path: Path) -
     assert not once.endswith(loading.QUOTES)
 
 
-LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
-CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 300))
-
-
-def test_aliases_within_reason_are_followed(tmp_path: Path) -> None:
+def test_aliases_are_followed(tmp_path: Path) -> None:
     job = load(tmp_path, GOOD.replace("data:", "data: &data") + "eval_data: *data\n")
     assert job.eval_data == job.data
 
@@ -270,11 +266,9 @@ def test_aliases_within_reason_are_followed(tmp_path: Path) -> None:
         ("- 1\n", r"job\.yaml:1: got \[1\], needs a mapping of keys to values"),
         ("a: \x00\n", r"job\.yaml: broken YAML: .*special characters are not allowed.*"),
         ("run: 2026-99-99\n", r"job\.yaml: broken YAML: month must be in 1\.\.12"),
-        ("a: " + "[" * 60 + "]" * 60, r"job\.yaml: broken YAML: more than 50 nested values.*"),
-        ("[" * 100_000, r"job\.yaml: broken YAML: more than 50 nested values.*"),
-        ("a: &a [*a]\n", r"job\.yaml: broken YAML: more than 50 nested values.*"),
-        (LAUGHS, r"job\.yaml: broken YAML: .* or more than 10000 with aliases expanded"),
-        (CHAIN, r"job\.yaml: broken YAML: more than 50 nested values.*"),
+        ("[" * 100_000, r"job\.yaml: broken YAML: values are nested too deeply"),
+        ("a: &a [*a]\n", r"job\.yaml: broken YAML: values are nested too deeply"),
+        ("a: &a {b: *a}\n", r"job\.yaml: broken YAML: values are nested too deeply"),
     ],
 )
 def test_broken_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:

@@ -303,64 +303,47 @@ def test_an_empty_node_takes_no_driver_and_no_rank() -> None:
     assert budget["spec"]["selector"]["matchLabels"] == {"t2g/cluster": main["metadata"]["name"]}
 
 
-PATCH = """
-metadata: {namespace: team-a}
----
-kind: Pod
-spec:
-  nodeSelector: {pool: gpu}
-  imagePullSecrets: [{name: registry}]
-  priorityClassName: batch
-  tolerations: [{key: spot, operator: Exists}]
----
-kind: RayJob
-metadata: {labels: {kueue.x-k8s.io/queue-name: team-a}}
-spec: {backoffLimit: null, rayClusterSpec: {workerGroupSpecs: [{groupName: rollout, idleTimeoutSeconds: 60}]}}
----
-kind: PersistentVolumeClaim
-spec: {storageClassName: fast, resources: {requests: {storage: 2Ti}}}
----
-kind: NetworkPolicy
-$patch: delete
-"""
+KUSTOMIZATION = FOLDER / "kustomization.yaml"
 
 
-def test_an_operators_patch_is_merged(tmp_path: Path) -> None:
-    file = tmp_path / "patch.yaml"
-    file.write_text(PATCH)
-    config = policy("data.path=/mnt/t2g/x.json", file="configs/slf5k/policy.yaml")
-    given = {"config_path": "c.yaml", "patch": file}
-    budget, main = yaml.safe_load_all(render_manifests(config, target="rayjob", **given))
-    (claim,) = yaml.safe_load_all(render_manifests(config, target="claim", **given))
-    assert {document["metadata"]["namespace"] for document in (claim, budget, main)} == {"team-a"}
-    assert main["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
-    assert "backoffLimit" not in main["spec"]
-    for pod in pods(main):
-        assert (pod["nodeSelector"], pod["imagePullSecrets"]) == ({"pool": "gpu"}, [{"name": "registry"}])
-        assert pod["priorityClassName"] == "batch"
-        assert pod["containers"][0]["image"] == "t2g:0.2.0"
-        assert pod["tolerations"][-1] == {"key": "spot", "operator": "Exists"}
-        on_gpu = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
-        assert len(pod["tolerations"]) == 1 + on_gpu, "ours stays"
-    groups = {group["groupName"]: group for group in cluster_spec(main)["workerGroupSpecs"]}
-    assert groups["rollout"]["idleTimeoutSeconds"] == 60
-    assert groups["reward"]["idleTimeoutSeconds"] == 600
-    assert len(groups) == 3 and groups["rollout"]["maxReplicas"] == 1
-    assert claim["spec"]["storageClassName"] == "fast"
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert claim["spec"]["resources"] == {"requests": {"storage": "2Ti"}}
+def find_section(document: Any, path: str) -> tuple[Any, str]:
+    """Return the section of a JSON patch's path, and the last part of the path."""
+    *parents, last = (part.replace("~1", "/") for part in path.removeprefix("/").split("/"))
+    for part in parents:
+        document = document[int(part) if isinstance(document, list) else part]
+    return document, last
+
+
+def test_the_example_of_kustomize_patches_the_rendered_run() -> None:
+    example = yaml.safe_load(KUSTOMIZATION.read_text(encoding="utf-8"))
+    (file,) = example["resources"]
+    main = documents((FOLDER / file).read_text(encoding="utf-8"))[1]
+    (patch,) = example["patches"]
+    assert patch["target"] == {"kind": main["kind"]}
+    for change in yaml.safe_load(patch["patch"]):
+        section, name = find_section(main, change["path"])
+        assert change["op"] == "add"
+        if isinstance(section, list):
+            assert name == "-"
+            section.append(change["value"])
+        else:
+            assert name not in section, "add would replace what the manifest has"
+            section[name] = change["value"]
+    head, learner, rollout, _, _ = pods(main)
+    assert (head["nodeSelector"], learner["nodeSelector"]) == ({"pool": "cpu"}, {"pool": "gpu"})
+    assert rollout["tolerations"][-1] == {"key": "spot", "operator": "Exists"} and len(rollout["tolerations"]) == 2
     assert schema_errors(main) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("kind: Deployment", "document 1 is a Deployment; it needs"), ("- a", "is a list"), ("a: [", "--patch")],
-)
-def test_a_patch_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    file = tmp_path / "patch.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError, match=re.escape(words)):
-        render_manifests(policy(), config_path="c.yaml", target="rayjob", cpu=True, patch=file)
+def test_the_readme_shows_the_example_of_kustomize() -> None:
+    readme = (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
+    shown = KUSTOMIZATION.read_text(encoding="utf-8").split("\n", 2)[2]  # without the comment
+    assert shown in readme
+
+
+def test_the_option_for_patches_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert deploy.main(["render", "--config", "configs/tiny/policy.yaml", "--patch", "p.yaml"]) == 2
+    assert "kustomiz" in capsys.readouterr().err
 
 
 def test_a_config_that_no_pod_has_is_refused() -> None:
