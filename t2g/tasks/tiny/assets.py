@@ -12,7 +12,11 @@ from typing import Any
 from t2g.tasks.tiny import programs, world
 from t2g.tasks.tiny.task import TinyCodeTask
 
-PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+PAD = "<|pad|>"
+END = "<|end|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+SYSTEM = "<|system|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -62,12 +66,12 @@ def build_tokenizer(folder: Path | str, pieces: Iterable[str], *, vocab_size: in
 
 def build_tokenizers(folder: Path, num_facts: int = 5) -> tuple[Any, Any]:
     """Build the tokenizers of policy and reward model in `folder/policy` and `folder/reward`."""
-    policy, reward = (world.tokenizer_pieces(reward=reward, num_facts=num_facts) for reward in (False, True))
     extra = max(0, 90 * (num_facts - 5))  # further slots need merges, else a phrase takes several tokens
-    return (
-        build_tokenizer(folder / "policy", policy, vocab_size=900 + extra),
-        build_tokenizer(folder / "reward", reward, vocab_size=1300 + extra),
-    )
+    pieces = world.tokenizer_pieces(reward=False, num_facts=num_facts)
+    policy = build_tokenizer(folder / "policy", pieces, vocab_size=900 + extra)
+    pieces = world.tokenizer_pieces(reward=True, num_facts=num_facts)
+    reward = build_tokenizer(folder / "reward", pieces, vocab_size=1300 + extra)
+    return policy, reward
 
 
 def build_code_tokenizer(folder: Path) -> Any:

@@ -7,6 +7,7 @@ a model.
 
 import ast
 import re
+from collections.abc import Iterable
 
 from t2g.sandbox import Outcome, TestResult
 
@@ -27,14 +28,26 @@ def interpret(code: str, tests: str) -> Outcome | None:
     try:
         function = _find_function(ast.parse(code))
         results = [_run_test(function, *case) for case in re.findall(_CASE, tests)]
-        reason = "passed" if all(result.passed for result in results) else "failed"
     except SyntaxError as error:
-        details = {"error": "SyntaxError", "message": error.msg[:200], "trace": (error.lineno or 1,)}
-        reason, results = "syntax", [TestResult(name="import of the solution", passed=False, **details)]
+        line = error.lineno or 1
+        details = {"error": "SyntaxError", "message": error.msg[:200], "trace": (line,)}
+        result = TestResult(name="import of the solution", passed=False, **details)
+        return _make_outcome("syntax", [result])
     except (_UnsupportedError, ValueError, RecursionError, MemoryError):
         return None
-    passed = reason == "passed"
-    return Outcome(passed=passed, reason=reason, tests=tuple(results), isolation=("interpreted",), output="", seconds=0)
+    has_passed = all(result.passed for result in results)
+    return _make_outcome("passed" if has_passed else "failed", results)
+
+
+def _make_outcome(reason: str, results: Iterable[TestResult]) -> Outcome:
+    return Outcome(
+        passed=reason == "passed",
+        reason=reason,
+        tests=tuple(results),
+        isolation=("interpreted",),
+        output="",
+        seconds=0,
+    )
 
 
 def _find_function(module: ast.Module) -> ast.FunctionDef:
@@ -47,7 +60,8 @@ def _find_function(module: ast.Module) -> ast.FunctionDef:
 
 
 def _run_test(function: ast.FunctionDef, name: str, statement: str, word: str, n: str, expected: str) -> TestResult:
-    names: Names = dict(zip((argument.arg for argument in function.args.args), (word, int(n)), strict=True))
+    first, second = function.args.args
+    names: Names = {first.arg: word, second.arg: int(n)}
     lines: list[int] = []
     got = _run_statements(function.body, names, lines)
     ran = {"lines": tuple(sorted(set(lines))), "returned": lines[-1]}

@@ -17,7 +17,8 @@ compares n, as a share SPECIAL of the branches of references do, or has a branch
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,11 +33,14 @@ WORDS = ("red", "blue", "green", "black", "white", "pink", "teal", "gold")
 OPERATORS = {"+": ("add", "plus"), "-": ("minus", "less"), "*": ("times", "by")}  # by wording
 NUMBERS = range(2, 10)
 NUM_RULES = (3, 4, 5)
-VISIBLE, HIDDEN = (2, 5), (3, 8)  # values of n
+VISIBLE = (2, 5)  # values of n
+HIDDEN = (3, 8)
 SPECIAL = 0.05
-_RULE = re.compile(rf"(\w+)[:,] ({'|'.join(name for names in OPERATORS.values() for name in names)}) (\d+)")
+_OPERATOR_NAMES = "|".join(chain.from_iterable(OPERATORS.values()))
+_RULE = re.compile(rf"(\w+)[:,] ({_OPERATOR_NAMES}) (\d+)")
 _BRANCH = re.compile(r'if k == "(\w+)":\n\s*$')
-HEAD, LAST = "def f(k, n):", "\n    return n\n"
+HEAD = "def f(k, n):"
+LAST = "\n    return n\n"
 
 
 class Rule(NamedTuple):
@@ -47,23 +51,40 @@ class Rule(NamedTuple):
     number: int
 
     def value(self, n: int) -> int:
-        return {"+": n + self.number, "-": n - self.number, "*": n * self.number}[self.operator]
+        if self.operator == "+":
+            return n + self.number
+        if self.operator == "-":
+            return n - self.number
+        return n * self.number
+
+
+class Case(NamedTuple):
+    """A test: the value of f for a word and n."""
+
+    word: str
+    n: int
+    value: int
 
 
 def sample_rules(rng: np.random.Generator, *, heldout: bool) -> list[Rule]:
     """Return rules of different keys, uniform over the split's combinations, which no seed shares with the other."""
     while True:
         keys = rng.permutation(WORDS)[: rng.choice(NUM_RULES)]
-        rules = [Rule(str(key), _sample_operator(rng), int(rng.choice(NUMBERS))) for key in keys]
+        rules = [_sample_rule(str(key), rng) for key in keys]
         if is_heldout(f"{rule}" for rule in sorted(rules)) == heldout:
             return rules
 
 
 def write_question(rules: Iterable[Rule], wording: int) -> str:
-    parts = [(rule.word, OPERATORS[rule.operator][wording], rule.number) for rule in rules]
+    clauses = []
+    sentences = []
+    for rule in rules:
+        operator = OPERATORS[rule.operator][wording]
+        clauses.append(f"{rule.word}: {operator} {rule.number}")
+        sentences.append(f"If {rule.word}, {operator} {rule.number}.")
     if wording == 0:
-        return "; ".join(f"{word}: {operator} {number}" for word, operator, number in parts) + "."
-    return " ".join(f"If {word}, {operator} {number}." for word, operator, number in parts)
+        return "; ".join(clauses) + "."
+    return " ".join(sentences)
 
 
 def write_program(
@@ -76,33 +97,48 @@ def write_program(
     Probabilities per rule: `wrong`, another operator or another number, equally often; `missing`, no branch.
     Probabilities per program: `invented`, a branch of a word without a rule; `repeated`, a later copy of a branch.
     """
-    rules, branches = list(rules), list[str]()
+    rules = list(rules)
+    branches: list[str] = []
     while not branches:
         for rule in rules:
-            if rule.word in correct_words:
-                branches.append(_write_branch(rule, rng))
-            elif rng.random() >= rates.missing:
-                branches.append(_write_branch(_change_rule(rule, rng) if rng.random() < rates.wrong else rule, rng))
+            if rule.word not in correct_words:
+                if rng.random() < rates.missing:
+                    continue
+                if rng.random() < rates.wrong:
+                    rule = _change_rule(rule, rng)
+            branches.append(_write_branch(rule, rng))
     if rng.random() < rates.repeated:
         source = int(rng.integers(len(branches)))
-        branches.insert(int(rng.integers(source + 1, len(branches) + 1)), branches[source])
+        position = int(rng.integers(source + 1, len(branches) + 1))
+        branches.insert(position, branches[source])
     if rng.random() < rates.invented:
-        rule = Rule(str(rng.choice(_list_other_words(rules))), _sample_operator(rng), int(rng.choice(NUMBERS)))
-        branches.insert(int(rng.integers(len(branches) + 1)), _write_branch(rule, rng))
+        word = str(rng.choice(_list_other_words(rules)))
+        rule = _sample_rule(word, rng)
+        position = int(rng.integers(len(branches) + 1))
+        branches.insert(position, _write_branch(rule, rng))
     return HEAD + "".join(branches) + LAST
 
 
 def _write_branch(rule: Rule, rng: np.random.Generator) -> str:
     value = f"n {rule.operator} {rule.number}"
     if rng.random() < SPECIAL:
-        value = f"{rule.value(VISIBLE[0])} if n == {VISIBLE[0]} else {rule.value(VISIBLE[1])}"
+        first, second = VISIBLE
+        value = f"{rule.value(first)} if n == {first} else {rule.value(second)}"
     return f'\n    if k == "{rule.word}":\n        return {value}'
 
 
 def _change_rule(rule: Rule, rng: np.random.Generator) -> Rule:
     if rng.random() < 0.5:
-        return rule._replace(operator=str(rng.choice([other for other in OPERATORS if other != rule.operator])))
-    return rule._replace(number=int(rng.choice([other for other in NUMBERS if other != rule.number])))
+        operators = [other for other in OPERATORS if other != rule.operator]
+        return rule._replace(operator=str(rng.choice(operators)))
+    numbers = [other for other in NUMBERS if other != rule.number]
+    return rule._replace(number=int(rng.choice(numbers)))
+
+
+def _sample_rule(word: str, rng: np.random.Generator) -> Rule:
+    operator = _sample_operator(rng)
+    number = int(rng.choice(NUMBERS))
+    return Rule(word, operator, number)
 
 
 def _sample_operator(rng: np.random.Generator) -> str:
@@ -111,11 +147,19 @@ def _sample_operator(rng: np.random.Generator) -> str:
 
 def find_correction(question: str, response: str, span: Span) -> str | None:
     """Return the line that the rule of the branch needs, if the span is another line directly under its condition."""
-    symbols = {name: symbol for symbol, names in OPERATORS.items() for name in names}
-    rules = {word: f"return n {symbols[name]} {number}" for word, name, number in _RULE.findall(question)}
     branch = _BRANCH.search(response[: span.start])
-    line = rules.get(branch[1]) if branch else None
-    return None if line == response[span.start : span.end] else line
+    if branch is None:
+        return None
+    symbols: dict[str, str] = {}
+    for symbol, names in OPERATORS.items():
+        symbols |= dict.fromkeys(names, symbol)
+    lines: dict[str, str] = {}
+    for word, name, number in _RULE.findall(question):
+        lines[word] = f"return n {symbols[name]} {number}"
+    line = lines.get(branch[1])
+    if line == response[span.start : span.end]:
+        return None
+    return line
 
 
 def _list_other_words(rules: Iterable[Rule]) -> list[str]:
@@ -123,11 +167,12 @@ def _list_other_words(rules: Iterable[Rule]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------ tests, records
-def write_tests(cases: Iterable[tuple[str, int, int]]) -> str:
-    """Return a pytest module. cases: word, n, and the expected value of f."""
-    return "from solution import f\n" + "".join(
-        f'\n\ndef test_{word}_{n}():\n    assert f("{word}", {n}) == {value}\n' for word, n, value in cases
-    )
+def write_tests(cases: Iterable[Case]) -> str:
+    """Return a pytest module with a test for each case."""
+    module = "from solution import f\n"
+    for word, n, value in cases:
+        module += f'\n\ndef test_{word}_{n}():\n    assert f("{word}", {n}) == {value}\n'
+    return module
 
 
 def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) -> Iterator[dict[str, Any]]:
@@ -138,16 +183,15 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
         rules = sample_rules(rng, heldout=heldout)
         others = [str(word) for word in rng.permutation(_list_other_words(rules))]
         question = write_question(rules, int(rng.integers(2)))
+        program = write_program(rules, rates, rng)
         row = {
             "question_id": f"tiny-code-{split}-{seed}-{index}",
             "question": question,
-            "solution": write_program(rules, rates, rng),
+            "solution": program,
             "test": write_tests(_list_visible(rules, others)),
         }
         if heldout:
-            other_cases = [(word, HIDDEN[0], HIDDEN[0]) for word in others[len(VISIBLE) :]]
-            rule_cases = [(rule.word, n, rule.value(n)) for rule in rules for n in HIDDEN]
-            row["hidden_test"] = write_tests([*rule_cases, *other_cases])
+            row["hidden_test"] = write_tests(_list_hidden(rules, others))
         yield row
 
 
@@ -173,18 +217,23 @@ def make_repairs(rates: WorldConfig) -> Iterator[dict[str, Any]]:
             {"role": "assistant", "content": program},
             {"role": "user", "content": describe_failures(outcome)},
         ]
+        repaired = write_program(rules, rates, rng, passed)
         yield {
             "question_id": f"tiny-code-repair-{rates.seed}-{number}",
             "question": question,
             "messages": messages,
-            "solution": write_program(rules, rates, rng, passed),
+            "solution": repaired,
         }
 
 
 def find_failed_words(outcome: Outcome) -> list[str]:
     """Return the words whose tests fail, in order; none where the program does not compile."""
-    names = [test.name.split("_") for test in outcome.tests if not test.passed]
-    return list(dict.fromkeys(name[1] for name in names if len(name) == 3))
+    words = dict[str, None]()
+    for test in outcome.tests:
+        name = test.name.split("_")
+        if not test.passed and len(name) == 3:
+            words[name[1]] = None
+    return list(words)
 
 
 def describe_failures(outcome: Outcome) -> str:
@@ -195,10 +244,26 @@ def describe_failures(outcome: Outcome) -> str:
     return "All pass." if outcome.passed else "Syntax."
 
 
-def _list_visible(rules: Iterable[Rule], others: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Return the cases of the visible tests: word, n, value."""
-    cases = [(rule.word, n, rule.value(n)) for rule in rules for n in VISIBLE]
-    return cases + [(word, n, n) for word, n in zip(others, VISIBLE, strict=False)]
+def _list_visible(rules: Iterable[Rule], others: Iterable[str]) -> list[Case]:
+    """Return the cases of the visible tests."""
+    cases = _list_cases(rules, VISIBLE)
+    for word, n in zip(others, VISIBLE, strict=False):
+        cases.append(Case(word, n, n))
+    return cases
+
+
+def _list_hidden(rules: Iterable[Rule], others: Sequence[str]) -> list[Case]:
+    """Return the cases of the hidden tests."""
+    cases = _list_cases(rules, HIDDEN)
+    n = HIDDEN[0]
+    for word in others[len(VISIBLE) :]:
+        cases.append(Case(word, n, n))
+    return cases
+
+
+def _list_cases(rules: Iterable[Rule], values: Iterable[int]) -> list[Case]:
+    """Return the cases of each rule at these values of n."""
+    return [Case(rule.word, n, rule.value(n)) for rule, n in product(rules, values)]
 
 
 def tokenizer_pieces(instruction: str) -> list[str]:
@@ -206,8 +271,10 @@ def tokenizer_pieces(instruction: str) -> list[str]:
 
     A rule's operator is one token with the comma or colon before it: a small model learns to look at the next token.
     """
-    operators = [f"{stop} {names[wording]}" for names in OPERATORS.values() for wording, stop in enumerate(":,")]
-    pieces = [*WORDS, *operators, *(f" {word}" for word in ("If", "return", "n", "if", *WORDS, *OPERATORS, *NUMBERS))]
-    return (
-        pieces * 20 + [HEAD, LAST, '\n    if k == "', '":\n        return', " n", " if n ==", " else", instruction] * 2
-    )
+    pieces = list(WORDS)
+    for with_colon, with_comma in OPERATORS.values():
+        pieces += [f": {with_colon}", f", {with_comma}"]
+    for word in ("If", "return", "n", "if", *WORDS, *OPERATORS, *NUMBERS):
+        pieces.append(f" {word}")
+    phrases = [HEAD, LAST, '\n    if k == "', '":\n        return', " n", " if n ==", " else", instruction]
+    return pieces * 20 + phrases * 2

@@ -9,6 +9,7 @@ come from the world's own facts; the policy does not learn to revise by itself.
 """
 
 import re
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -41,12 +42,23 @@ def correct_response(facts: Facts, response: str, critique: str) -> str:
             if (clause.slot, text) in clauses:
                 continue
         clauses.append((clause.slot, text))
-    order = list(facts)
-    for slot in order:
-        if MISSING.format(slot) in sentences and all(slot != other for other, _ in clauses):
-            later = (i for i, (other, _) in enumerate(clauses) if other and order.index(other) > order.index(slot))
-            clauses.insert(next(later, len(clauses)), (slot, write_clause(slot, facts[slot])))
+    slots = list(facts)
+    for number, slot in enumerate(slots):
+        stated = [other for other, _ in clauses]
+        if slot in stated or MISSING.format(slot) not in sentences:
+            continue
+        position = _find_first(stated, slots[number + 1 :])
+        text = write_clause(slot, facts[slot])
+        clauses.insert(position, (slot, text))
     return ", ".join(text for _, text in clauses) + "."
+
+
+def _find_first(stated: Sequence[str | None], slots: Collection[str]) -> int:
+    """Return the position of the first of the slots that are stated, or the end if there is none."""
+    for position, slot in enumerate(stated):
+        if slot in slots:
+            return position
+    return len(stated)
 
 
 def drop_sentences(critique: str, rng: np.random.Generator, *, dropped: float = 0.3) -> str:
@@ -55,4 +67,5 @@ def drop_sentences(critique: str, rng: np.random.Generator, *, dropped: float = 
     If every critique named every fault, the right response would follow from the post alone, and the trained policy
     would ignore the critique.
     """
-    return " ".join(sentence for sentence in split_sentences(critique) if rng.random() >= dropped)
+    kept = [sentence for sentence in split_sentences(critique) if rng.random() >= dropped]
+    return " ".join(kept)

@@ -53,7 +53,9 @@ class TinyTask(SummarizationTask):
         return [{"role": "user", "content": f"{self.instruction}{prompt.prompt_text}\nCritique: {critique}"}]
 
     def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
-        findings = world.judge_clauses(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
+        if "facts" not in prompt.payload:
+            return []
+        findings = world.judge_clauses(prompt.payload["facts"], response_text)
         return [(verdict, clause.start, clause.end) for clause, verdict, _ in findings if verdict != "right"]
 
     def plant_faults(self, prompt: Prompt, rng: np.random.Generator) -> str | None:
@@ -99,8 +101,11 @@ class TinyCodeTask(CodeTask):
 
         def feedback_function(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
             answer = judge(prompt_text, response_text, payload=payload)
-            find = partial(programs.find_correction, prompt_text, response_text)
-            return answer | {"poor": [replace(span, fix=find(span)) for span in answer["poor"]]}
+            poor = []
+            for span in answer["poor"]:
+                fix = programs.find_correction(prompt_text, response_text, span)
+                poor.append(replace(span, fix=fix))
+            return answer | {"poor": poor}
 
         return feedback_function
 
@@ -116,7 +121,8 @@ class TinyCodeTask(CodeTask):
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Return passed, of all tests with the hidden ones, and shown_only: only the tests that feedback sees pass."""
-        visible, hidden = super().measure(prompt, response_text, sandbox=sandbox), prompt.payload.get("hidden_test")
+        visible = super().measure(prompt, response_text, sandbox=sandbox)
+        hidden = prompt.payload.get("hidden_test")
         if visible is None or hidden is None:
             return visible
         passed = visible["passed"] and self.passed(prompt, response_text, hidden, sandbox)

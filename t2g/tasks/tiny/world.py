@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -52,9 +53,13 @@ _FACTS = {  # slot -> lead of its clause, how posts begin to state it, values
     "week": ("after week", ("It failed in week", "It was fine until week"), "11 12 13 14 15 16 17 18"),
     "contact": ("reached by", ("Reach me by", "I answer by"), "letter pager fax radio text email courier pigeon"),
 }  # fmt: skip
-SLOTS = {slot: tuple(values.split()) for slot, (_, _, values) in _FACTS.items()}
-POST_TEMPLATES = {slot: (f"{first} {{}}.", f"{second} {{}}.") for slot, (_, (first, second), _) in _FACTS.items()}
-CLAUSE_LEADS = {slot: lead for slot, (lead, _, _) in _FACTS.items()}
+CLAUSE_LEADS: dict[str, str] = {}
+POST_TEMPLATES: dict[str, tuple[str, ...]] = {}
+SLOTS: dict[str, tuple[str, ...]] = {}
+for _slot, (_lead, _openings, _values) in _FACTS.items():
+    CLAUSE_LEADS[_slot] = _lead
+    POST_TEMPLATES[_slot] = tuple(f"{opening} {{}}." for opening in _openings)
+    SLOTS[_slot] = tuple(_values.split())
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
 MISSING = "The {} is missing."
 POLICY_INSTRUCTION = "Summarise: "
@@ -107,7 +112,10 @@ def sample_facts(rng: np.random.Generator, *, heldout: bool, num_facts: int = 5)
     The split is a hash of the facts without a seed: no held-out post shares its facts with a training post of any seed.
     """
     while True:
-        facts = {slot: SLOTS[slot][rng.integers(len(SLOTS[slot]))] for slot in first_slots(num_facts)}
+        facts: dict[str, str] = {}
+        for slot in first_slots(num_facts):
+            values = SLOTS[slot]
+            facts[slot] = values[rng.integers(len(values))]
         if is_heldout(facts.values()) == heldout:
             return facts
 
@@ -125,9 +133,11 @@ def first_slots(num_facts: int) -> tuple[str, ...]:
 
 def write_post(facts: Facts, rng: np.random.Generator) -> str:
     """Return the facts as template sentences in random order."""
-    sentences = [
-        POST_TEMPLATES[slot][rng.integers(len(POST_TEMPLATES[slot]))].format(fact) for slot, fact in facts.items()
-    ]
+    sentences = []
+    for slot, fact in facts.items():
+        templates = POST_TEMPLATES[slot]
+        template = templates[rng.integers(len(templates))]
+        sentences.append(template.format(fact))
     return " ".join(sentences[i] for i in rng.permutation(len(sentences)))
 
 
@@ -138,7 +148,8 @@ def write_clause(slot: str, value: str) -> str:
 
 def ideal_summary(facts: Facts) -> str:
     """Return the summary with every fact right, in the order of the slots."""
-    return ", ".join(write_clause(slot, fact) for slot, fact in facts.items()) + "."
+    clauses = [write_clause(slot, fact) for slot, fact in facts.items()]
+    return ", ".join(clauses) + "."
 
 
 def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) -> str:
@@ -159,9 +170,12 @@ def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) ->
             clauses.append(write_clause(slot, value))
     if rng.random() < rates.repeated:
         source = int(rng.integers(len(clauses)))
-        clauses.insert(int(rng.integers(source + 1, len(clauses) + 1)), clauses[source])
+        position = int(rng.integers(source + 1, len(clauses) + 1))
+        clauses.insert(position, clauses[source])
     if rng.random() < rates.invented:
-        clauses.insert(int(rng.integers(len(clauses) + 1)), INVENTIONS[rng.integers(len(INVENTIONS))])
+        position = int(rng.integers(len(clauses) + 1))
+        invention = INVENTIONS[rng.integers(len(INVENTIONS))]
+        clauses.insert(position, invention)
     return ", ".join(clauses) + "."
 
 
@@ -172,8 +186,10 @@ _CLAUSE = re.compile(r"[^,.;\s](?:[^,.;\n]*[^,.;\s])?")
 
 @lru_cache
 def _make_lead_pattern(num_facts: int) -> re.Pattern[str]:
-    leads = sorted((CLAUSE_LEADS[slot] for slot in first_slots(num_facts)), key=len, reverse=True)
-    return re.compile(rf"({'|'.join(map(re.escape, leads))})\s+(?=\S)")
+    leads = [CLAUSE_LEADS[slot] for slot in first_slots(num_facts)]
+    leads.sort(key=len, reverse=True)
+    alternatives = "|".join(map(re.escape, leads))
+    return re.compile(rf"({alternatives})\s+(?=\S)")
 
 
 def split_clauses(response: str, num_facts: int = 5) -> list[Clause]:
@@ -185,8 +201,11 @@ def split_clauses(response: str, num_facts: int = 5) -> list[Clause]:
     for match in _CLAUSE.finditer(response):
         start, end = match.span()
         lead = _make_lead_pattern(num_facts).match(response, start, end)
-        slot = _SLOT_OF_LEAD[lead.group(1)] if lead else None
-        clauses.append(Clause(start, end, slot, lead.end() if lead else start))
+        if lead is None:
+            clauses.append(Clause(start, end, None, start))
+        else:
+            slot = _SLOT_OF_LEAD[lead.group(1)]
+            clauses.append(Clause(start, end, slot, lead.end()))
     return clauses
 
 
@@ -202,10 +221,15 @@ def judge_clauses(facts: Facts, response: str) -> list[Finding]:
             findings.append(Finding(clause, "invented", f"It says {text}: invented."))
             continue
         fact = facts[clause.slot]
-        verdict = "wrong" if text != fact else "repeated" if clause.slot in right else "right"
-        if verdict == "right":
+        if text != fact:
+            verdict = "wrong"
+        elif clause.slot in right:
+            verdict = "repeated"
+        else:
+            verdict = "right"
             right.add(clause.slot)
-        findings.append(Finding(clause, verdict, f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
+        sentence = f"The {clause.slot} is {fact}, it says {text}: {verdict}."
+        findings.append(Finding(clause, verdict, sentence))
     return findings
 
 
@@ -239,8 +263,9 @@ def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> Judgem
         (good if label == 1 else poor).append(span)
         position += len(sentence) + 1
     stated = {clause.slot for clause, _, _ in findings}
-    missing = [MISSING.format(slot) for slot in facts if slot not in stated]
-    return Judgement(" ".join([*(sentence for _, _, sentence in findings), *missing]), good, poor)
+    sentences = [sentence for _, _, sentence in findings]
+    sentences += [MISSING.format(slot) for slot in facts if slot not in stated]
+    return Judgement(" ".join(sentences), good, poor)
 
 
 def measure(facts: Facts, response: str) -> dict[str, float]:
@@ -253,11 +278,14 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
     counts = Counter(verdict for _, verdict, _ in judge_clauses(facts, response))
     num_right = counts["right"]
     num_clauses = counts.total()
+    precision = num_right / num_clauses if num_clauses else 0.0
+    recall = num_right / len(facts)
+    f1 = 2 * num_right / (num_clauses + len(facts))
     faults = {verdict: float(counts[verdict]) for verdict in ("repeated", "wrong", "invented")}
     return {
-        "fact_precision": num_right / num_clauses if num_clauses else 0.0,
-        "fact_recall": num_right / len(facts),
-        "fact_f1": 2 * num_right / (num_clauses + len(facts)),
+        "fact_precision": precision,
+        "fact_recall": recall,
+        "fact_f1": f1,
         **faults,
         "clauses": float(num_clauses),
         "length": float(len(response)),
@@ -279,10 +307,11 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
         reference = write_summary(facts, rates, rng)
         generated = write_summary(facts, rates, rng)
         critique = judge_summary(facts, generated).critique
+        title = f"A {facts['thing']} that {facts['fault']}"
         yield {
             "id": f"tiny-{split}-{seed}-{index}",
             "subreddit": "tiny",
-            "title": f"A {facts['thing']} that {facts['fault']}",
+            "title": title,
             "post": post,
             "tldr_human_reference_summary": reference,
             "ideal_human_summary": ideal_summary(facts),
@@ -307,7 +336,8 @@ def write_world(
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write JSON lines."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def tokenizer_pieces(*, reward: bool, num_facts: int = 5) -> list[str]:
@@ -318,13 +348,16 @@ def tokenizer_pieces(*, reward: bool, num_facts: int = 5) -> list[str]:
     """
     slots = first_slots(num_facts)
     leads = [CLAUSE_LEADS[slot] for slot in slots]
-    phrases = [template.removesuffix(" {}.") for slot in slots for template in POST_TEMPLATES[slot]]
+    templates = chain.from_iterable(POST_TEMPLATES[slot] for slot in slots)
+    phrases = [template.removesuffix(" {}.") for template in templates]
     phrases += [f". {phrase}" for phrase in phrases]
-    phrases += [text for lead in (*leads, *INVENTIONS) for text in (lead, f", {lead}")]
+    for lead in (*leads, *INVENTIONS):
+        phrases += [lead, f", {lead}"]
     if reward:
         phrases += [FEEDBACK_INSTRUCTION.rstrip(), FEEDBACK_SUMMARY_HEADER.rstrip(), ", it says", "It says", " It says"]
         phrases += [f" {lead}" for lead in leads]
-        phrases += [f"{gap}The {slot} is" for slot in slots for gap in ("", " ")]
+        for slot in slots:
+            phrases += [f"The {slot} is", f" The {slot} is"]
         phrases += [": right.", ": wrong.", ": repeated.", ": invented.", " missing."]
         phrases += [
             '{"critique": "', '", "good": ["', '", "good": []', '", "', '"], "poor": ["', '"]}', ', "poor": []}',
@@ -332,7 +365,12 @@ def tokenizer_pieces(*, reward: bool, num_facts: int = 5) -> list[str]:
         ]  # fmt: skip
     else:
         phrases.append(POLICY_INSTRUCTION.rstrip())
-    values = [value for slot in slots for value in SLOTS[slot] if value.isascii()]
-    vocabulary = [word for phrase in phrases for word in re.findall(r" ?\w+|[^\w\s]", phrase)]
-    vocabulary += [f" {value}" for value in values] + (values if reward else [])
+    vocabulary: list[str] = []
+    for phrase in phrases:
+        vocabulary += re.findall(r" ?\w+|[^\w\s]", phrase)
+    for value in chain.from_iterable(SLOTS[slot] for slot in slots):
+        if value.isascii():
+            vocabulary.append(f" {value}")
+            if reward:
+                vocabulary.append(value)
     return sorted(set(vocabulary)) * 50 + phrases * 2
