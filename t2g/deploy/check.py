@@ -14,11 +14,11 @@ from t2g.resources.memory import (
     GIB,
     GPUS,
     Estimate,
-    beside_bytes,
+    coresident_bytes,
     critic_models,
     engine_fit,
     learner_models,
-    lent_bytes,
+    ipc_buffer_bytes,
     logits_bytes,
     rank_fit,
     sft_models,
@@ -30,7 +30,9 @@ from t2g.resources.preflight import Findings, models, satisfies
 from t2g.sandbox import available
 from t2g.text.positions import find_uneven_heads
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "lent", "graphs", "cache", "other")
+PARTS = (
+    "weights", "gradients", "optimizer", "activations", "gathered", "logits", "ipc_buffers", "graphs", "cache", "other"
+)  # fmt: skip
 MIN_PLACEMENT_S = 600  # time to add a node, pull an image of some GB and start Ray
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 
@@ -186,8 +188,8 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
         return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
     models_on_rank = learner_models(shape, learner, objective)
-    lent = lent_bytes(shape, learner, b=BYTES[config.rollout.dtype])
-    return rank_fit(shape, models_on_rank, learner, ranks=workers, tokens=tokens, logits=logits, lent=lent)
+    ipc_buffers = ipc_buffer_bytes(shape, learner, b=BYTES[config.rollout.dtype])
+    return rank_fit(shape, models_on_rank, learner, ranks=workers, tokens=tokens, logits=logits, ipc_buffers=ipc_buffers)
 
 
 def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
@@ -218,12 +220,12 @@ def _memory_row(name: str, cells: Sequence[str]) -> str:
 
 def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, gpu_gib: float) -> Iterator[str]:
     gpu_bytes = gpu_gib * GIB
-    beside = _beside(config, fits, gpu_bytes)
+    coresident = _coresident(config, fits, gpu_bytes)
     for group, fit in fits:
         if isinstance(group.role, EngineConfig):
-            yield from _engine_problems(group, fit, shapes[group.name], gpu_bytes, beside.get(group.name))
+            yield from _engine_problems(group, fit, shapes[group.name], gpu_bytes, coresident.get(group.name))
         else:
-            yield from _rank_problems(config, group, fit, gpu_gib, beside.get(group.name))
+            yield from _rank_problems(config, group, fit, gpu_gib, coresident.get(group.name))
     if isinstance(config, PolicyJob) and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
         need = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB
         have = config.rollout.memory_gib
@@ -231,29 +233,29 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
             yield f"rollout.memory_gib is {have:g}: the weights of an engine that sleeps need {need:.0f}"
 
 
-def _beside(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
+def _coresident(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
     """Return pod group -> memory of the other role on a shared GPU; empty if no GPU is shared."""
     ranks = [fit for group, fit in fits if group.name == "learner"]
     if not ranks or not isinstance(config, PolicyJob) or not shares_gpus(config):
         return {}
-    return beside_bytes(ranks[0], config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
+    return coresident_bytes(ranks[0], config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
 
 
 def _engine_problems(
-    group: PodGroup, fit: Estimate, shape: ModelShape, gpu_bytes: float, beside: float | None
+    group: PodGroup, fit: Estimate, shape: ModelShape, gpu_bytes: float, coresident: float | None
 ) -> Iterator[str]:
-    """Yield the problems of engines. beside: memory of the rank on the same GPU; None: there is no rank."""
+    """Yield the problems of engines. coresident: memory of the rank on the same GPU; None: there is no rank."""
     section = group.section
     role = group.role
     if fit.fitting == 0:
-        more = "gpus" if beside is None else "gpu_memory_utilization"
+        more = "gpus" if coresident is None else "gpu_memory_utilization"
         yield f"{section}: no sequence fits beside the weights; raise {section}.{more} or lower max_model_len"
     why = find_uneven_heads(shape.num_attention_heads, shape.num_key_value_heads, role.tensor_parallel)
     if why:
         yield f"{section}.gpus is {role.gpus:g}, and the model has {why}; take a number that divides them"
-    if beside is None:
+    if coresident is None:
         return
-    room = gpu_bytes - beside
+    room = gpu_bytes - coresident
     if role.gpu_memory_utilization * gpu_bytes > room:
         room_share = max(0.0, room) / gpu_bytes
         yield (
@@ -263,13 +265,13 @@ def _engine_problems(
 
 
 def _rank_problems(
-    config: JobConfig, group: PodGroup, fit: Estimate, gpu_gib: float, beside: float | None
+    config: JobConfig, group: PodGroup, fit: Estimate, gpu_gib: float, coresident: float | None
 ) -> Iterator[str]:
-    """Yield the problem of ranks. beside: memory of the engine on the same GPU; None: there is no engine."""
-    room = gpu_gib * GIB - (beside or 0.0)
+    """Yield the problem of ranks. coresident: memory of the engine on the same GPU; None: there is no engine."""
+    room = gpu_gib * GIB - (coresident or 0.0)
     if fit.total <= room:
         return
-    engine = "" if beside is None else f" beside {beside / GIB:.0f} of the engine there"
+    engine = "" if coresident is None else f" beside {coresident / GIB:.0f} of the engine there"
     advice = ", or ".join(_memory_advice(config, group.section))
     yield f"{group.section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{engine}; {advice}"
 

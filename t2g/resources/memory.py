@@ -94,7 +94,7 @@ def rank_fit(
     ranks: int,
     tokens: int,
     logits: float = 0.0,
-    lent: float = 0.0,
+    ipc_buffers: float = 0.0,
 ) -> Estimate:
     """Estimate the memory of a rank during the forward and backward pass over a microbatch of `tokens` tokens.
 
@@ -109,12 +109,12 @@ def rank_fit(
     parts["other"] = OTHER_BYTES
     if logits:
         parts["logits"] = logits
-    if lent:
-        parts["lent"] = lent
+    if ipc_buffers:
+        parts["ipc_buffers"] = ipc_buffers
     return Estimate(parts=parts)
 
 
-def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
+def ipc_buffer_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
     """Return the bytes of the two permanent buckets from which engines on the rank's GPU copy weights by CUDA IPC.
 
     A bucket has sync_bucket_mib, or the largest module if that is larger.
@@ -167,7 +167,7 @@ def host_bytes(
     return loads
 
 
-def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gpu_bytes: float) -> dict[str, float]:
+def coresident_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gpu_bytes: float) -> dict[str, float]:
     """Return, by role, the GPU memory that the other role on a shared GPU has while this role works.
 
     With gpu_sharing=split a rank has an engine's share beside it, and an engine a complete rank. With alternate a rank
@@ -179,7 +179,7 @@ def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gp
     """
     if sharing != "alternate":
         return {"learner": engine.gpu_memory_utilization * gpu_bytes, "rollout": fit.total}
-    buckets = 2 * fit.parts.get("lent", 0)
+    buckets = 2 * fit.parts.get("ipc_buffers", 0)
     return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + buckets + OTHER_BYTES}
 
 

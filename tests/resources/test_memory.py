@@ -290,14 +290,14 @@ def test_one_version_of_the_weights_lies_in_the_object_store() -> None:
 def test_two_buckets_are_lent_by_ipc_alone() -> None:
     """The embedding of an 8B is a bucket of its own, 128256 x 4096."""
     shared = LearnerConfig(sync_transport="ipc", gpus=0.4)
-    assert memory.lent_bytes(LLAMA_3_8B, shared, b=2) == 2 * 2 * 525_336_576
-    assert memory.lent_bytes(TOY, shared, b=2) == 2 * 64 * 2**20
+    assert memory.ipc_buffer_bytes(LLAMA_3_8B, shared, b=2) == 2 * 2 * 525_336_576
+    assert memory.ipc_buffer_bytes(TOY, shared, b=2) == 2 * 64 * 2**20
     for others in ({"sync_transport": "nccl"}, {"sync_transport": "store"}, {"lora": LoRAConfig(r=3)}):
-        assert memory.lent_bytes(LLAMA_3_8B, with_overrides(shared, others), b=2) == 0
-    turns = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=10, lent=7)
+        assert memory.ipc_buffer_bytes(LLAMA_3_8B, with_overrides(shared, others), b=2) == 0
+    turns = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=10, ipc_buffers=7)
     engine = RolloutConfig(gpus=1)
-    assert turns.parts["lent"] == 7
-    assert memory.beside_bytes(turns, engine, sharing="alternate", gpu_bytes=80 * GIB)["rollout"] == (
+    assert turns.parts["ipc_buffers"] == 7
+    assert memory.coresident_bytes(turns, engine, sharing="alternate", gpu_bytes=80 * GIB)["rollout"] == (
         4 * 2792 + 2 * 7 + memory.OTHER_BYTES
     )
 
