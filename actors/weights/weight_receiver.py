@@ -73,9 +73,9 @@ class WeightReceiver:
         self._check_round(round_id)
         if self._adapters is not None:
             self._adapters.add(bucket)  # loaded by `close_update`
-            return {"gather": bucket.gather_s, "hand_over": 0.0, "load": 0.0}
+            return {"gather": bucket.gather_s, "copy_to_core": 0.0, "load": 0.0}
         async with self._write_to_buffer(bucket.tensors) as (location, started):
-            handed_over = time.monotonic()
+            copied = time.monotonic()
             self._check_round(round_id)
             info = {
                 "version": self._version,
@@ -90,7 +90,7 @@ class WeightReceiver:
                 self._updating = False
                 raise
             loaded = time.monotonic()
-        return {"gather": bucket.gather_s, "hand_over": handed_over - started, "load": loaded - handed_over}
+        return {"gather": bucket.gather_s, "copy_to_core": copied - started, "load": loaded - copied}
 
     @asynccontextmanager
     async def _write_to_buffer(self, tensors: Sequence[np.ndarray]) -> AsyncIterator[tuple[dict[str, Any], float]]:

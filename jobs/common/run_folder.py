@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config import JobConfig, loading
-from t2g.config.texts import mask_secrets
+from t2g.config.secrets import mask_secrets
 from t2g.errors import UserError
 from t2g.files import check_regular
 from t2g.runs import identity

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from t2g.config.field_marks import PathContext, PathOrName, ResumeMutable
-from t2g.config.texts import SECRET_NAME
+from t2g.config.secrets import SECRET_NAME
 from t2g.config.validation_errors import dotted_key, format_value
 from t2g.errors import UserError
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from t2g.config.texts import mask_secrets
+from t2g.config.secrets import mask_secrets
 
 REMOVED_KEYS = {
     "refresh": "removed: annotate responses of the last checkpoint with jobs.annotate, train on them with "

@@ -28,7 +28,7 @@ from t2g.resources.memory import (
 from t2g.resources.model_shape import ModelShape, find_shape
 from t2g.resources.preflight import Findings, models, satisfies
 from t2g.sandbox import available
-from t2g.text.positions import find_uneven_heads
+from t2g.text.model_limits import find_uneven_heads
 
 PARTS = (
     "weights", "gradients", "optimizer", "activations", "gathered", "logits", "ipc_buffers", "graphs", "cache", "other"

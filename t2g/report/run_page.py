@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from t2g import metrics as m
 from t2g.config.loading import FILE_NAME, flatten
-from t2g.config.texts import mask_secrets
+from t2g.config.secrets import mask_secrets
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.report.charts import charts

@@ -42,8 +42,8 @@ from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
+from t2g.text.model_limits import check_head_size, check_heads, check_positions, check_vision, check_window
 from t2g.text.policy_chat import set_template_defaults
-from t2g.text.positions import check_head_size, check_heads, check_positions, check_vision, check_window
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
 ADAPTER_FILE = "adapter_config.json"

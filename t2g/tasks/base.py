@@ -9,7 +9,7 @@ import numpy as np
 
 from t2g.config import StyleConfig
 from t2g.config.python_functions import import_object
-from t2g.config.texts import mask_secrets
+from t2g.config.secrets import mask_secrets
 from t2g.errors import MissingLocally, UserError
 from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from t2g.config.texts import CONTROL
+from t2g.config.secrets import CONTROL
 from t2g.types import Span
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from t2g.errors import MissingLocally, UserError
 from t2g.text.model_config import malformed_config_errors
-from t2g.text.positions import check_vocabulary
+from t2g.text.model_limits import check_vocabulary
 
 Message = dict[str, str]  # role: system, user or assistant; content
 CONFIG_FILE = "config.json"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.config.texts import CONTROL
+from t2g.config.secrets import CONTROL
 from t2g.report.charts import share_range
 from t2g.report.held_out import headline, last_held_out, metric_rows
 from t2g.report.run_page import MAX_EXAMPLES, MAX_SINGLES, write_report

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies
 
 from t2g.config import LLMConfig
-from t2g.config.texts import mask_secrets
+from t2g.config.secrets import mask_secrets
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import Chat, ChatError, ChatRequest, Completion, PerLoop
 from t2g.feedback.sources.completions import (

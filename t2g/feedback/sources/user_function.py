@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t2g.config.python_functions import import_object
-from t2g.config.texts import mask_secrets
+from t2g.config.secrets import mask_secrets
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import FailureLog, PerLoop
 from t2g.feedback.sources.watchdog import WATCHDOG, WatchedCall

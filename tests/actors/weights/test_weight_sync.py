@@ -96,7 +96,7 @@ class FakeWorker:
         self.log.append(("bucket", bucket.index))
         if not (bucket.index == 1 and len(self.rounds) <= self.deaf):
             self.weights[bucket.index] = float(bucket.tensors[0][0])
-        return {"gather": bucket.gather_s, "hand_over": 0.25, "load": 0.5}
+        return {"gather": bucket.gather_s, "copy_to_core": 0.25, "load": 0.5}
 
     async def _close(self, round_id: str) -> None:
         assert round_id == self.rounds[-1]
@@ -243,9 +243,9 @@ def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
     assert sorted(fleet.heard) == [("w0", 3), ("w1", 3)]
     assert learner.calls == ["get_manifest", "stream", "probe"]
     assert result.num_calls == 3 + 2 * (1 + 3 + 1 + 1)  # of each worker: open, three buckets, close, the probe
-    assert result.timings["hand_over"] == 3 * 0.25
+    assert result.timings["copy_to_core"] == 3 * 0.25
     assert result.timings["load"] == 3 * 0.5
-    assert set(result.timings) == {"open", "gather", "hand_over", "load", "close", "verify", "pause"}
+    assert set(result.timings) == {"open", "gather", "copy_to_core", "load", "close", "verify", "pause"}
 
 
 @pytest.mark.parametrize(("max_staleness", "num_gathered"), [(0, 0), (1, NUM_BUCKETS)])

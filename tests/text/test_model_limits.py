@@ -8,8 +8,8 @@ from models import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from t2g.errors import UserError
-from t2g.text import positions
-from t2g.text.positions import check_heads, check_positions, check_vision, check_window, find_uneven_heads
+from t2g.text import model_limits
+from t2g.text.model_limits import check_heads, check_positions, check_vision, check_window, find_uneven_heads
 from t2g.text.tokenizer import load_tokenizer
 
 
@@ -148,10 +148,10 @@ def test_a_vision_checkpoint_whose_text_part_has_other_names_is_not_trained(tmp_
 def test_an_engine_of_a_vision_checkpoint_names_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_vision_model(tmp_path, "gemma3")
     check_vision(str(tmp_path), None, "model.policy", is_trained=True, has_engine=False)
-    monkeypatch.setattr(positions, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_limits, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"Gemma3ForConditionalGeneration.*torchvision"):
         check_vision(str(tmp_path), None, "model.policy", is_trained=True, has_engine=True)
-    monkeypatch.setattr(positions, "find_spec", lambda name: name)
+    monkeypatch.setattr(model_limits, "find_spec", lambda name: name)
     check_vision(str(tmp_path), None, "model.policy", is_trained=True, has_engine=True)
 
 
