@@ -17,8 +17,8 @@ from t2g.resources.memory import (
     coresident_bytes,
     critic_models,
     engine_fit,
-    learner_models,
     ipc_buffer_bytes,
+    learner_models,
     logits_bytes,
     rank_fit,
     sft_models,
@@ -189,7 +189,9 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
     models_on_rank = learner_models(shape, learner, objective)
     ipc_buffers = ipc_buffer_bytes(shape, learner, b=BYTES[config.rollout.dtype])
-    return rank_fit(shape, models_on_rank, learner, ranks=workers, tokens=tokens, logits=logits, ipc_buffers=ipc_buffers)
+    return rank_fit(
+        shape, models_on_rank, learner, ranks=workers, tokens=tokens, logits=logits, ipc_buffers=ipc_buffers
+    )
 
 
 def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
