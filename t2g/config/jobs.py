@@ -20,6 +20,7 @@ from t2g.config.common import (
     WorldConfig,
 )
 from t2g.config.comparing import CompareConfig
+from t2g.config.conversations import check_conversations
 from t2g.config.describe import (
     count,
     format_objective,
@@ -42,7 +43,6 @@ from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
 from t2g.config.resolve import resolve
-from t2g.config.conversations import check_conversations
 from t2g.config.validation_errors import errors_at
 
 ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
