@@ -20,7 +20,7 @@ from t2g.config.common import (
     WorldConfig,
 )
 from t2g.config.comparing import CompareConfig
-from t2g.config.conversations import check_conversations
+from t2g.config.conversation_rules import check_conversations
 from t2g.config.describe import (
     count,
     format_objective,
