@@ -43,9 +43,6 @@ class RewardRuleConfig(FollowingSection):
     poor: tuple[float, float, float] = Field(
         (-1.0, -1.0, -1.0), description="value by severity 1, 2, 3; the default of severity 1 is 0 in the task code"
     )
-    cover: Literal["any", "half", "all"] = Field(
-        "any", description="how many non-blank characters of a token a span needs to cover it"
-    )
     overlap: Literal["poor", "good", "sum"] = Field("poor", description="label of a token in both good and poor spans")
 
 

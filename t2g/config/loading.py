@@ -23,7 +23,14 @@ from t2g.config.auto import auto_keys, count_auto, resolve_auto
 from t2g.config.common import with_value_at
 from t2g.config.field_marks import PathContext, can_change_on_resume
 from t2g.config.secrets import mask_secrets, text_problems
-from t2g.config.validation_errors import Keys, dotted_key, format_errors, format_value, section_type
+from t2g.config.validation_errors import (
+    Keys,
+    dotted_key,
+    format_errors,
+    format_value,
+    section_type,
+    without_removed_defaults,
+)
 from t2g.errors import UserError
 from t2g.files import write_atomic
 
@@ -71,6 +78,7 @@ def load(
         values, lines = read_yaml(file)
     else:
         values = _check_texts(file, lambda keys: "config")
+    values = without_removed_defaults(values)
 
     merged: Any = values
     try:

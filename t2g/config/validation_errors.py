@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
@@ -22,6 +22,8 @@ REMOVED_KEYS = {
     "objective.w_span": "renamed to objective.span_coef",
     "objective.w_end": "replaced by 'objective.outcome_rewards=[{source: task, weight: W}]'",
     "objective.rewards.cut": "renamed to objective.truncation_penalty",
+    "objective.rewards.cover": "removed: a span covers a token if they share a non-blank character",
+    "rewards.cover": "removed: a span covers a token if they share a non-blank character",
     "objective.loss_mean": "renamed to objective.loss_aggregation",
     "objective.importance": "renamed to objective.rollout_correction",
     "objective.importance_cap": "renamed to objective.rollout_correction_cap",
@@ -33,7 +35,34 @@ REMOVED_KEYS = {
     "serve.then": "renamed to serve.command",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }
+REMOVED_DEFAULTS: dict[str, Any] = {  # values of removed keys that an earlier version wrote, and that change nothing
+    "objective.rewards.cover": "any",
+    "rewards.cover": "any",
+}
 Keys = tuple[str | int, ...]  # ("rollout", "temperature"); an integer is an index into a list
+
+
+def without_removed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without those of REMOVED_DEFAULTS, so that the config of an earlier run can be read.
+
+    >>> without_removed_defaults({"rewards": {"cover": "any", "good": 1}})
+    {'rewards': {'good': 1}}
+    """
+    remaining: Any = values
+    for name, default in REMOVED_DEFAULTS.items():
+        remaining = _remove_default(remaining, name.split("."), default)
+    return {**remaining}
+
+
+def _remove_default(values: Any, keys: Sequence[str], default: Any) -> Any:
+    key, *inner_keys = keys
+    if not isinstance(values, Mapping) or key not in values:
+        return values
+    if inner_keys:
+        return {**values, key: _remove_default(values[key], inner_keys, default)}
+    if values[key] != default:
+        return values
+    return {name: value for name, value in values.items() if name != key}
 
 
 def format_errors(

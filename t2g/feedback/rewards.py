@@ -29,8 +29,8 @@ def token_rewards(
 
     Spans of different criteria do not affect each other: the rewards of each criterion, times its weight, add up.
 
-    A span covers a token if they share at least one (`cover` any), half or all of the token's non-blank characters. A
-    token of blanks or without characters (EOS) is never covered.
+    A span covers a token if they share a non-blank character, so that a token of blanks or without characters (EOS) is
+    never covered.
 
     - unit token, the paper's delta_t: each covered token is paid. Several spans of one label count once, with the
       highest severity. `rule.overlap` selects the label of a token that both labels cover, or adds their rewards.
@@ -89,7 +89,7 @@ def _select_label(spans: Sequence[Span], label: Literal[-1, 1]) -> list[Span]:
 
 
 def _pay_tokens(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
-    find_covered = partial(find_covered_tokens, offsets, text=text, cover=rule.cover)
+    find_covered = partial(find_covered_tokens, offsets, text=text)
     is_good = find_covered(_select_label(spans, 1))
     poor_spans = _select_label(spans, -1)
     severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
@@ -112,7 +112,7 @@ def _pay_spans(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: Rewa
     poor = _merge_spans(_select_label(spans, -1))
     paid = np.zeros(len(offsets), np.float32)
     for span in (*good, *poor):
-        is_covered = find_covered_tokens(offsets, [span], text=text, cover=rule.cover)
+        is_covered = find_covered_tokens(offsets, [span], text=text)
         covered = np.flatnonzero(is_covered)
         if not covered.size:
             continue
@@ -142,7 +142,7 @@ def _overlap(a: Span, b: Span) -> bool:
     return a.start < b.end and b.start < a.end
 
 
-def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:
+def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str) -> np.ndarray:
     """Return whether at least one of `spans` covers a token, [R] bool."""
     num_nonblank = _count_nonblank(text)
     starts = offsets[:, 0]
@@ -151,14 +151,10 @@ def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str
     for span in spans:
         is_touched = (starts < span.end) & (ends > span.start)
         touched = np.flatnonzero(is_touched)
-        start = starts[touched]
-        end = ends[touched]
-        shared_start = np.maximum(start, span.start)
-        shared_end = np.minimum(end, span.end)
-        shared = num_nonblank[shared_end] - num_nonblank[shared_start]
-        token_chars = num_nonblank[end] - num_nonblank[start]
-        needed = {"any": 1, "half": token_chars / 2, "all": token_chars}[cover]
-        result[touched] |= (shared > 0) & (shared >= needed)
+        shared_start = np.maximum(starts[touched], span.start)
+        shared_end = np.minimum(ends[touched], span.end)
+        num_shared = num_nonblank[shared_end] - num_nonblank[shared_start]
+        result[touched] |= num_shared > 0
     return result
 
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel, Field, ValidationError
 from t2g.config import AnyJob, PolicyJob, Section
 from t2g.config.field_marks import paths
 from t2g.config.loading import default_values, identity_values
-from t2g.config.validation_errors import format_value
+from t2g.config.validation_errors import REMOVED_DEFAULTS, format_value
 from t2g.errors import UserError
 from t2g.files import read_regular, write_atomic, write_json
 from t2g.runs.contents import content_hash, source_hash
@@ -101,7 +101,11 @@ class Identity(Section):
     def differences_from(self, saved: "Identity") -> tuple[list[str], list[ContentChange]]:
         """Return the differences from an earlier identity: settings as text, and contents not accepted yet."""
         now = self.config
-        before = {key: value for key, value in self.defaults.items() if key in now} | saved.config
+        before = {key: value for key, value in self.defaults.items() if key in now}
+        for key, value in saved.config.items():
+            is_obsolete = key in REMOVED_DEFAULTS and value == REMOVED_DEFAULTS[key]
+            if not is_obsolete:
+                before[key] = value
         settings = []
         for key in sorted(before.keys() | now.keys()):
             old_value = before.get(key)

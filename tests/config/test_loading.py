@@ -714,3 +714,11 @@ def test_a_run_from_before_train_thinking_has_the_same_identity(tmp_path: Path) 
     changed = with_overrides(job, {"objective.train_thinking": False})
     assert loading.identity_values(changed)["objective.train_thinking"] is False
     assert loading.load(PolicyJob, loading.write(changed, tmp_path / "run")) == changed
+
+
+def test_a_removed_key_may_keep_the_value_that_changes_nothing(tmp_path: Path) -> None:
+    """So the config.yaml of an earlier run can still be read."""
+    rewards = "objective: {rewards: {cover: any, good: 2}}\n"
+    assert load(tmp_path, GOOD + rewards).objective.rewards.good == 2
+    (sentence,) = refused(tmp_path, GOOD + rewards.replace("any", "half"))
+    assert "objective.rewards.cover was removed" in sentence

@@ -44,13 +44,6 @@ def test_tokens_of_one_character_are_all_covered() -> None:
     assert token_rewards(offsets, [span(0, 1, -1)], text="éa").tolist() == [-1, -1, 0]
 
 
-@pytest.mark.parametrize(("end", "half", "all_of_it"), [(4, 0, 0), (5, 1, 0), (6, 1, 0), (7, 1, 1)])
-def test_cover_counts_non_blank_characters(end: int, half: int, all_of_it: int) -> None:
-    assert rewards(span(3, end, 1), cover="any")[1] == 1
-    assert rewards(span(3, end, 1), cover="half")[1] == half
-    assert rewards(span(3, end, 1), cover="all")[1] == all_of_it
-
-
 def test_overlap() -> None:
     both = span(3, 7, 1), span(5, 15, -1)  # they share the token " good"
     assert rewards(*both) == [0, -1, -1, -1, -1, 0, 0]
@@ -99,14 +92,13 @@ marked_texts = given(
     text=st.text("ab \n", min_size=1, max_size=20),
     cuts=st.lists(st.integers(0, 20), max_size=6),
     spans=st.lists(SPANS, max_size=6),
-    cover=st.sampled_from(["any", "half", "all"]),
     overlap=st.sampled_from(["poor", "good", "sum"]),
 )
 
 
 @marked_texts
 def test_agrees_with_a_loop_over_characters(
-    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], cover: str, overlap: str
+    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], overlap: str
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
@@ -118,13 +110,12 @@ def test_agrees_with_a_loop_over_characters(
         labels: dict[int, int] = {}  # label -> the highest severity
         for s in made:
             shared = [i for i in ink if s.start <= i < s.end]
-            enough = {"any": 1, "half": len(ink) / 2, "all": len(ink)}[cover]
-            if shared and len(shared) >= enough:
+            if shared:
                 labels[s.label] = max(labels.get(s.label, 0), s.severity)
         if len(labels) == 2 and overlap != "sum":
             del labels[{"poor": 1, "good": -1}[overlap]]
         expected.append(sum(1 if label == 1 else values[severity - 1] for label, severity in labels.items()))
-    rule = RewardRuleConfig(unit="token", cover=cover, overlap=overlap, poor=values)  # type: ignore[arg-type]
+    rule = RewardRuleConfig(unit="token", overlap=overlap, poor=values)  # type: ignore[arg-type]
     assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected
 
 
@@ -135,15 +126,6 @@ def test_a_span_is_paid_once_at_the_last_token_that_it_covers() -> None:
     assert rewards(span(0, 7, 1), span(8, 15, -1), unit="span") == [0, 1, 0, 0, -1, 0, 0]
     assert rewards(span(0, 16, 1), unit="span") == [0, 0, 0, 0, 1, 0, 0]  # neither the line end nor EOS
     assert rewards(span(2, 3, 1), unit="span") == [0] * 7  # a blank covers no token
-    assert rewards(span(3, 12, 1), unit="span", cover="all") == [
-        0,
-        0,
-        0,
-        1,
-        0,
-        0,
-        0,
-    ]  # of " bad" it has the blank alone
     assert rewards(span(0, 2, -1, 2), span(8, 15, -1, 3), unit="span", poor=(0, -0.5, -2)) == [-0.5, 0, 0, 0, -2, 0, 0]
 
 
@@ -199,7 +181,7 @@ def test_where_labels_share_characters_the_rule_decides() -> None:
 
 @marked_texts
 def test_a_span_once_agrees_with_sets_of_characters(
-    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], cover: str, overlap: str
+    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], overlap: str
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
@@ -221,11 +203,10 @@ def test_a_span_once_agrees_with_sets_of_characters(
             continue
         for t in reversed(range(len(offsets))):
             ink = {i for i in range(*offsets[t]) if not text[i].isspace()}
-            shared = ink & characters
-            if shared and len(shared) >= {"any": 1, "half": len(ink) / 2, "all": len(ink)}[cover]:
+            if ink & characters:
                 expected[t] += 1 if label == 1 else values[severity - 1]
                 break
-    rule = RewardRuleConfig(cover=cover, overlap=overlap, poor=values)  # type: ignore[arg-type]
+    rule = RewardRuleConfig(overlap=overlap, poor=values)  # type: ignore[arg-type]
     assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected.tolist()
 
 

@@ -316,6 +316,18 @@ def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default(made: 
     assert "objective.teacher.weight (null -> " in teacher, "the defaults of a section that was off are a change"
 
 
+def test_a_removed_key_that_changes_nothing_is_no_difference(made: Made) -> None:
+    made.begin()
+    path = made.root / "runs/own" / IDENTITY_FILE
+    saved = json.loads(path.read_text())
+    saved["config"]["objective.rewards.cover"] = "any"
+    path.write_text(json.dumps(saved))
+    made.begin()
+    saved["config"]["objective.rewards.cover"] = "half"
+    path.write_text(json.dumps(saved))
+    assert "objective.rewards.cover" in made.refusal()
+
+
 def test_sources_without_a_function_import_no_module_of_their_name(made: Made) -> None:
     for name in ("task", "metric"):
         made.write(f"{name}.py", "raise SystemExit('imported')\n")
