@@ -12,14 +12,27 @@ from collections.abc import Iterable
 
 Instruction = tuple[int, int, int, int]  # seccomp filter: code, jump if true, jump if false, operand
 libc = ctypes.CDLL(None, use_errno=True)
-NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
-_EXECUTE, _WRITE, _READ, _LIST = 1, 2, 4, 8
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+# Operations of prctl.
+NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_MODE_FILTER = 2  # of seccomp
+
+# System calls of Landlock: the same numbers on every architecture.
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
+# Rights of Landlock.
+_EXECUTE = 1
+_READ = 4
+_LIST = 8
 _FILE_RIGHTS = 0xC007  # execute, write, read, truncate, ioctl: rights that a rule for a file may name
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by ABI; 16 from ABI 5 on
-_TCP_ABI, SIGNAL_ABI = 4, 6
-DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
-_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
+_TCP_ABI = 4
+_BIND_AND_CONNECT = 3
+SIGNAL_ABI = 6
+_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
 # By architecture: its audit number, and the column of its system call numbers below (0: no such call).
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -44,13 +57,38 @@ _PRETENDED = {
 }  # fmt: skip
 # They reach an open file of the caller, such as the one that receives the output, whatever files are visible.
 _PRETENDED_OPEN = ("fchmod", "fchown", "fsetxattr", "fremovexattr")
-_CLONE, _PRLIMIT, _FCNTL, _IOCTL, _SOCKETPAIR = (56, 220), (302, 261), (72, 25), (16, 29), (53, 199)
+# Calls that are decided by an argument.
+_CLONE = (56, 220)
+_PRLIMIT = (302, 261)
+_FCNTL = (72, 25)
+_IOCTL = (16, 29)
+_SOCKETPAIR = (53, 199)
 _SIGNALS = ((62, 129), (200, 130), (234, 131), (129, 138), (297, 240))  # kill, tkill, tgkill, rt_(tg)sigqueueinfo
-_NEW_NAMESPACE, _CLONE_PARENT = 0x7E020000, 0x8000  # flags of clone; the latter makes a sibling, not a child
-_STREAM, _SOCKET_TYPE = 1, 0xF
+# Flags of clone.
+_NEW_NAMESPACE = 0x7E020000
+_CLONE_PARENT = 0x8000  # makes a sibling, not a child
+# Types of sockets.
+_STREAM = 1
+_SOCKET_TYPE = 0xF  # the bits of the type
 _SET_OWNER = (8, 15, 0x8901, 0x8902)  # F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: the process that the kernel signals
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+
+# Codes of a filter's instructions. The jumps after a comparison count the instructions to skip.
+_LOAD = 0x20  # the word at this position of the call's data
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_AND = 0x54
+_RETURN = 0x06
+# What a filter returns.
+_ALLOW = 0x7FFF0000
+_ERROR = 0x00050000
+_KILL = 0x80000000
+# Positions in the data of a call.
+_NUMBER_POSITION = 0
+_ARCHITECTURE_POSITION = 4
+_ARGUMENTS_POSITION = 16  # of eight bytes each, the lower half first
+_REFUSE_CALL: Instruction = (_RETURN, 0, 0, _ERROR | errno.EPERM)
+_ALLOW_CALL: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def landlock_abi() -> int:
@@ -79,21 +117,39 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     """
     abi = landlock_abi()
     rights = (1 << _NUM_RIGHTS.get(abi, 16)) - 1
-    network = _BIND_AND_CONNECT if abi >= _TCP_ABI else 0
-    scope = _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= SIGNAL_ABI else 0
+    network = 0
+    if abi >= _TCP_ABI:
+        network = _BIND_AND_CONNECT
+    scope = 0
+    if abi >= SIGNAL_ABI:
+        scope = _ABSTRACT_SOCKETS_AND_SIGNALS
     ruleset = struct.pack("QQQ", rights, network, scope)
     rules = check_result(libc.syscall(_CREATE_RULESET, ruleset, ctypes.c_size_t(len(ruleset)), 0))
     try:
-        for paths, allowed in ((readable, _EXECUTE | _READ | _LIST), (writable, rights)):
-            for path in filter(os.path.exists, paths):
-                file = os.open(path, os.O_PATH | os.O_CLOEXEC)
-                granted = allowed if os.path.isdir(path) else allowed & rights & _FILE_RIGHTS
-                check_result(libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", granted, file), 0))
-                os.close(file)
+        _add_rules(rules, readable, _EXECUTE | _READ | _LIST, rights & _FILE_RIGHTS)
+        _add_rules(rules, writable, rights, rights & _FILE_RIGHTS)
         libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
         check_result(libc.syscall(_RESTRICT_SELF, rules, 0))
     finally:
         os.close(rules)
+
+
+def _add_rules(rules: int, paths: Iterable[str], rights: int, file_rights: int) -> None:
+    """Grant rights on paths.
+
+    Args:
+        rules: Descriptor of the ruleset.
+        paths: Files and folders; what does not exist is left out.
+        rights: Rights to grant.
+        file_rights: Those that a rule for a file may name.
+    """
+    for path in filter(os.path.exists, paths):
+        file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        granted = rights
+        if not os.path.isdir(path):
+            granted &= file_rights
+        check_result(libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", granted, file), 0))
+        os.close(file)
 
 
 def filter_calls(*, keep_modes: bool, own_signals: bool) -> None:
@@ -107,28 +163,67 @@ def filter_calls(*, keep_modes: bool, own_signals: bool) -> None:
     Raises:
         OSError: The kernel refused the filter.
     """
-    machine, column = _MACHINES[os.uname().machine]
-    program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    program += [(_AT_LEAST, 0, 1, _FIRST_NEW), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
-    refused = [(numbers, errno.EPERM) for numbers in _FORBIDDEN.values()]
-    refused += [(numbers, 0) for name, numbers in _PRETENDED.items() if keep_modes or name in _PRETENDED_OPEN]
-    for numbers, error in refused:
-        if numbers[column]:
-            program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERROR | error)]
-    refuse, allow = (_RETURN, 0, 0, _ERROR | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
-    program += _match_argument(_CLONE[column], 0, [(_ANY_BIT, 0, 1, _NEW_NAMESPACE | _CLONE_PARENT), refuse, allow])
-    # A datagram socket of a pair can send to any address of the machine.
-    is_stream = [(_AND, 0, 0, _SOCKET_TYPE), (_EQUAL, 1, 0, _STREAM), refuse, allow]
-    program += _match_argument(_SOCKETPAIR[column], 1, is_stream)
-    program += _match_argument(_PRLIMIT[column], 0, [(_EQUAL, 1, 0, 0), refuse, allow])  # 0: the process itself
-    for numbers in (_FCNTL, _IOCTL):
-        checks = [step for command in _SET_OWNER for step in ((_EQUAL, 0, 1, command), refuse)]
-        program += _match_argument(numbers[column], 1, [*checks, allow])
+    architecture, column = _MACHINES[os.uname().machine]
+    pretended = [_PRETENDED[name] for name in _PRETENDED_OPEN]
+    if keep_modes:
+        pretended = list(_PRETENDED.values())
+    program = _select_calls(architecture)
+    program += _answer_calls(_FORBIDDEN.values(), column, errno.EPERM)
+    program += _answer_calls(pretended, column, 0)
+    program += _check_arguments(column)
     if own_signals:
-        for numbers in _SIGNALS:
-            own = [(_EQUAL, 2, 0, os.getpid()), (_EQUAL, 1, 0, 0), refuse, allow]
-            program += _match_argument(numbers[column], 0, own)
-    set_filter([*program, allow])
+        program += _check_signals(column)
+    set_filter([*program, _ALLOW_CALL])
+
+
+def _select_calls(architecture: int) -> list[Instruction]:
+    """Return the start of the filter: kill on another architecture, load the number of the call, refuse new calls."""
+    return [
+        (_LOAD, 0, 0, _ARCHITECTURE_POSITION),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER_POSITION),
+        (_AT_LEAST, 0, 1, _FIRST_NEW),
+        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
+    ]
+
+
+def _answer_calls(calls: Iterable[tuple[int, int]], column: int, error: int) -> list[Instruction]:
+    """Return a filter that answers calls with an error; 0: with success, without doing anything."""
+    answer: Instruction = (_RETURN, 0, 0, _ERROR | error)
+    program: list[Instruction] = []
+    for numbers in calls:
+        if numbers[column]:
+            program += [(_EQUAL, 0, 1, numbers[column]), answer]
+    return program
+
+
+def _check_arguments(column: int) -> list[Instruction]:
+    """Return a filter of the calls that one of their arguments decides."""
+    starts_child = [(_ANY_BIT, 0, 1, _NEW_NAMESPACE | _CLONE_PARENT), _REFUSE_CALL, _ALLOW_CALL]
+    # A datagram socket of a pair can send to any address of the machine.
+    is_stream = [(_AND, 0, 0, _SOCKET_TYPE), (_EQUAL, 1, 0, _STREAM), _REFUSE_CALL, _ALLOW_CALL]
+    is_own_process = [(_EQUAL, 1, 0, 0), _REFUSE_CALL, _ALLOW_CALL]  # 0: the process itself
+    keeps_owner: list[Instruction] = []
+    for command in _SET_OWNER:
+        keeps_owner += [(_EQUAL, 0, 1, command), _REFUSE_CALL]
+    keeps_owner.append(_ALLOW_CALL)
+
+    program = _match_argument(_CLONE[column], 0, starts_child)
+    program += _match_argument(_SOCKETPAIR[column], 1, is_stream)
+    program += _match_argument(_PRLIMIT[column], 0, is_own_process)
+    program += _match_argument(_FCNTL[column], 1, keeps_owner)
+    program += _match_argument(_IOCTL[column], 1, keeps_owner)
+    return program
+
+
+def _check_signals(column: int) -> list[Instruction]:
+    """Return a filter that allows signals to this process and, by 0, to its process group only."""
+    is_own = [(_EQUAL, 2, 0, os.getpid()), (_EQUAL, 1, 0, 0), _REFUSE_CALL, _ALLOW_CALL]
+    program: list[Instruction] = []
+    for numbers in _SIGNALS:
+        program += _match_argument(numbers[column], 0, is_own)
+    return program
 
 
 def set_filter(program: list[Instruction]) -> None:
@@ -137,7 +232,8 @@ def set_filter(program: list[Instruction]) -> None:
     Raises:
         OSError: The kernel refused the filter.
     """
-    data = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    packed = [struct.pack("HBBI", *instruction) for instruction in program]
+    data = ctypes.create_string_buffer(b"".join(packed))
     header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(data))
     libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
     check_result(libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, header, 0, 0))
@@ -145,7 +241,9 @@ def set_filter(program: list[Instruction]) -> None:
 
 def _match_argument(call: int, position: int, checks: list[Instruction]) -> list[Instruction]:
     """Return a filter of one system call; `checks` read the lower half of its argument and decide the call."""
-    return [(_EQUAL, 0, len(checks) + 1, call), (_LOAD, 0, 0, 16 + 8 * position), *checks]
+    skip_checks = len(checks) + 1
+    argument = _ARGUMENTS_POSITION + 8 * position
+    return [(_EQUAL, 0, skip_checks, call), (_LOAD, 0, 0, argument), *checks]
 
 
 def check_result(result: int) -> int:

@@ -16,17 +16,37 @@ from t2g.sandbox.box.confine import DEVICES, NO_NEW_PRIVS, check_result, libc
 
 # What `SandboxConfig.require` may name, and the mechanisms of Outcome.isolation that each provide it.
 MECHANISMS = {"processes": {"pid", "signals"}, "files": {"mount", "landlock"}, "network": {"network", "seccomp"}}
-USER, PID, NETWORK = 0x10000000, 0x20000000, 0x40000000
-MOUNT, IPC = 0x00020000, 0x08000000
-FIRST_THROWAWAY_UID, NUM_THROWAWAY_UIDS = 61184, 4000  # in the range that systemd reserves for dynamic users
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
-_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
-_AT_RECURSIVE, _MNT_DETACH = 0x8000, 2
+# A user id of this range, which systemd reserves for dynamic users.
+FIRST_THROWAWAY_UID = 61184
+NUM_THROWAWAY_UIDS = 4000
+_MAX_READINGS = 20  # of /proc, some milliseconds each
+
+# Namespaces, as flags of unshare and clone.
+USER = 0x10000000
+PID = 0x20000000
+NETWORK = 0x40000000
+MOUNT = 0x00020000
+IPC = 0x08000000
+# Flags of mount.
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MS_BIND = 4096
+_MS_REC = 16384
+_MS_PRIVATE = 1 << 18
+# Attributes of mount_setattr, and its flag.
+_ATTR_RDONLY = 1
+_ATTR_NOSUID = 2
+_ATTR_NODEV = 4
+_AT_RECURSIVE = 0x8000
+_MNT_DETACH = 2  # flag of umount2
+# System calls without a function in the C library.
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-_MAX_READINGS = 20  # of /proc, some milliseconds each
+# Operations of prctl.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def missing_isolation(require: Iterable[str], in_force: Collection[str]) -> list[str]:
@@ -35,7 +55,9 @@ def missing_isolation(require: Iterable[str], in_force: Collection[str]) -> list
     Without isolated files, processes are not isolated either: /proc shows the memory of processes of the same user.
     """
     missing = {name for name, mechanisms in MECHANISMS.items() if mechanisms.isdisjoint(in_force)}
-    return [name for name in require if name in missing or (name == "processes" and "files" in missing)]
+    if "files" in missing:
+        missing.add("processes")
+    return [name for name in require if name in missing]
 
 
 def unshare(flag: int) -> bool:
@@ -48,13 +70,16 @@ def fork_isolated() -> int:
     After `unshare` the calling process could start no thread. This function calls `clone` instead, between Python's
     hooks of a fork.
     """
+    clone = _SYS_CLONE[os.uname().machine]
     ctypes.pythonapi.PyOS_BeforeFork()
-    process = libc.syscall(_SYS_CLONE[os.uname().machine], PID | signal.SIGCHLD, 0, 0, 0, 0)
+    process = libc.syscall(clone, PID | signal.SIGCHLD, 0, 0, 0, 0)
     if process == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
     else:
         ctypes.pythonapi.PyOS_AfterFork_Parent()
-    return process if process >= 0 else os.fork()
+    if process < 0:
+        return os.fork()
+    return process
 
 
 def new_user_namespace(proc: int) -> bool:
@@ -63,10 +88,12 @@ def new_user_namespace(proc: int) -> bool:
     Args:
         proc: Open descriptor of /proc.
     """
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     if not unshare(USER):
         return False
-    for name, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
+    texts = {"setgroups": "deny", "gid_map": f"{gid} {gid} 1", "uid_map": f"{uid} {uid} 1"}
+    for name, text in texts.items():
         try:
             with open(os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc), "w", encoding="ascii") as file:
                 file.write(text)
@@ -83,7 +110,9 @@ def become_throwaway_user(number: int, readable: Iterable[str]) -> bool:
         readable: Files and folders that must stay readable.
     """
     uid = FIRST_THROWAWAY_UID + number % NUM_THROWAWAY_UIDS
-    folders = {folder for path in readable for folder in (path, *Path(path).parents) if os.path.isdir(folder)}
+    folders: set[str | Path] = set()
+    for path in readable:
+        folders.update(filter(os.path.isdir, [path, *Path(path).parents]))
     try:
         if os.geteuid() != 0 or not all(os.stat(folder).st_mode & 0o001 for folder in folders):
             return False
@@ -108,7 +137,9 @@ def make_minimal_root(folder: str, visible: Iterable[str], tmp_bytes: int) -> bo
         tmp_bytes: Size of the working folder.
     """
     paths = sorted({os.path.normpath(path) for path in visible})
-    work_folder = "/box" if any(path.startswith("/tmp/") for path in paths) else "/tmp"
+    work_folder = "/tmp"
+    if any(path.startswith("/tmp/") for path in paths):
+        work_folder = "/box"
     try:
         check_result(libc.unshare(MOUNT))
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
@@ -147,20 +178,28 @@ def _bind(folder: str, path: str, attributes: int = _ATTR_RDONLY | _ATTR_NOSUID 
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
-    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
-    check_result(libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
+    names = [os.fsencode(source), os.fsencode(target), _encode(kind)]
+    check_result(libc.mount(*names, ctypes.c_ulong(flags), _encode(options)))
+
+
+def _encode(text: str | None) -> bytes | None:
+    if text is None:
+        return None
+    return os.fsencode(text)
 
 
 def _set_attributes(path: str, attributes: int, flags: int) -> None:
     request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr
     size = ctypes.c_size_t(ctypes.sizeof(request))
-    check_result(libc.syscall(_SYS_MOUNT_SETATTR, -100, os.fsencode(path), flags, ctypes.byref(request), size))
+    address = ctypes.byref(request)
+    check_result(libc.syscall(_SYS_MOUNT_SETATTR, -100, os.fsencode(path), flags, address, size))
 
 
 def drop_privileges() -> None:
     """Drop all capabilities for good, so that no set-uid program can restore them, and make the process undumpable."""
     libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
-    header, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    no_capabilities = (ctypes.c_uint32 * 6)()
     check_result(libc.capset(ctypes.byref(header), ctypes.byref(no_capabilities)))
     set_dumpable(False)
 
@@ -184,9 +223,10 @@ def set_limits(limits: dict[int, int]) -> None:
     Args:
         limits: Value by `resource.RLIMIT_*`. RLIMIT_NPROC counts all processes of this user in this user namespace.
     """
-    for limit, requested in limits.items():
+    for limit, value in limits.items():
         hard = resource.getrlimit(limit)[1]
-        value = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(limit, (value, value))
 
 
@@ -199,9 +239,13 @@ def _status(process: int | str) -> dict[str, str]:
 
 def count_tasks(uid: int) -> int:
     """Return the number of processes and threads of a user, as RLIMIT_NPROC counts them outside a user namespace."""
-    statuses = [_status(name) for name in os.listdir("/proc") if name.isdigit()]
-    # The owner of the folder in /proc is root for a process that is not dumpable.
-    return sum(int(status["Threads"]) for status in statuses if status and int(status["Uid"].split()[0]) == uid)
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        status = _status(name)
+        # The owner of the folder in /proc is root for a process that is not dumpable.
+        if status and int(status["Uid"].split()[0]) == uid:
+            count += int(status["Threads"])
+    return count
 
 
 def children(parent: int) -> list[int]:
@@ -234,7 +278,9 @@ def has_running_processes(supervisor: int, tests: int, *, has_worker: bool) -> b
     """
     ended_before = None
     for _ in range(_MAX_READINGS):
-        known = {supervisor, tests, *(children(tests) if has_worker else ())}
+        known = {supervisor, tests}
+        if has_worker:
+            known.update(children(tests))
         states = {process: _state(process) for process in descendants(supervisor) if process not in known}
         if any(state not in "ZX" for state in states.values()):
             return True
@@ -256,4 +302,5 @@ def memory_of(process: int | str, names: Iterable[str] = ("RssAnon", "RssShmem")
         names: Lines of /proc/PID/status to add up.
     """
     status = _status(process)
-    return sum(int(status.get(name, "0").split()[0]) for name in names) * 1024
+    kibibytes = [int(status.get(name, "0").split()[0]) for name in names]
+    return sum(kibibytes) * 1024
