@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from attacks import ATTACKS, HONEST, LIMITS, SECRET, TESTS, limits_of, sandbox_processes
 
-from t2g.sandbox import MAX_TESTS, run, run_solution
+from t2g.sandbox import MAX_TESTS, SandboxConfig, run, run_solution
 from t2g.sandbox.box import confine, isolation
 from t2g.sandbox.box.clock import OutOfTime, set_alarm
 
@@ -480,3 +480,11 @@ def test_remaining_processes_are_read_until_two_readings_agree(case: str, monkey
     monkeypatch.setattr(isolation, "descendants", descendants)
     monkeypatch.setattr(isolation, "_state", lambda process: states[process])
     assert isolation.has_running_processes(4, 5, has_worker=True) is is_running
+
+
+@pytest.mark.parametrize("mode", ["separate", "together"])
+def test_an_exception_that_is_false_fails_its_test(mode: str) -> None:
+    tests = "class Problems(Exception):\n    def __len__(self): return 0\ndef test(): raise Problems('none')\n"
+    outcome = run_solution("", tests, SandboxConfig(tests=mode))
+    assert outcome.reason == "failed"
+    assert outcome.tests[0].error == "Problems"

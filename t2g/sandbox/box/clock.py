@@ -9,7 +9,8 @@ from typing import Any
 START_S = 60.0  # for the start of the sandbox; the deadline of a run counts from then on, however slow the machine is
 # Seconds past the deadline. The alarm of the solution has none, so that its hanging line is known; then the alarm of
 # the tests rings, and at last the supervisor kills them.
-TESTS_ALARM_S, KILL_S = 0.2, 1.0
+TESTS_ALARM_S = 0.2
+KILL_S = 1.0
 REPEAT_S = 0.02
 TIMED_OUT = b'"timed out"'  # written by a supervisor that had to kill the tests
 

@@ -19,7 +19,9 @@ class TestFacts:
 
 
 def read_tests(tree: ast.Module) -> TestFacts:
-    constants, modules, expected_errors = set(), set(), set()
+    constants: set[str] = set()
+    modules: set[str] = set()
+    expected_errors: set[str] = set()
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str() as value):
@@ -29,15 +31,22 @@ def read_tests(tree: ast.Module) -> TestFacts:
             case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=[kind, *_]):
                 if name.startswith(_RAISES):
                     expected_errors |= _find_names(kind)
-    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return TestFacts(
         constants=frozenset(constants),
         modules=frozenset(modules),
         expected_errors=frozenset(expected_errors),
-        imports_solution=any("solution" in ast.unparse(node) for node in nodes),
+        imports_solution=any(map(_imports_solution, tree.body)),
     )
 
 
+def _imports_solution(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom) and "solution" in ast.unparse(node)
+
+
 def _find_names(node: ast.expr) -> set[str]:
-    attributes = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-    return attributes | {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    names = set()
+    for part in ast.walk(node):
+        match part:
+            case ast.Attribute(attr=name) | ast.Name(id=name):
+                names.add(name)
+    return names

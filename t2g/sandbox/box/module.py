@@ -46,7 +46,8 @@ class CodeFinder(Finder):
 
     def __init__(self, code: str) -> None:
         super().__init__()
-        self._code, self._compiled = code, compile_solution(code)
+        self._code = code
+        self._compiled = compile_solution(code)
         lines = code.splitlines(keepends=True)
         for name in (FILE, self.path):
             linecache.cache[name] = (len(code), None, lines, name)
@@ -64,8 +65,8 @@ class CodeFinder(Finder):
         """Run the code as a program and return its public names, without modules."""
         names: dict[str, Any] = {"__name__": name, "__file__": self.path, "__builtins__": __builtins__}
         exec(self._compiled, names)  # noqa: S102
-        is_module = types.ModuleType
-        return {k: v for k, v in names.items() if not k.startswith("__") and not isinstance(v, is_module)}
+        public = {name: value for name, value in names.items() if not name.startswith("__")}
+        return {name: value for name, value in public.items() if not isinstance(value, types.ModuleType)}
 
 
 def install_finder(finder: Finder) -> None:

@@ -13,15 +13,11 @@ from t2g.sandbox.box.module import FILE, Finder, write_file
 from t2g.sandbox.box.remote import forward_dict, is_remote
 from t2g.sandbox.box.star import resolve_star
 
-_run_path, _run_module = runpy.run_path, runpy.run_module
-_ABSENT = {
-    "__path__",
-    "__wrapped__",
-    "__bases__",
-    "__test__",
-    "__dict__",
-}  # a module has none of them
-_get_source, _find_examples = inspect.getsource, doctest.DocTestFinder.find
+_run_path = runpy.run_path
+_run_module = runpy.run_module
+_get_source = inspect.getsource
+_find_examples = doctest.DocTestFinder.find
+_ABSENT = {"__path__", "__wrapped__", "__bases__", "__test__", "__dict__"}  # a module has none of them
 
 
 class RemoteModule(types.ModuleType):
@@ -74,13 +70,16 @@ class RemoteFinder(Finder):
             modules: See `star.resolve_star`.
         """
         super().__init__()
-        self._solution, self.code, self.modules = solution, code, modules
+        self._solution = solution
+        self.code = code
+        self.modules = modules
         self.remote: Any = None  # the module in the other process
         self.names: dict[str, str] = {}  # see `star.resolve_star`
         lines = code.splitlines(keepends=True)
         for name in (FILE, self.path):
             linecache.cache[name] = (len(code), None, lines, name)
-        runpy.run_path, runpy.run_module = self._run_path, self._run_module
+        runpy.run_path = self._run_path
+        runpy.run_module = self._run_module
         inspect.getsource = self._read_source
         finder = self
 
@@ -99,7 +98,8 @@ class RemoteFinder(Finder):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Execute the code; in the same module of the other process if this module is loaded again."""
-        self.remote, self.names = self._solution.call_root("load", again=self.remote is not None)
+        has_loaded = self.remote is not None
+        self.remote, self.names = self._solution.call_root("load", again=has_loaded)
 
     def get_source(self, name: str) -> str:
         return self.code
@@ -122,9 +122,9 @@ class RemoteFinder(Finder):
             return _get_source(obj)
         node: Any = ast.parse(self.code)
         for name in str(obj.__qualname__).split("."):
-            found = [child for child in node.body if getattr(child, "name", None) == name]
-            if not found:
+            definitions = [child for child in node.body if getattr(child, "name", None) == name]
+            if not definitions:
                 raise OSError("could not get source code")
-            node = found[-1]
+            node = definitions[-1]
         first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
         return "".join(self.code.splitlines(keepends=True)[first - 1 : node.end_lineno])

@@ -98,7 +98,8 @@ class RemoteSolution(Peer):
         for name, level, message, line in note["logs"]:
             logger = logging.getLogger(str(name))
             if logger.isEnabledFor(int(level)):
-                logger.handle(logging.LogRecord(str(name), int(level), FILE, int(line), str(message), None, None))
+                record = logging.LogRecord(str(name), int(level), FILE, int(line), str(message), None, None)
+                logger.handle(record)
         for message, category, line in note["warnings"]:
             kind = getattr(builtins, str(category), UserWarning)
             if isinstance(kind, type) and issubclass(kind, Warning):
@@ -110,11 +111,13 @@ class RemoteSolution(Peer):
         self.call_root("prepare", code, self._source.ask, self._source.take_back, deadline)
         self._code = code
 
+        seed = random.seed
+
         def seed_both(*args: Any, **kwargs: Any) -> None:
             seed(*args, **kwargs)
             self.call_root("call", "seed", *args, **kwargs)
 
-        seed, random.seed = random.seed, seed_both
+        random.seed = seed_both
         for name in ("putenv", "unsetenv", "chdir"):
             setattr(os, name, self._forward(name, getattr(os, name)))
         _guard_approx()
@@ -140,9 +143,11 @@ class RemoteSolution(Peer):
         for _ in range(50):
             process, status = os.waitpid(self._worker, os.WNOHANG)
             if process:
-                return "killed" if os.WIFSIGNALED(status) else "exited"
+                if os.WIFSIGNALED(status):
+                    return "killed"
+                break
             time.sleep(0.002)
-        return "exited"  # the process only closed its end
+        return "exited"  # or the process only closed its end
 
 
 Solution = LocalSolution | RemoteSolution

@@ -36,9 +36,9 @@ def resolve_star(names: dict[str, str], modules: frozenset[str], namespace: dict
     for name, description in names.items():
         if name in namespace or hasattr(builtins, name) or name in _HOOKS or name.startswith(_PREFIXES):
             continue
-        found = _find_in_library(name, description)
-        if found is not None:
-            namespace[name] = found
+        library_object = _find_in_library(name, description)
+        if library_object is not None:
+            namespace[name] = library_object
         elif name not in _HELPERS and description not in _CATCH_ALL and not _means_module(name, modules):
             supplied.append(name)
     return supplied
@@ -49,14 +49,18 @@ def _means_module(name: str, modules: frozenset[str]) -> bool:
 
 
 def _find_module_name(name: str) -> str:
-    return _ALIASES.get(name) or (name if name in sys.stdlib_module_names else "")
+    if name in sys.stdlib_module_names:
+        return name
+    return _ALIASES.get(name, "")
 
 
 def _find_in_library(name: str, description: str) -> Any:
     """Return the module, function or class of the library that the solution imported by this name; None for others."""
     module, _, attribute = description.partition(":")
     if not attribute:
-        is_module = module != "" and module == _find_module_name(name)
-        return importlib.import_module(module) if is_module else None
-    is_known = module.partition(".")[0] in _LIBRARY and attribute == name
-    return getattr(importlib.import_module(module), attribute, None) if is_known else None
+        if not module or module != _find_module_name(name):
+            return None
+        return importlib.import_module(module)
+    if module.partition(".")[0] not in _LIBRARY or attribute != name:
+        return None
+    return getattr(importlib.import_module(module), attribute, None)

@@ -18,7 +18,8 @@ class SolutionOutput(io.TextIOBase):
 
     def __init__(self, limit: int, *, strict: bool = True) -> None:
         self._parts: list[str] = []
-        self._remaining, self._strict = limit, strict
+        self._remaining = limit
+        self._strict = strict
         self.has_overflowed = False
 
     def writable(self) -> bool:
@@ -75,13 +76,17 @@ class StdinReader:
         if method == "lines":
             return self._read_lines()
         if method == "input":
-            return self._read_lines() if builtins.input is _own_input else builtins.input(*args)
+            if builtins.input is _own_input:
+                return self._read_lines()
+            return builtins.input(*args)
         if method not in _METHODS:
             raise ValueError(f"{method!r:.40} does not read")
         target = sys.stdin
         for name in method.split("."):
             target = getattr(target, name)
-        return target(*args) if callable(target) else None
+        if not callable(target):
+            return None
+        return target(*args)
 
     def take_back(self, count: int) -> None:
         """Take back the last lines of the last batch, which the solution did not use."""
@@ -91,9 +96,12 @@ class StdinReader:
                 self._stdin.readline()
 
     def _read_lines(self) -> list[str]:
-        self._stdin, self._read = sys.stdin, []
+        self._stdin = sys.stdin
+        self._read = []
+        self._position = None
         is_seekable = isinstance(self._stdin, io.IOBase) and self._stdin.seekable()
-        self._position = self._stdin.seek(0, io.SEEK_CUR) if is_seekable else None
+        if is_seekable:
+            self._position = self._stdin.seek(0, io.SEEK_CUR)
         num_chars = 0
         while num_chars < _BATCH_CHARS and (line := self._stdin.readline()):
             self._read.append(line)
@@ -133,7 +141,9 @@ class SolutionInput(io.TextIOBase):
             return self._call("readline", size)
         if not self._lines:
             self._lines = self.ask("lines")[::-1]
-        return self._lines.pop() if self._lines else ""
+        if not self._lines:
+            return ""
+        return self._lines.pop()
 
     def read(self, size: int | None = -1, /) -> str:
         return self._call("read", -1 if size is None else size)

@@ -29,7 +29,7 @@ from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
 from t2g.sandbox.box.facts import TestFacts
 from t2g.sandbox.box.guard import Guard
 from t2g.sandbox.box.remote import Gone, Unsupported
-from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution
+from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution, Solution
 
 if TYPE_CHECKING:
     import pytest
@@ -55,25 +55,25 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     os.chdir(plan["folder"])
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
-    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # out of memory, the kernel kills this run before other processes of the machine
+    _prefer_oom_kill()
+    cgroup = None
     if plan["cgroup"]:
         cgroup = os.open(f"{plan['cgroup']}/cgroup.procs", os.O_WRONLY)  # before the user changes
     has_pid = isolation.unshare(isolation.PID)
     if not has_pid:
         _change_user(proc, os.getpid(), plan["visible"], in_force)
         has_pid = isolation.unshare(isolation.PID)
-    in_force += ["pid"] * has_pid
-    supervisor, (control, tester_control) = os.getpid(), socket.socketpair()
+    if has_pid:
+        in_force.append("pid")
+    supervisor = os.getpid()
+    control, tester_control = socket.socketpair()
     lists_children = os.path.exists("/proc/thread-self/children")  # CONFIG_PROC_CHILDREN of the kernel
     tests = os.fork()
     if tests == 0:
         try:
             control.close()
-            if plan["cgroup"]:
-                with contextlib.suppress(OSError):
-                    os.write(cgroup, b"0")
-                    in_force.append("cgroup")
+            if cgroup is not None:
+                _enter_cgroup(cgroup, in_force)
             _isolate(plan, proc, supervisor, in_force)
             if not lists_children:
                 in_force = [name for name in in_force if name not in isolation.MECHANISMS["processes"]]
@@ -85,12 +85,32 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     os.close(0)
     os.close(2)
     received = _wait(plan, tests, control)
-    verdict = TIMED_OUT if received is None else _make_verdict(received, plan, tests)
+    verdict = TIMED_OUT
+    if received is not None:
+        verdict = _make_verdict(received, plan, tests)
     _kill([tests])
     _kill_remaining()
-    while verdict:
-        verdict = verdict[os.write(1, verdict) :]
+    _write(verdict)
     os._exit(0)
+
+
+def _write(data: bytes) -> None:
+    """Write to standard output, which may take several calls."""
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def _prefer_oom_kill() -> None:
+    """Let the kernel kill this run before other processes of the machine when memory is exhausted."""
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
+
+
+def _enter_cgroup(cgroup: int, in_force: list[str]) -> None:
+    """Move this process into a cgroup, given its open list of processes, and append to `in_force` if that worked."""
+    with contextlib.suppress(OSError):
+        os.write(cgroup, b"0")
+        in_force.append("cgroup")
 
 
 def _make_verdict(received: bytes, plan: dict[str, Any], tests: int) -> bytes:
@@ -110,8 +130,9 @@ def _make_verdict(received: bytes, plan: dict[str, Any], tests: int) -> bytes:
     try:
         verdict = json.loads(lines[-1])
         if verdict["reason"] == "passed":
-            results = [test["name"] for test in verdict["tests"] if test["passed"] is True or test["skipped"] is True]
-            if len(lines) != 2 or not results or results != json.loads(lines[0]):
+            good = [test for test in verdict["tests"] if test["passed"] is True or test["skipped"] is True]
+            names = [test["name"] for test in good]
+            if len(lines) != 2 or not names or names != json.loads(lines[0]):
                 verdict["reason"] = "no_result"
             elif isolation.has_running_processes(os.getpid(), tests, has_worker=plan["tests"] == "separate"):
                 verdict["reason"] = "left_processes"
@@ -131,7 +152,8 @@ def _wait(plan: dict[str, Any], tests: int, control: socket.socket) -> bytes | N
     """
     inherited = isolation.memory_of(os.getpid())  # memory of the parent, which each process of the run shows, too
     end = plan["token"].encode() + b"end\n"
-    received, deadline = b"", time.monotonic() + START_S
+    received = b""
+    deadline = time.monotonic() + START_S
     while (remaining_s := deadline - time.monotonic()) > 0:
         if select.select([control], [], [], min(remaining_s, _MEMORY_INTERVAL_S))[0]:
             piece = control.recv(2**16)
@@ -169,10 +191,11 @@ def _kill(processes: list[int]) -> None:
 def _run_tester(plan: dict[str, Any], in_force: list[str], control: socket.socket, session: "pytest.Session") -> None:
     os.setsid()  # a signal to the process group would reach the supervisor even from inside a process namespace
     tester_end, worker_end = socket.socketpair()
-    has_own_user = {"user", "throwaway_user", "mount"} & set(in_force)  # a new user namespace counts processes from 0
-    max_tasks = plan["max_processes"] + (3 if has_own_user else isolation.count_tasks(os.geteuid()))
-    # In its own process namespace, the worker has no id by which it could name the tester.
-    worker_id = isolation.fork_isolated() if plan["tests"] == "separate" else None
+    max_tasks = plan["max_processes"] + _count_other_tasks(in_force)
+    worker_id = None
+    if plan["tests"] == "separate":
+        # In its own process namespace, the worker has no id by which it could name the tester.
+        worker_id = isolation.fork_isolated()
     isolation.drop_privileges()
     # Only now: other sandboxes of this user must not prevent the fork above.
     isolation.set_limits({resource.RLIMIT_NPROC: max_tasks})
@@ -181,32 +204,52 @@ def _run_tester(plan: dict[str, Any], in_force: list[str], control: socket.socke
             _run_worker(plan, in_force, worker_end)
         finally:
             os._exit(1)
-    verdict_file = os.dup(1)
-    os.dup2(2, 1)
-    _confine(plan, in_force, verdict_file, control.fileno(), tester_end.fileno())
-    os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
-    os.close(verdict_file)
+    _confine_tester(plan, in_force, control.fileno(), tester_end.fileno())
     if isolation.missing_isolation(plan["require"], in_force):
         os._exit(0)
     job = json.loads(sys.stdin.buffer.read())
     control.send(b"+")
     deadline = time.monotonic() + plan["timeout_s"]
-    max_output, owner = plan["max_output_kib"] * 1024, os.getpid()
+    owner = os.getpid()
+    solution = _connect_solution(plan, tester_end, worker_id)
+    token = plan["token"]
+
+    def send_names(names: list[str]) -> None:
+        control.sendall(f"{token}{json.dumps(names)}\n".encode())
+
+    run = tester.Run(session, solution, send_names, deadline)
+    results = run.report(job["code"], job["tests"])
+    if os.getpid() == owner:  # no fork that the tests made
+        control.sendall(f"{token}{json.dumps(results)}\n{token}end\n".encode())
+        control.recv(1)  # until the supervisor has looked for processes of the solution
+    os._exit(0)
+
+
+def _count_other_tasks(in_force: list[str]) -> int:
+    """Return how many tasks RLIMIT_NPROC counts beside those of the solution."""
+    if not {"user", "throwaway_user", "mount"}.isdisjoint(in_force):
+        return 3  # a new user namespace counts from 0
+    return isolation.count_tasks(os.geteuid())
+
+
+def _confine_tester(plan: dict[str, Any], in_force: list[str], *kept: int) -> None:
+    """Confine the tests' process, then write the isolation in force. Standard output becomes standard error."""
+    verdict_file = os.dup(1)
+    os.dup2(2, 1)
+    _confine(plan, in_force, verdict_file, *kept)
+    os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
+    os.close(verdict_file)
+
+
+def _connect_solution(plan: dict[str, Any], end: socket.socket, worker_id: int | None) -> Solution:
+    max_output = plan["max_output_kib"] * 1024
+    if worker_id is None:
+        return LocalSolution(max_output)
 
     def add_guard(facts: TestFacts, refuse: Callable[[str], Unsupported]) -> None:
         sys.addaudithook(Guard(facts, plan["visible"], refuse))
 
-    solution = RemoteSolution(tester_end, worker_id, max_output, add_guard) if worker_id else LocalSolution(max_output)
-
-    def send_names(names: list[str]) -> None:
-        control.sendall(f"{plan['token']}{json.dumps(names)}\n".encode())
-
-    results = tester.Run(session, solution, send_names, deadline).report(job["code"], job["tests"])
-    if os.getpid() == owner:  # no fork that the tests made
-        token = plan["token"]
-        control.sendall(f"{token}{json.dumps(results)}\n{token}end\n".encode())
-        control.recv(1)  # until the supervisor has looked for processes of the solution
-    os._exit(0)
+    return RemoteSolution(end, worker_id, max_output, add_guard)
 
 
 def _change_user(proc: int, number: int, readable: list[str], in_force: list[str]) -> None:

@@ -41,7 +41,8 @@ Json = dict[str, Any]
 def prepare_session() -> pytest.Session:
     """Return a pytest session without tests. It loads no external plug-in, no cache and no configuration."""
     arguments = ["-c", "/dev/null", "--rootdir=/", "--noconftest", "--capture=no"]
-    config = _prepareconfig([*arguments, *(f"-pno:{name}" for name in _DISABLED.split())], [])
+    arguments += [f"-pno:{name}" for name in _DISABLED.split()]
+    config = _prepareconfig(arguments, [])
     config._do_configure()
     session = pytest.Session.from_config(config)
     config.hook.pytest_sessionstart(session=session)
@@ -69,7 +70,10 @@ class Run:
             on_collect: Receives the names of the tests before the first one runs.
             deadline: Seconds of time.monotonic.
         """
-        self._session, self._solution, self._on_collect, self._deadline = session, solution, on_collect, deadline
+        self._session = session
+        self._solution = solution
+        self._on_collect = on_collect
+        self._deadline = deadline
         self._results: list[Json] = []
         self._running = ""  # name of the current test or phase
         self._num_refusals = 0  # of the solution, before this test or phase
@@ -103,7 +107,8 @@ class Run:
             reason = self._solution.describe_end()
         elif reason == "failed":
             kinds = {result["unsupported"] for result in self._results if not _is_good(result)}
-            reason = "unsupported" if kinds == {True} else reason
+            if kinds == {True}:
+                reason = "unsupported"
         return {"reason": reason, "tests": self._results, "output": output.take()}
 
     def _is_late(self) -> bool:
@@ -111,7 +116,9 @@ class Run:
 
     def _run(self, code: str) -> str:
         if not self._attempt("import of the solution", lambda: self._solution.prepare(code, self._deadline)):
-            return "syntax" if self._results[-1]["error"] == "SyntaxError" else "failed"
+            if self._results[-1]["error"] == "SyntaxError":
+                return "syntax"
+            return "failed"
         try:
             tree = ast.parse(self._tests, FILE)
             facts = read_tests(tree)
@@ -124,17 +131,19 @@ class Run:
             return "failed"
         if not self._attempt("import of the tests", lambda: exec(compiled, module.__dict__)):  # noqa: S102
             return "failed"
-        tests = list(self._collect())
-        self._on_collect([_name(item.nodeid) for item, _ in tests[:MAX_TESTS]])
+        tests = list(self._collect())[:MAX_TESTS]
+        self._on_collect([_name(item.nodeid) for item, _ in tests])
         self._solution.begin()
-        for item, next_item in tests[:MAX_TESTS]:
+        for item, next_item in tests:
             if self._solution.output.has_overflowed or self._is_late():
                 break
             self._run_test(item, next_item)
         if not self._results:
             return "bad_tests"
         has_run = not all(result["skipped"] for result in self._results)
-        return "passed" if has_run and all(map(_is_good, self._results)) else "failed"
+        if has_run and all(map(_is_good, self._results)):
+            return "passed"
+        return "failed"
 
     def _attempt(self, name: str, call: Callable[[], Any]) -> bool:
         """Return whether a call raises nothing; else add its error as a result of this name."""
@@ -154,7 +163,8 @@ class Run:
         for node in ast.walk(tree):
             match node:
                 case ast.Call(func=ast.Name(id="type"), args=[value]):
-                    node.func, node.args = ast.Name("box_type", ast.Load()), [node.func, value]
+                    node.args = [node.func, value]
+                    node.func = ast.Name("box_type", ast.Load())
         replace_classes(tree)
         ast.fix_missing_locations(tree)
         vars(builtins).update(box_type=call_type)
@@ -165,17 +175,20 @@ class Run:
 
     def _collect(self) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
         """Yield each test and the next one."""
-        session, config = self._session, self._session.config
+        session = self._session
+        config = session.config
         config.pluginmanager.register(self)
         config._tmp_path_factory._given_basetemp = Path.cwd() / "pytest"
-        items = session.items = list(session.genitems(_Module.from_parent(session, path=Path("/", FILE))))
+        module = _Module.from_parent(session, path=Path("/", FILE))
+        items = session.items = list(session.genitems(module))
         config.hook.pytest_collection_modifyitems(session=session, config=config, items=items)
         yield from itertools.pairwise([*items, None])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._running = _name(report.nodeid)
-            self._add_result(pytest.Collector.CollectError(str(report.longrepr)[-MAX_TEXT:]))
+            message = str(report.longrepr)[-MAX_TEXT:]
+            self._add_result(pytest.Collector.CollectError(message))
 
     def _run_test(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         self._running = _name(item.nodeid)
@@ -185,8 +198,8 @@ class Run:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         if self._solution.gone:
             raise Gone("the process has ended")
-        errors = [error for outcome, error in self._reports if outcome == "failed"]
-        self._add_result(errors[0] if errors else None, skipped=("skipped", None) in self._reports)
+        first_error = next((error for outcome, error in self._reports if outcome == "failed"), None)
+        self._add_result(first_error, skipped=("skipped", None) in self._reports)
         lines, returned = self._solution.lines()
         self._results[-1] |= {"lines": lines, "returned": returned}
 
@@ -195,18 +208,29 @@ class Run:
         if not inspect.iscoroutinefunction(pyfuncitem.obj):
             return None
         names = pyfuncitem._fixtureinfo.argnames
-        asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+        arguments = {name: pyfuncitem.funcargs[name] for name in names}
+        asyncio.run(pyfuncitem.obj(**arguments))
         return True
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
         """Report a phase of a test without pytest's text, which takes more time than most tests."""
-        self._error = call.excinfo.value if call.excinfo else None
-        skipped = isinstance(self._error, pytest.skip.Exception)
-        outcome, text = ("skipped", ("", 0, "")) if skipped else ("failed" if self._error else "passed", None)
+        self._error = None
+        outcome: Any = "passed"
+        text = None
+        if call.excinfo is not None:
+            self._error = call.excinfo.value
+            outcome = "failed"
+            if isinstance(self._error, pytest.skip.Exception):
+                outcome = "skipped"
+                text = ("", 0, "")
         return pytest.TestReport(item.nodeid, item.location, {}, outcome, text, call.when)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        error = (self._error or AssertionError(str(report.longrepr))) if report.failed else None
+        error = None
+        if report.failed:
+            error = self._error
+            if error is None:
+                error = AssertionError(str(report.longrepr))
         self._reports.append((report.outcome, error))
 
     # -- results
@@ -217,32 +241,55 @@ class Run:
         if refusals and not isinstance(error, Unsupported):
             error = Unsupported(refusals[0])
         result: Json = {
-            "name": self._running, "passed": not (error or skipped), "skipped": skipped and not error,
+            "name": self._running, "passed": error is None and not skipped, "skipped": error is None and skipped,
             "unsupported": isinstance(error, Unsupported), "lines": [], "returned": 0,
         }  # fmt: skip
-        self._results.append(result | (self._explain(error) if error else {}))
+        if error is not None:
+            result |= self._explain(error)
+        self._results.append(result)
 
     def _explain(self, error: BaseException) -> Json:
         """Return the fields of a result that describe its error."""
         if isinstance(error, SyntaxError) and error.filename == SOLUTION_FILE:
             return {"error": "SyntaxError", "message": str(error.msg)[:MAX_TEXT], "trace": [error.lineno or 1]}
         result = {"error": type(error).__name__, "message": _format(error, str), "trace": _solution_lines(error)}
-        if not (lines := traceback_lines(error, FILE)):
+        lines = traceback_lines(error, FILE)
+        if not lines:
             return result
-        nodes = (node for node in ast.walk(ast.parse(self._tests)) if isinstance(node, ast.Assert))
-        node = next((node for node in nodes if node.lineno <= lines[-1] <= (node.end_lineno or 0)), None)
-        source = ast.get_source_segment(self._tests, node) if node else self._tests.split("\n")[lines[-1] - 1]
-        result["statement"] = " ".join((source or "").split())[:MAX_TEXT]
-        if node and self._compared and type(error) is AssertionError and not hasattr(error, "solution_lines"):
-            operator, *values = self._compared[-1]
-            compares = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
-            part = compares[min(len(self._compared), len(compares)) - 1] if compares else None
-            if part and not _has_call(part.left) and _has_call(part.comparators[0]):
-                values.reverse()
-            if operator in ("==", "is"):
-                message = f"\n{result['message']}".partition("\nassert ")[0].strip()  # what follows repeats the values
-                result |= {"got": _format(values[0], repr), "expected": _format(values[1], repr), "message": message}
+        node = self._find_assert(lines[-1])
+        if node is None:
+            source = self._tests.split("\n")[lines[-1] - 1]
+        else:
+            source = ast.get_source_segment(self._tests, node) or ""
+        result["statement"] = " ".join(source.split())[:MAX_TEXT]
+        is_comparison = type(error) is AssertionError and not hasattr(error, "solution_lines")
+        if node is not None and self._compared and is_comparison:
+            result |= self._explain_comparison(node, result["message"])
         return result
+
+    def _find_assert(self, line: int) -> ast.Assert | None:
+        """Return the assertion of the tests that contains a line; None if there is none."""
+        for node in ast.walk(ast.parse(self._tests)):
+            if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or 0):
+                return node
+        return None
+
+    def _explain_comparison(self, node: ast.Assert, message: str) -> Json:
+        """Return the fields of a result that describe the last failed comparison of an assertion."""
+        operator, left, right = self._compared[-1]
+        if operator not in ("==", "is"):
+            return {}
+        got = left
+        expected = right
+        compares = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
+        if compares:
+            compare = compares[min(len(self._compared), len(compares)) - 1]
+            if not _has_call(compare.left) and _has_call(compare.comparators[0]):
+                got = right
+                expected = left
+        # What follows repeats the values.
+        own_message = f"\n{message}".partition("\nassert ")[0].strip()
+        return {"got": _format(got, repr), "expected": _format(expected, repr), "message": own_message}
 
 
 def _is_good(result: Json) -> bool:

@@ -21,10 +21,19 @@ from t2g.sandbox.box.streams import SolutionInput, SolutionOutput
 MAX_LINE_EVENTS = 20_000  # per test; later lines are not recorded, and the code runs without tracing
 # What tests may patch.
 _set_trace = sys.settrace
+
+
+def _put_variable(key: bytes | str, value: bytes | str) -> None:
+    os.environ[os.fsdecode(key)] = os.fsdecode(value)
+
+
+def _unset_variable(key: bytes | str) -> None:
+    os.environ.pop(os.fsdecode(key), None)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "seed": random.seed, "copy": copy.copy, "deepcopy": copy.deepcopy, "chdir": os.chdir,
-    "putenv": lambda key, value: os.environ.__setitem__(os.fsdecode(key), os.fsdecode(value)),
-    "unsetenv": lambda key: os.environ.pop(os.fsdecode(key), None),
+    "putenv": _put_variable, "unsetenv": _unset_variable,
 }  # fmt: skip
 
 
@@ -49,7 +58,9 @@ class Tracer:
         return lines, self._returned
 
     def _enter(self, frame: types.FrameType, event: str, argument: object) -> Any:
-        return self._trace if frame.f_code.co_filename == FILE else None
+        if frame.f_code.co_filename != FILE:
+            return None
+        return self._trace
 
     def _trace(self, frame: types.FrameType, event: str, argument: object) -> Any:
         if event == "line":
@@ -71,27 +82,31 @@ class Worker(Peer, Tracer):
         Peer.__init__(self, end)
         Tracer.__init__(self)
         self.number(self)
-        self._printed, self._errors = SolutionOutput(max_output), SolutionOutput(max_output, strict=False)
-        self._input = SolutionInput()
-        sys.stdout, sys.stderr, sys.stdin = self._printed, self._errors, self._input
+        self._printed = sys.stdout = SolutionOutput(max_output)
+        self._errors = sys.stderr = SolutionOutput(max_output, strict=False)
+        self._input = sys.stdin = SolutionInput()
         builtins.input = self._input.input
         self._warned: list[tuple[str, str, int]] = []
         self._logged: list[tuple[str, int, str, int]] = []
         handler = logging.Handler()
-        handler.emit = lambda record: self._logged.append(
-            (record.name, record.levelno, record.getMessage(), record.lineno)
-        )
+        handler.emit = self._keep_record
         logging.root.addHandler(handler)
         logging.root.setLevel(1)  # the tests' process applies its own levels
         warnings.simplefilter("always")  # the tests' process applies its own warning filters
-        warnings.showwarning = lambda message, category, file, line, *_: self._warned.append(
-            (str(message), category.__name__, line)
-        )
+        warnings.showwarning = self._keep_warning
+
+    def _keep_record(self, record: logging.LogRecord) -> None:
+        self._logged.append((record.name, record.levelno, record.getMessage(), record.lineno))
+
+    def _keep_warning(self, message: Any, category: type[Warning], file: str, line: int, *_: object) -> None:
+        self._warned.append((str(message), category.__name__, line))
 
     def take_note(self) -> dict[str, Any]:
         """Return the printed text, the warnings and the unused lines of the input since the last reply."""
-        warned, self._warned = self._warned, []
-        logged, self._logged = self._logged, []
+        warned = self._warned
+        self._warned = []
+        logged = self._logged
+        self._logged = []
         return {
             "out": self._printed.take(), "flood": self._printed.has_overflowed, "err": self._errors.take(),
             "warnings": warned, "unused": self._input.take_unused(), "logs": logged,
@@ -111,7 +126,8 @@ class Worker(Peer, Tracer):
             deadline: Deadline of the whole run, seconds of time.monotonic.
         """
         set_alarm(Peer.perform, deadline)
-        self._input.ask, self._input.take_back = ask, take_back
+        self._input.ask = ask
+        self._input.take_back = take_back
         self._finder = CodeFinder(code)
         install_finder(self._finder)
 
@@ -122,8 +138,11 @@ class Worker(Peer, Tracer):
         else:
             sys.modules.pop("solution", None)
             module = importlib.import_module("solution")
-        public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-        return module, {str(name): _describe(getattr(module, name, None)) for name in public}
+        names = getattr(module, "__all__", None)
+        if not names:
+            names = [name for name in vars(module) if not name.startswith("_")]
+        descriptions = {str(name): _describe(getattr(module, name, None)) for name in names}
+        return module, descriptions
 
     def run(self, name: str) -> dict[str, Any]:
         """Run the code as a program; see `module.CodeFinder.run`."""
@@ -135,4 +154,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     name = getattr(value, "__qualname__", None)
-    return f"{getattr(value, '__module__', '')}:{name}" if isinstance(name, str) else ""
+    if not isinstance(name, str):
+        return ""
+    return f"{getattr(value, '__module__', '')}:{name}"
