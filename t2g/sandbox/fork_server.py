@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 OWN_CODE = str(Path(__file__).resolve().parents[2])
-PACKAGES = list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
+PACKAGES = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": ".", "TMPDIR": ".", "LANG": "C.UTF-8", "PYTHONPATH": OWN_CODE,
     "PYTHONHASHSEED": "0",  # the same verdict for the same code
@@ -89,7 +89,8 @@ def fork_sandbox(plan: str, descriptors: list[int], deadline: float) -> int:
     error_text = ""
     with _lock:
         if _server is server:
-            _server, error_text = None, server.end()
+            _server = None
+            error_text = server.end()
     raise SandboxFailed(f"the process that forks sandboxes ended or gave no answer in time: {error_text}")
 
 
@@ -98,7 +99,8 @@ def _forget() -> None:
     global _server, _lock
     if _server is not None:
         _server.control.close()
-    _server, _lock = None, threading.Lock()
+    _server = None
+    _lock = threading.Lock()
 
 
 atexit.register(lambda: _server and _server.end())

@@ -86,8 +86,11 @@ class Refused(RuntimeError):
 
 def available(require: Iterable[str]) -> str:
     """Return the message of `Refused`; "" if this machine can isolate all of `require`."""
-    missing = missing_isolation(require, run_solution("", "", SandboxConfig(require=())).isolation)
-    return _format_refusal(missing) if missing else ""
+    outcome = run_solution("", "", SandboxConfig(require=()))
+    missing = missing_isolation(require, outcome.isolation)
+    if not missing:
+        return ""
+    return _format_refusal(missing)
 
 
 def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
@@ -116,9 +119,12 @@ def _sandbox_limit(count: int) -> threading.BoundedSemaphore:
 
 def _run(code: str, tests: str, limits: SandboxConfig, started: float, start_deadline: float) -> Outcome:
     """Run code and tests in one sandbox. Times are seconds of time.monotonic."""
-    mode: Mode = "together" if limits.tests == "together" else "separate"
+    mode: Mode = "separate"
+    if limits.tests == "together":
+        mode = "together"
     folder = tempfile.mkdtemp(prefix="t2g-sandbox-")
-    cgroup = _make_cgroup(Path(folder).name, (limits.memory_mib + TESTS_MIB) * 2**20)
+    memory_bytes = (limits.memory_mib + TESTS_MIB) * 2**20
+    cgroup = _make_cgroup(Path(folder).name, memory_bytes)
     try:
         plan = limits.dump_limits() | {"tests": mode, "cgroup": cgroup, "folder": folder, "visible": _VISIBLE}
         job = json.dumps({"code": code, "tests": tests}).encode()
@@ -135,7 +141,9 @@ def choose_mode(reference: str, tests: str, limits: SandboxConfig) -> Mode | Non
     `together` is tried only if the tests ran and failed. Otherwise a slow machine would choose the mode in which a
     solution can forge its verdict.
     """
-    modes: tuple[Mode, ...] = ("separate", "together") if limits.tests == "auto" else (limits.tests,)
+    modes: list[Mode] = ["separate", "together"]
+    if limits.tests != "auto":
+        modes = [limits.tests]
     for mode in modes:
         variant = limits.model_copy(update={"tests": mode})
         outcome = run_solution(reference, tests, variant)
@@ -155,15 +163,20 @@ def _make_cgroup(name: str, memory: int) -> str:
     """
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
-        is_v1 = "memory" in controllers.split(",")
-        if is_v1 or number == "0":
-            folder = Path("/sys/fs/cgroup", "memory" if is_v1 else "", path.strip("/"), name)
-            with contextlib.suppress(OSError):
-                folder.mkdir()
-                limit = folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")
-                limit.write_text(str(memory), encoding="ascii")
-                return str(folder)
-            _remove_cgroup(str(folder))
+        if "memory" in controllers.split(","):  # version 1
+            root = Path("/sys/fs/cgroup/memory")
+            limit_file = "memory.limit_in_bytes"
+        elif number == "0":
+            root = Path("/sys/fs/cgroup")
+            limit_file = "memory.max"
+        else:
+            continue
+        folder = root / path.strip("/") / name
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            (folder / limit_file).write_text(str(memory), encoding="ascii")
+            return str(folder)
+        _remove_cgroup(str(folder))
     return ""
 
 
@@ -206,7 +219,8 @@ def _run_plan(plan: str, job: bytes, limits: SandboxConfig, start_deadline: floa
         stdin.seek(0)
         with open(writer, "wb", 0), open(output.name, "ab", 0) as output_end:  # write-only for the run
             process = fork_sandbox(plan, [stdin.fileno(), writer, output_end.fileno()], start_deadline)
-        received, deadline = b"", start_deadline
+        received = b""
+        deadline = start_deadline
         while len(received) <= MAX_VERDICT_BYTES and _wait(verdict.fileno(), deadline):
             piece = os.read(verdict.fileno(), 65536)
             if not piece:
@@ -245,26 +259,30 @@ def _parse(verdict: bytes, output: bytes, is_late: bool, mode: Mode, limits: San
     if missing := missing_isolation(limits.require, isolation):
         raise Refused(_format_refusal(missing))
     try:
-        parsed = _Verdict.model_validate_json(lines[1] if len(lines) > 1 else b"")
+        parsed = _Verdict.model_validate_json(b"".join(lines[1:2]))
     except ValidationError:
         parsed = _Verdict(reason="no_result", tests=[])
     reason = parsed.reason
-    if len(output) > limits.max_output_kib * 1024:
+    max_output = limits.max_output_kib * 1024
+    if len(output) > max_output:
         reason = "too_much_output"
     elif is_late or lines[-1] == TIMED_OUT:
         reason = "timeout"
+    all_output = parsed.output + output.decode(errors="replace")
     return Outcome(
         passed=reason == "passed",
         reason=reason,
         tests=_limit_results(parsed.tests),
         isolation=isolation,
         mode=mode,
-        output=f"{parsed.output}{output.decode(errors='replace')}"[: limits.max_output_kib * 1024],
+        output=all_output[:max_output],
         seconds=seconds,
     )
 
 
 def _limit_results(tests: list[TestResult]) -> tuple[TestResult, ...]:
     """Return at most MAX_TESTS results in the order in which they ran; failed tests take precedence."""
-    kept = sorted(range(len(tests)), key=lambda index: (tests[index].passed, index))[:MAX_TESTS]
-    return tuple(tests[index] for index in sorted(kept))
+    failed = [index for index, test in enumerate(tests) if not test.passed]
+    passed = [index for index, test in enumerate(tests) if test.passed]
+    indices = (failed + passed)[:MAX_TESTS]
+    return tuple(tests[index] for index in sorted(indices))

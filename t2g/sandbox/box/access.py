@@ -63,5 +63,9 @@ def _is_writable(target: Any, name: str, value: Any) -> bool:
         return False
     if isinstance(target, Base):
         return name not in dir(type(target)) and not is_remote(value)
-    current = vars(target).get(name) if hasattr(target, "__dict__") else None
-    return type(target).__module__ in _WRITABLE_MODULES and (is_remote(current) or not callable(current))
+    current = None
+    if hasattr(target, "__dict__"):
+        current = vars(target).get(name)
+    if callable(current) and not is_remote(current):
+        return False
+    return type(target).__module__ in _WRITABLE_MODULES

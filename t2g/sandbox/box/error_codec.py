@@ -20,16 +20,20 @@ _to_json = json.JSONEncoder().encode  # not `json.dumps`, which tests may patch
 
 def is_own_error(error: BaseException) -> bool:
     """Return whether the tests or pytest raised this error to decide a test: no solution may handle it."""
-    is_decisive = isinstance(error, AssertionError) or not isinstance(error, Exception | GeneratorExit | SystemExit)
-    return is_decisive and not hasattr(error, "solution_lines")
+    is_ordinary = isinstance(error, Exception | GeneratorExit | SystemExit)
+    if is_ordinary and not isinstance(error, AssertionError):
+        return False
+    return not hasattr(error, "solution_lines")
 
 
 def is_control(kind: type[BaseException]) -> bool:
     """Return whether the standard library catches this class to end a loop, a task or a test."""
     if kind in (SystemExit, BaseException):
         return False
-    is_internal = kind.__name__.startswith("_") or kind.__module__.partition(".")[0] in _CONTROL_MODULES
-    return is_internal or not issubclass(kind, Exception)
+    root = kind.__module__.partition(".")[0]
+    if kind.__name__.startswith("_") or root in _CONTROL_MODULES:
+        return True
+    return not issubclass(kind, Exception)
 
 
 class ErrorCodec(Codec):
@@ -88,7 +92,8 @@ class ErrorCodec(Codec):
                 return self.request("get", error.remote_instance, name)
 
             body = {"remote_number": number, "remote_instance": None, "__getattr__": get_attribute}
-            self._proxies[number] = type(str(message["name"]), bases, body | {"__module__": "solution"})
+            body["__module__"] = "solution"
+            self._proxies[number] = type(str(message["name"]), bases, body)
         return self._proxies[number]
 
     def resolve_exception(self, message: Json, exchange: Exchange) -> BaseException:

@@ -137,7 +137,9 @@ class Remote:
     def __bool__(self) -> bool:
         if self._is_tainted:
             raise self._peer.refuse(_UNDECIDED)
-        return len(self) > 0 if hasattr(type(self), "__len__") else True  # type: ignore[arg-type]
+        if not hasattr(type(self), "__len__"):
+            return True
+        return len(self) > 0  # type: ignore[arg-type]
 
     def __copy__(self) -> Any:
         return self._peer.call_root("call", "copy", self)
@@ -185,7 +187,9 @@ def _leave_context(name: str) -> Callable[..., Any]:
     def method(self: Remote, /, kind: Any, error: Any, traceback: object) -> Any:
         """Call `__exit__` or `__aexit__`, without the traceback, which stays in its process."""
         answer = self._peer.request("method", self, name, kind, error, None)
-        return False if self._peer.is_own_error(error) else answer
+        if self._peer.is_own_error(error):
+            return False
+        return answer
 
     return method
 
@@ -195,8 +199,10 @@ def _call(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
         raise self._peer.refuse(_UNDECIDED)
     answer = self._peer.request("call", self, *args, **kwargs)
     # ExitStack calls functions as it calls `__exit__`.
-    is_exit = sys._getframe(1).f_globals is vars(contextlib) and any(map(self._peer.is_own_error, args))
-    return False if is_exit else answer
+    is_exit = sys._getframe(1).f_globals is vars(contextlib)
+    if is_exit and any(map(self._peer.is_own_error, args)):
+        return False
+    return answer
 
 
 def check_tainted(answer: Any, operation: str, args: tuple[Any, ...], refuse: Callable[[str], Unsupported]) -> None:
@@ -238,9 +244,8 @@ def _check_answer(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], a
         if apply is not None and (name in _ORDER or not (is_remote(answer) or needs_object)):
             return apply(plain, *args)
         with contextlib.suppress(TypeError):
-            is_same = (
-                name in _OPERATORS and answer._plain is not None and answer._current_plain() == apply(plain, *args)
-            )
+            if name in _OPERATORS and answer._plain is not None:
+                is_same = answer._current_plain() == apply(plain, *args)
     if answer is NotImplemented or name not in _OPERATORS or is_same or all(map(is_remote, args)):
         return answer
     if name == "__iadd__" and answer is proxy:  # a change, as by a method
@@ -257,11 +262,13 @@ def as_plain(value: Any) -> Any:
     Raises:
         TypeError: The value is an object without a plain type.
     """
-    if is_remote(value) and value._is_tainted:
+    if not is_remote(value):
+        return value
+    if value._is_tainted:
         raise value._peer.refuse(_UNDECIDED)
-    if is_remote(value) and value._plain is None:
+    if value._plain is None:
         raise TypeError("an object of the solution's own class is no plain data")
-    return value._current_plain() if is_remote(value) else value
+    return value._current_plain()
 
 
 _METHODS = {name: _forward(name) for name in FORWARDED}
@@ -274,7 +281,9 @@ def _iterate_by_index(proxy: Any) -> Iterator[Any]:
 
     Otherwise a test's `all(zip(f(x), expected))` would hold for an object that raises IndexError at once.
     """
-    length = len(proxy) if hasattr(type(proxy), "__len__") else 1
+    length = 1
+    if hasattr(type(proxy), "__len__"):
+        length = len(proxy)
     for index in itertools.count():
         try:
             item = proxy[index]
@@ -292,7 +301,7 @@ def proxy_class(name: str, methods: tuple[str, ...], *, is_guarded: bool) -> typ
     Args:
         is_guarded: The class is the solution's.
     """
-    body: dict[str, Any] = {method: _METHODS[method] for method in methods}
+    body = {method: _METHODS[method] for method in methods}
     if is_guarded and "__getitem__" in body:
         body.setdefault("__iter__", _iterate_by_index)
     if name == "coroutine" and is_guarded:
