@@ -11,7 +11,7 @@ from ray.util.metrics import Counter, Gauge
 from t2g import metrics as m
 
 # Metric -> name on the port; the description is the unit and meaning of the registry.
-GAUGES: dict[str, str] = {
+TRAINING_GAUGES = {
     m.STEP: "t2g_step",
     m.SAMPLES: "t2g_samples",
     m.TOKEN_REWARD: "t2g_reward_token_mean",
@@ -19,6 +19,8 @@ GAUGES: dict[str, str] = {
     m.KL: "t2g_kl_nats",
     m.ENTROPY: "t2g_entropy_nats",
     m.TRUNCATED_SHARE: "t2g_truncated_share",
+}
+FLEET_GAUGES = {
     m.STALENESS_MEAN: "t2g_staleness_mean_updates",
     m.STALENESS_MAX: "t2g_staleness_max_updates",
     m.IDLE_LEARNER: "t2g_learner_idle_share",
@@ -26,6 +28,8 @@ GAUGES: dict[str, str] = {
     m.IDLE + "reward": "t2g_reward_idle_share",
     m.fill(m.WORKERS, "rollout"): "t2g_rollout_workers",
     m.fill(m.WORKERS, "reward"): "t2g_reward_workers",
+}
+STEP_GAUGES = {
     m.BUFFERED: "t2g_buffered_samples",
     m.FAILED_SHARE: "t2g_feedback_failed_share",
     m.STEP_S: "t2g_step_seconds",
@@ -33,6 +37,7 @@ GAUGES: dict[str, str] = {
     m.SYNC_BYTES: "t2g_sync_bytes",
     m.SPEED: "t2g_tokens_per_second",
 }
+GAUGES: dict[str, str] = TRAINING_GAUGES | FLEET_GAUGES | STEP_GAUGES
 # Metrics that count events of one step: summed up over the life of the driver.
 COUNTERS: dict[str, str] = {
     m.fill(m.RESTARTS, "rollout"): "t2g_rollout_restarts",

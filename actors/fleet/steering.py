@@ -66,12 +66,14 @@ class Steering:
 
     def _scale(self, metrics: Mapping[str, float]) -> None:
         fleet = self._fleets["rollout"]
+        num_workers = int(metrics[m.fill(m.WORKERS, "rollout")])
+        buffered = metrics[m.BUFFERED] / samples_per_step(self._config.rollout)
         load = StepLoad(
             seconds=metrics[m.STEP_S],
-            num_workers=int(metrics[m.fill(m.WORKERS, "rollout")]),
+            num_workers=num_workers,
             learner_idle=metrics[m.IDLE_LEARNER],
             rollout_idle=metrics[m.IDLE + "rollout"],
-            buffered=metrics[m.BUFFERED] / samples_per_step(self._config.rollout),
+            buffered=buffered,
         )
         self._loads = [*self._loads, load][-WINDOW_STEPS:]
         workers = self._config.rollout.workers

@@ -29,19 +29,26 @@ class Plot(NamedTuple):
         return metric.unit or "mean over responses"
 
 
-OVER_STEPS = (
+REWARDS = (
     Plot("Mean token reward", (m.TOKEN_REWARD,)),
     Plot("Mean reward of a response", (m.TOTAL_REWARD,)),
     Plot("Labelled tokens", (m.POOR_SHARE, m.GOOD_SHARE)),
+)
+POLICY = (
     Plot("KL to the reference", (m.KL,)),
     Plot("Entropy of the policy", (m.ENTROPY,)),
     Plot("PPO-clipped tokens", (m.CLIP_SHARE,)),
+)
+RESPONSES = (
     Plot("Response length", (m.LENGTH,)),
     Plot("Turns", (m.TURNS,)),
     Plot("Truncated responses", (m.TRUNCATED_SHARE,)),
+)
+DURATIONS = (
     Plot("Idle", (m.IDLE_LEARNER, m.IDLE + "rollout", m.IDLE + "reward")),
     Plot("Time", (m.STEP_S, m.GENERATE_S, m.FEEDBACK_S, m.LEARN_S, m.SYNC_S)),
 )
+OVER_STEPS = (*REWARDS, *POLICY, *RESPONSES, *DURATIONS)
 
 
 class Chart(NamedTuple):

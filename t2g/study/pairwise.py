@@ -86,29 +86,32 @@ def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]
     Args:
         answers: policy -> answers by prompt, in the same order. Pairs are those of `policy_eval.summarise`.
     """
-    points_of: dict[tuple[str, str, str, str], float] = {}
-    judges: list[str] = []
+    prompt_ids: dict[str, list[str]] = {}
+    lengths: dict[str, np.ndarray] = {}
+    for policy, own in answers.items():
+        prompt_ids[policy] = [row.prompt_id for row in own]
+        lengths[policy] = _count_words(own)
+    points_of: dict[tuple[str, str, str], dict[str, float]] = {}  # judge, first and second policy -> points by prompt
+    outcomes_by_judge: dict[str, list[np.ndarray]] = {}
     for row in rows:
-        points_of[row.judge, row.first, row.second, row.prompt_id] = POINTS[row.verdict]
-        if row.judge not in judges:
-            judges.append(row.judge)
-    lengths = {policy: _count_words(own) for policy, own in answers.items()}
-
-    def first_points(judge: str, first: str, second: str) -> np.ndarray:
-        keys = [(judge, first, second, row.prompt_id) for row in answers[first]]
-        return np.array([points_of.get(key, np.nan) for key in keys])
+        points_of.setdefault((row.judge, row.first, row.second), {})[row.prompt_id] = POINTS[row.verdict]
+        outcomes_by_judge.setdefault(row.judge, [])
 
     figures: list[dict[str, Any]] = []
-    outcomes_by_judge: dict[str, list[np.ndarray]] = {judge: [] for judge in judges}
-    for judge, (against, policy) in product(judges, combinations(answers, 2)):
-        when_first = first_points(judge, policy, against)
-        when_second = 1 - first_points(judge, against, policy)
+    for judge, (against, policy) in product(outcomes_by_judge, combinations(answers, 2)):
+        when_first = _in_order(points_of.get((judge, policy, against), {}), prompt_ids[policy])
+        when_second = 1 - _in_order(points_of.get((judge, against, policy), {}), prompt_ids[against])
         points = np.stack([when_first, when_second])
         sides = compare_lengths(lengths[policy], lengths[against])
         names = {"judge": judge, "policy": policy, "against": against}
         figures.append(names | judge_figures(points, sides, seed))
         outcomes_by_judge[judge].append(outcomes(points))
     return {"pairs": figures, "agreements": compute_agreements(outcomes_by_judge)}
+
+
+def _in_order(points: Mapping[str, float], prompt_ids: Sequence[str]) -> np.ndarray:
+    """Return the points in the order of the prompts, [N]; NaN for a prompt without a verdict."""
+    return np.array([points.get(prompt_id, np.nan) for prompt_id in prompt_ids])
 
 
 def _count_words(answers: Sequence[Answers]) -> np.ndarray:

@@ -23,7 +23,8 @@ PASSED = "passed"
 REFERENCED = "rougeL"  # a task with this measure has references, so BLEU is computed as well
 NGRAM = 4  # length of a repeated n-gram (Welleck et al., arXiv 1908.04319)
 GENERAL = ("words", "cut", "empty", "repetition")
-FEEDBACK, UNJUDGED = "feedback", "unjudged"  # score by a feedback source, and share of responses that it did not judge
+FEEDBACK = "feedback"  # score by a feedback source
+UNJUDGED = "unjudged"  # share of responses that the feedback source did not judge
 UNTESTED = (*GENERAL, UNJUDGED)  # reported without a test: neither direction is better
 
 Columns = Mapping[str, np.ndarray]  # measure -> [N, K]
@@ -196,12 +197,19 @@ def add_feedback(measures: Columns, scores: Sequence[Sequence[float | None]]) ->
     Args:
         scores: By prompt, of each response; None for a response without usable feedback.
     """
-    judged = [[score for score in row if score is not None] for row in scores]
-    means = [[float(np.mean(row)) if row else 0.0] for row in judged]
-    unjudged = [[1 - len(used) / len(row)] for used, row in zip(judged, scores, strict=True)]
-    own = {name: values for name, values in measures.items() if name not in GENERAL}
-    general = {name: measures[name] for name in GENERAL}
-    return {**own, FEEDBACK: np.array(means), **general, UNJUDGED: np.array(unjudged)}
+    means: list[float] = []
+    unjudged: list[float] = []
+    for row in scores:
+        judged = [score for score in row if score is not None]
+        means.append(float(np.mean(judged)) if judged else 0.0)
+        unjudged.append(1 - len(judged) / len(row))
+
+    with_feedback = {name: values for name, values in measures.items() if name not in GENERAL}
+    with_feedback[FEEDBACK] = np.array(means)[:, None]
+    for name in GENERAL:
+        with_feedback[name] = measures[name]
+    with_feedback[UNJUDGED] = np.array(unjudged)[:, None]
+    return with_feedback
 
 
 def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:

@@ -241,18 +241,24 @@ def _ratios(counts: Columns) -> dict[str, np.ndarray]:
     ratios: dict[str, np.ndarray] = {}
     for name in LABELS:
         hits = counts[name, name]
-        spans = counts[name, "gold spans"] + counts[name, "spans"]
         ratios[f"{name}_precision"] = _ratio(hits, predicted[name])
         ratios[f"{name}_recall"] = _ratio(hits, gold[name])
         ratios[f"{name}_f1"] = _ratio(2 * hits, gold[name] + predicted[name])
-        ratios[f"{name}_span_exact_f1"] = _ratio(2 * counts[name, "exact"], spans)
-        ratios[f"{name}_span_overlap_f1"] = _ratio(2 * counts[name, "overlapping"], spans)
+        ratios |= _span_ratios(counts, name)
     ratios["kappa"] = _kappa(counts, gold, predicted)
     ratios["located_rate"] = _ratio(counts["all", "located"], counts["all", "quotes"])
     ratios["parse_rate"] = _ratio(counts["all", "parse"], counts["all", "records"])
     ratios["usable_rate"] = _ratio(counts["all", "usable"], counts["all", "records"])
     ratios["agreement"] = _ratio(counts["all", "agreement"], counts["all", "voted"], empty=np.nan)
     return ratios
+
+
+def _span_ratios(counts: Columns, label: str) -> dict[str, np.ndarray]:
+    """Return the span_*_f1 of a label."""
+    spans = counts[label, "gold spans"] + counts[label, "spans"]
+    exact = _ratio(2 * counts[label, "exact"], spans)
+    overlapping = _ratio(2 * counts[label, "overlapping"], spans)
+    return {f"{label}_span_exact_f1": exact, f"{label}_span_overlap_f1": overlapping}
 
 
 def _kappa(counts: Columns, gold: Mapping[str, Any], predicted: Mapping[str, Any]) -> np.ndarray:
