@@ -91,11 +91,8 @@ def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]
     for policy, own in answers.items():
         prompt_ids[policy] = [row.prompt_id for row in own]
         lengths[policy] = _count_words(own)
-    points_of: dict[tuple[str, str, str], dict[str, float]] = {}  # judge, first and second policy -> points by prompt
-    outcomes_by_judge: dict[str, list[np.ndarray]] = {}
-    for row in rows:
-        points_of.setdefault((row.judge, row.first, row.second), {})[row.prompt_id] = POINTS[row.verdict]
-        outcomes_by_judge.setdefault(row.judge, [])
+    points_of = _collect_points(rows)
+    outcomes_by_judge: dict[str, list[np.ndarray]] = {judge: [] for judge, _, _ in points_of}
 
     figures: list[dict[str, Any]] = []
     for judge, (against, policy) in product(outcomes_by_judge, combinations(answers, 2)):
@@ -107,6 +104,15 @@ def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]
         figures.append(names | judge_figures(points, sides, seed))
         outcomes_by_judge[judge].append(outcomes(points))
     return {"pairs": figures, "agreements": compute_agreements(outcomes_by_judge)}
+
+
+def _collect_points(rows: Iterable[Judgement]) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Return (judge, first policy, second policy) -> the points of the first response by prompt."""
+    points_of: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        points = points_of.setdefault((row.judge, row.first, row.second), {})
+        points[row.prompt_id] = POINTS[row.verdict]
+    return points_of
 
 
 def _in_order(points: Mapping[str, float], prompt_ids: Sequence[str]) -> np.ndarray:
