@@ -170,7 +170,7 @@ def is_known(key: str, known: set[str]) -> bool:
     """Whether a key exists; below a mapping, such as policies, any name does, and files share names of sections."""
     parents = {".".join(key.split(".")[:length]) for length in range(1, key.count(".") + 1)}
     is_file = key.rpartition(".")[2] in ("jsonl", "json", "yaml", "log", "html", "py", "csv", "md")
-    return key in known or is_file or bool(parents & {"policies", "reflections", "endpoints", "judges"})
+    return key in known or is_file or bool(parents & {"policies", "endpoints", "judges"})
 
 
 @pytest.mark.parametrize("file", GUIDES, ids=name_of)

@@ -283,7 +283,7 @@ def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> dict[s
     with sole_process(config.run.folder):
         evaluation = Evaluation(config, questions)
         has_judge = config.feedback is not None and config.feedback.engine_source is not None
-        lacks_responses = any(map(evaluation.is_incomplete, config.served))
+        lacks_responses = any(map(evaluation.is_incomplete, config.policies))
         needs_engines = lacks_responses or (has_judge and evaluation.lacks_feedback())
         with on_cluster(config) if needs_engines else nullcontext():
             result = evaluation.run(serve, stop_flag(), serve_feedback)

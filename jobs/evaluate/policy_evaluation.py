@@ -49,7 +49,6 @@ from t2g.study.policy_eval import (
     content_key,
     summarise,
 )
-from t2g.study.reflection import Reflecting
 from t2g.tasks.base import Record, Task, describe_record, get_task
 from t2g.tasks.human_eval import convert_to_kodcode
 from t2g.tasks.references import check_references
@@ -138,7 +137,7 @@ class Evaluation:
         self._measure_version = measure_version(config, self.task)
         self._feedback = FeedbackScores(config, config.feedback, self.folder) if config.feedback else None
         self._answer_files = {name: self.folder / RESPONSES / name / "responses.jsonl" for name in config.names}
-        self._models = {name: self._model(name) for name in config.served}
+        self._models = {name: self._model(name) for name in config.policies}
         self._keyed_prompts = {name: self._make_keyed_prompts(name) for name in config.names}
 
     def _find_client(self, llm: LLMConfig) -> ChatClient:
@@ -146,7 +145,7 @@ class Evaluation:
 
     def _model(self, name: str) -> ModelConfig:
         """Return the model that engines load; an adapter is merged into its base first."""
-        model = self.config.served[name]
+        model = self.config.policies[name]
         if not (Path(model.policy) / ADAPTER_FILE).exists():
             return model
         merged = self.folder / MERGED / name / served_version(model)
@@ -178,7 +177,11 @@ class Evaluation:
         records = [*self._records.values()]
         prompts = make_prompts(records, self.task, tokenizer, room, too_long=too_long)
 
-        version: list[Any] = [served_version(self.config.served[name]), name in self.config.reflections, *temperature]
+        version: list[Any] = [
+            served_version(self.config.policies[name]),
+            False,
+            *temperature,
+        ]  # False: as in old journals
         if (tags := find_thinking_tags(tokenizer, model.thinking_tags)) is not None:
             version.append(tags)
         for prompt in prompts:
@@ -222,10 +225,6 @@ class Evaluation:
         """Sample the responses that a policy lacks. source: engines; None: the policy is behind a server."""
         config = self.config
         rollout = config.rollout
-        if source and name in config.reflections:
-            tokenizer = load_policy_tokenizer(self._models[name])
-            room = rollout.max_prompt_tokens
-            source = Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
         sampling = make_sampling(config, "eval", 0, num_samples=rollout.samples_per_prompt)
         sampling = replace(sampling, temperature=config.temperatures.get(name, rollout.temperature))
 

@@ -44,11 +44,6 @@ class PolicyEvaluationJob(JobConfig):
     policies: ResumeMutable[dict[RunPart, ModelConfig]] = Field(
         {}, description="name -> folder, hub name or adapter; each pair compares a later policy with an earlier one"
     )
-    reflections: ResumeMutable[dict[RunPart, ModelConfig]] = Field(
-        {},
-        description="name -> model that answers, criticises its answer and answers again. rollout.max_model_len "
-        "needs room for prompt, answer and critique",
-    )
     endpoints: ResumeMutable[dict[RunPart, LLMConfig]] = Field(
         {}, description="name -> a policy behind a server, sampled with the settings of rollout"
     )
@@ -81,7 +76,7 @@ class PolicyEvaluationJob(JobConfig):
     )
 
     def roles(self) -> dict[str, ProcessConfig]:
-        sampling = {"rollout": self.rollout} if self.served else {}  # one policy at a time
+        sampling = {"rollout": self.rollout} if self.policies else {}  # one policy at a time
         return sampling | super().roles()
 
     def describe_work(self) -> list[str]:
@@ -93,12 +88,7 @@ class PolicyEvaluationJob(JobConfig):
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of all policies in the order of pairs."""
-        return *self.served, *self.endpoints
-
-    @property
-    def served(self) -> dict[str, ModelConfig]:
-        """Return the policies that own engines serve."""
-        return self.policies | self.reflections
+        return *self.policies, *self.endpoints
 
     @model_validator(mode="after")
     def fill_training_sampling(self, info: ValidationInfo) -> Self:
@@ -112,7 +102,7 @@ class PolicyEvaluationJob(JobConfig):
         return self
 
     def _with_training_sampling(self) -> SampledConfig:
-        runs = [training_sampling(model.policy) for model in self.served.values()]
+        runs = [training_sampling(model.policy) for model in self.policies.values()]
         changes: dict[str, float] = {}
         for key in set(SAMPLING_KEYS) - self.rollout.model_fields_set:
             values = {run[key] for run in runs if key in run}
@@ -134,8 +124,8 @@ class PolicyEvaluationJob(JobConfig):
 
     @model_validator(mode="after")
     def check_evaluation(self) -> "PolicyEvaluationJob":
-        if not self.names or len(self.names) < len(self.policies) + len(self.reflections) + len(self.endpoints):
-            raise ValueError("policies, reflections and endpoints need at least one name, and each name once")
+        if not self.names or len(self.names) < len(self.policies) + len(self.endpoints):
+            raise ValueError("policies and endpoints need at least one name, and each name once")
         if unknown := self.temperatures.keys() - set(self.names):
             raise ValueError(f"temperatures names {min(unknown)}; the policies are {', '.join(self.names)}")
         if self.data.too_long == "skip":

@@ -24,6 +24,7 @@ REMOVED_KEYS = {
     "objective.rewards.cut": "renamed to objective.truncation_penalty",
     "objective.rewards.cover": "removed: a span covers a token if they share a non-blank character",
     "rewards.cover": "removed: a span covers a token if they share a non-blank character",
+    "reflections": "removed: the method reflection of t2g compare has a policy revise its answers",
     "objective.loss_mean": "renamed to objective.loss_aggregation",
     "objective.importance": "renamed to objective.rollout_correction",
     "objective.importance_cap": "renamed to objective.rollout_correction_cap",
@@ -38,6 +39,7 @@ REMOVED_KEYS = {
 REMOVED_DEFAULTS: dict[str, Any] = {  # values of removed keys that an earlier version wrote, and that change nothing
     "objective.rewards.cover": "any",
     "rewards.cover": "any",
+    "reflections": {},
 }
 Keys = tuple[str | int, ...]  # ("rollout", "temperature"); an integer is an index into a list
 

@@ -171,10 +171,9 @@ def models(job: AnyJob) -> Iterator[Model]:
         is_trained = not {"learner", "sft"}.isdisjoint(job.roles())
         yield _policy("model.policy", model, (section, engine) if engine else None, is_trained=is_trained)
     if isinstance(job, PolicyEvaluationJob):
-        for name, model in job.served.items():
+        for name, model in job.policies.items():
             if not (Path(model.policy) / ADAPTER_FILE).exists():  # an adapter is merged into its base before
-                section = "policies" if name in job.policies else "reflections"
-                yield _policy(f"{section}.{name}.policy", model, ("rollout", job.rollout))
+                yield _policy(f"policies.{name}.policy", model, ("rollout", job.rollout))
     if isinstance(job, CompareJob) and job.compare.reviser:
         yield Model(key="compare.reviser", name=job.compare.reviser)
     for section, feedback in job.feedback_sections.items():

@@ -152,12 +152,6 @@ class Task:
         """Return the task's own feedback function, if it has one."""
         return None
 
-    def critique_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
-        """Return the chat that asks for a critique as plain text, for a policy that reflects on its own response."""
-        request = f"Write a short critique of the {self.review.subject}: what is right, what is wrong, what is missing."
-        material = self.material(prompt, response_text, input_limit)
-        return [{"role": "user", "content": f"{material}\n\n{request}"}]
-
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:

@@ -134,54 +134,6 @@ def test_the_thinking_of_a_policy_is_not_measured(tmp_path: Path, models: Path) 
     assert len(engine.asked) == len(RECORDS)  # other tags make other answers
 
 
-class Reflective(Engine):
-    """Answers with half of the reference, or with all of it once it has read its own critique."""
-
-    critique = "It leaves out what the shop did."
-
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        what = prompt.prompt_id.rpartition("/")[2]
-        words = prompt.payload["ideal_human_summary"].split()
-        text = {"critique": self.critique, "again": " ".join(words)}.get(what, " ".join(words[:5]))
-        return [replace(r, response_text=text) for r in await super().sample(prompt, sampling)]
-
-
-def test_a_policy_that_reflects_answers_again_with_its_critique_in_view(tmp_path: Path, models: Path) -> None:
-    model = {"policy": str(models / "cut")}
-    sampled = {"max_model_len": 400, "max_new_tokens": 40, "samples_per_prompt": 2}
-    config = job(tmp_path, models, policies={"cut": model}, reflections={"again": model}, rollout=sampled)
-    engine = Reflective(100)
-    result = run(config, {"cut": engine})
-    assert result["policies"]["cut"]["words"]["value"] == 5
-    assert result["policies"]["again"]["rougeL"]["value"] == pytest.approx(1)
-    assert pair(result, "rougeL")["policy"] == "again" and pair(result, "rougeL")["low"] > 0
-    asked = sorted(i for i in engine.asked if i.startswith("3/"))
-    assert asked == ["3/0/again", "3/0/critique", "3/1/again", "3/1/critique"]
-    line = json.loads((config.run.folder / "responses/again/responses.jsonl").read_text().splitlines()[0])
-    assert line.keys() == {"prompt_id", "key", "responses"} and len(line["responses"]) == 2
-
-
-@pytest.mark.parametrize(("critique", "max_model_len"), [(" ", 400), ("short", 100)], ids=["empty", "no room"])
-def test_an_answer_without_a_critique_stays(tmp_path: Path, models: Path, critique: str, max_model_len: int) -> None:
-    sampled = {"max_model_len": max_model_len, "max_new_tokens": 40}
-    reflections = {"again": {"policy": str(models / "cut")}}
-    config = job(tmp_path, models, policies={}, reflections=reflections, rollout=sampled)
-    engine = Reflective(100)
-    engine.critique = critique
-    assert run(config, {"cut": engine})["policies"]["again"]["words"]["value"] == 5
-
-
-def test_a_policy_that_reflects_is_sampled_anew_under_the_name_of_one_that_did_not(
-    tmp_path: Path, models: Path
-) -> None:
-    model, rollout = {"policy": str(models / "cut")}, {"max_model_len": 400, "max_new_tokens": 40}
-    run(job(tmp_path, models, policies={"cut": model}, rollout=rollout), {"cut": Engine(5)})
-    result = run(
-        job(tmp_path, models, policies={}, reflections={"cut": model}, rollout=rollout), {"cut": Reflective(9)}
-    )
-    assert result["policies"]["cut"]["rougeL"]["value"] == pytest.approx(1)
-
-
 def test_rouge_and_bleu_of_the_saved_responses_are_the_reports(tmp_path: Path, models: Path) -> None:
     """Recomputed from files alone, with the packages' own loops; one response is empty, one is huge."""
     from rouge_score.rouge_scorer import RougeScorer
