@@ -18,7 +18,7 @@ import ray
 import torch
 
 from actors.learner.learner import LearnerActor, LearnerGroup, LearnerWorker
-from actors.learner.parts import LearnerSpec
+from actors.learner.trainers import LearnerSpec
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig, RoleConfig
 from t2g.data.batching import make_train_batch
 from t2g.types import Rollout, TrainBatch, TrainSample
@@ -157,7 +157,7 @@ class SharedGroup(LearnerGroup):
         self.wait_ready()
 
     def stream_weights(self, dtype: Any, *, full: bool = False, rendezvous: Any = None) -> Iterator[Any]:
-        first = self.parts["policy"].workers[0]
+        first = self.models["policy"].workers[0]
         if isinstance(first, LocalRank):
             yield from map(ray.put, first.worker.stream_weights(dtype, full, rendezvous))
         else:

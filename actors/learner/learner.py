@@ -1,8 +1,8 @@
 """The learner: policy and critic on ZeRO-3 ranks, one Ray actor per rank, in one group or in two.
 
-`LearnerWorker` is one rank, a plain class whose calls are collectives; it has the trainers (`parts`) of its group.
+`LearnerWorker` is one rank, a plain class whose calls are collectives; it has the trainers (`models`) of its group.
 `LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and `actors.weights.sync.WeightSource`. It
-makes each call once per part, on the ranks of that part. Policy and critic may share their ranks; on separate ranks
+makes each call once per model, on the ranks of that model. Policy and critic may share their ranks; on separate ranks
 they work at the same time.
 """
 
@@ -26,25 +26,25 @@ import torch
 from actors.cluster.fanout import any_failed
 from actors.cluster.placement import listening_environment
 from actors.learner import zero3
-from actors.learner.parts import (
-    CriticTrainer,
-    LearnerSpec,
-    PartName,
-    PolicyTrainer,
-    Share,
-    Stats,
-    load_critic,
-    load_policy,
-)
 from actors.learner.rank_batches import (
     PEAK_MEMORY,
     correction_metrics,
     make_zero_stats,
     merge_metrics,
-    select_share,
+    select_rank_batch,
     with_old_logprobs,
 )
 from actors.learner.ranks import Ranks, rank_environment
+from actors.learner.trainers import (
+    CriticTrainer,
+    LearnerSpec,
+    ModelName,
+    PolicyTrainer,
+    RankBatch,
+    Stats,
+    load_critic,
+    load_policy,
+)
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from t2g import metrics as m
 from t2g.algo.losses import Metrics
@@ -73,13 +73,13 @@ STREAM_AHEAD = 2  # buckets gathered ahead of the consumer: a gather overlaps wi
 class LearnerWorker:
     """One rank. After `start` every call is made on all ranks of the group in the same order."""
 
-    def __init__(self, spec: LearnerSpec, names: Sequence[PartName], role: RoleConfig, rank: int) -> None:
+    def __init__(self, spec: LearnerSpec, names: Sequence[ModelName], role: RoleConfig, rank: int) -> None:
         torch.set_num_threads(role.threads)
         self.spec = spec
         self.names = names
         self.role = role
         self.rank = rank
-        self.parts: dict[PartName, PolicyTrainer | CriticTrainer] = {}
+        self.models: dict[ModelName, PolicyTrainer | CriticTrainer] = {}
         self._port: socket.socket | None = None  # reserves the port of the rendezvous, on rank 0
 
     def address(self) -> tuple[str, int]:
@@ -107,27 +107,27 @@ class LearnerWorker:
         zero3.init_distributed(self.rank, num_ranks, *master, backend, timeout_s=timeout_s)
 
         if policy is not None:
-            self.parts["policy"] = PolicyTrainer(self.spec, *policy, num_ranks)
+            self.models["policy"] = PolicyTrainer(self.spec, *policy, num_ranks)
         if critic is not None:
-            self.parts["critic"] = CriticTrainer(self.spec, critic, num_ranks)
+            self.models["critic"] = CriticTrainer(self.spec, critic, num_ranks)
         torch.manual_seed(self.spec.seed * 1_000_003 + self.rank)
 
-    def forward(self, part: PartName, shares: Sequence[Share], fields: Collection[str]) -> Stats:
-        return self.parts[part].forward(*shares, fields)
+    def forward(self, model: ModelName, rank_batches: Sequence[RankBatch], fields: Collection[str]) -> Stats:
+        return self.models[model].forward(*rank_batches, fields)
 
-    def score_teacher(self, shares: Sequence[Share]) -> Stats:
-        return self.parts["policy"].score_teacher(*shares)
+    def score_teacher(self, rank_batches: Sequence[RankBatch]) -> Stats:
+        return self.models["policy"].score_teacher(*rank_batches)
 
-    def update(self, part: PartName, shares: Sequence[Share], kl_coef: float, label: str) -> Metrics:
+    def update(self, model: ModelName, rank_batches: Sequence[RankBatch], kl_coef: float, label: str) -> Metrics:
         if self.role.gpus:
             torch.cuda.reset_peak_memory_stats()
         started = time.monotonic()
-        metrics = self.parts[part].update(shares, kl_coef=kl_coef, label=label)
+        metrics = self.models[model].update(rank_batches, kl_coef=kl_coef, label=label)
         seconds = time.monotonic() - started
         metrics = metrics | {PEAK_MEMORY: _peak_gib(self.role)}
-        return metrics | self._utilisation(part, shares, seconds)
+        return metrics | self._utilisation(model, rank_batches, seconds)
 
-    def _utilisation(self, part: PartName, shares: Sequence[Share], seconds: float) -> Metrics:
+    def _utilisation(self, model: ModelName, rank_batches: Sequence[RankBatch], seconds: float) -> Metrics:
         """Return this rank's model FLOPs utilisation; {} on a CPU, in float32, and for a model of unknown shape."""
         if not self.role.gpus:
             return {}
@@ -135,49 +135,49 @@ class LearnerWorker:
         if peak is None:
             return {}
 
-        model: Any = self.parts[part].engine.module
-        backbone = getattr(model, "backbone", model)
+        module: Any = self.models[model].engine.module
+        backbone = getattr(module, "backbone", module)
         model_config = backbone.config.get_text_config()
         shape = shape_of(model_config.to_dict())
         if shape is None or self.spec.learner.dtype != "bfloat16":
             return {}
 
         lengths: list[int] = []
-        for microbatch in chain.from_iterable(shares):
+        for microbatch in chain.from_iterable(rank_batches):
             lengths.extend(map(len, microbatch))
-        is_policy = part == "policy"
+        is_policy = model == "policy"
         frozen = is_policy and self.spec.learner.lora is not None
         flops = train_flops(shape, lengths, has_head=is_policy, frozen=frozen)
-        return {m.fill(m.MFU, part): flops / seconds / peak}
+        return {m.fill(m.MFU, model): flops / seconds / peak}
 
     def last_update_stats(self) -> Stats:
-        return self.parts["policy"].last_update_stats()
+        return self.models["policy"].last_update_stats()
 
     def get_manifest(self) -> Shapes:
-        return self.parts["policy"].get_manifest()
+        return self.models["policy"].get_manifest()
 
     def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:
         if self._port is not None:
             self._port.close()
-        yield from self.parts["policy"].stream_weights(dtype, full, rendezvous)
+        yield from self.models["policy"].stream_weights(dtype, full, rendezvous)
 
     def compute_probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        return self.parts["policy"].compute_probe_logprobs(ids)
+        return self.models["policy"].compute_probe_logprobs(ids)
 
     def export(self, folder: Path) -> None:
-        self.parts["policy"].export(folder)
+        self.models["policy"].export(folder)
 
-    def save(self, part: PartName, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write the part, its optimizer and schedule, and the RNGs into an existing folder; wait for all ranks.
+    def save(self, model: ModelName, folder: Path) -> dict[str, dict[str, Any]]:
+        """Write the model, its optimizer and schedule, and the RNGs into an existing folder; wait for all ranks.
 
         Returns:
             `t2g.files.describe_file` of the files of this rank, by their names in the folder.
         """
-        rng_file = self._rng_file(part, folder)
+        rng_file = self._rng_file(model, folder)
         torch.save(torch.get_rng_state(), rng_file)
-        zero3.save_checkpoint(self.parts[part].engine, folder, part)
+        zero3.save_checkpoint(self.models[model].engine, folder, model)
 
-        shards = (folder / part).glob(f"*zero_pp_rank_{self.rank}_*")
+        shards = (folder / model).glob(f"*zero_pp_rank_{self.rank}_*")
         hashed: dict[str, dict[str, Any]] = {}
         for file in (rng_file, *shards):
             name = str(file.relative_to(folder))
@@ -185,30 +185,30 @@ class LearnerWorker:
         torch.distributed.barrier()  # the caller may rename the folder after it
         return hashed
 
-    def convert(self, part: PartName, folder: Path) -> None:
+    def convert(self, model: ModelName, folder: Path) -> None:
         """Convert the checkpoint on rank 0, for a `load` by another number of ranks."""
         if self.rank == 0:
-            zero3.convert_checkpoint(folder, part)
+            zero3.convert_checkpoint(folder, model)
 
-    def load(self, part: PartName, folder: Path, universal: bool) -> None:
+    def load(self, model: ModelName, folder: Path, universal: bool) -> None:
         """Load what `save` wrote, or with `universal` what `convert` wrote.
 
         With `universal` the RNG keeps this rank's seed. PPO and DPO draw no random numbers after `start`, and
         supervised training seeds the dropout of each step.
         """
-        zero3.load_checkpoint(self.parts[part].engine, folder, part, universal=universal)
+        zero3.load_checkpoint(self.models[model].engine, folder, model, universal=universal)
         if not universal:
-            rng_state = torch.load(self._rng_file(part, folder), weights_only=True)
+            rng_state = torch.load(self._rng_file(model, folder), weights_only=True)
             torch.set_rng_state(rng_state)
 
-    def offload_states(self, part: PartName) -> None:
-        zero3.offload_states(self.parts[part].engine)
+    def offload_states(self, model: ModelName) -> None:
+        zero3.offload_states(self.models[model].engine)
 
-    def reload_states(self, part: PartName) -> None:
-        zero3.reload_states(self.parts[part].engine)
+    def reload_states(self, model: ModelName) -> None:
+        zero3.reload_states(self.models[model].engine)
 
-    def _rng_file(self, part: PartName, folder: Path) -> Path:
-        return folder / f"rng-{part}-{self.rank}.pt"
+    def _rng_file(self, model: ModelName, folder: Path) -> Path:
+        return folder / f"rng-{model}-{self.rank}.pt"
 
 
 def _peak_gib(role: RoleConfig) -> float:
@@ -237,15 +237,15 @@ class LearnerGroup:
         self._lock = threading.Lock()  # concurrent calls would reach the ranks in different orders
         self._lost: LearnerLost | None = None  # raised by every later call
         self.groups: list[Ranks] = []
-        self.parts: dict[PartName, Ranks] = {}
+        self.models: dict[ModelName, Ranks] = {}
 
         roles = spec.learner.roles(spec.objective)
-        sections: dict[PartName, str] = {"policy": "learner"}
+        sections: dict[ModelName, str] = {"policy": "learner"}
         if spec.objective.uses_critic:
             sections["critic"] = [*roles][-1]
         try:
             for section, role in roles.items():
-                names = [part for part, home in sections.items() if home == section]
+                names = [model for model, home in sections.items() if home == section]
                 ranks = Ranks(
                     self.actor,
                     spec,
@@ -258,7 +258,7 @@ class LearnerGroup:
                     memory_advice=advise("learner", spec.learner),
                 )
                 self.groups.append(ranks)
-                self.parts |= dict.fromkeys(names, ranks)
+                self.models |= dict.fromkeys(names, ranks)
             self._starts = [(ranks, self._start(ranks)) for ranks in self.groups]
         except BaseException:
             self.close()
@@ -292,51 +292,51 @@ class LearnerGroup:
         finally:
             self._lock.release()
 
-    def _on_parts(
-        self, parts: Iterable[PartName], call: str, submit: Callable[[Any, PartName], Any]
-    ) -> dict[PartName, list[Any]]:
-        """Call submit(worker, part) for all ranks of all parts, then wait; return the results by rank."""
+    def _on_models(
+        self, models: Iterable[ModelName], call: str, submit: Callable[[Any, ModelName], Any]
+    ) -> dict[ModelName, list[Any]]:
+        """Call submit(worker, model) for all ranks of all models, then wait; return the results by rank."""
         with self._exclusive():
             deadline = self._deadline()
-            refs: dict[PartName, list[Any]] = {}
-            for part in parts:
-                workers = self.parts[part].workers
-                refs[part] = [submit(worker, part) for worker in workers]
+            refs: dict[ModelName, list[Any]] = {}
+            for model in models:
+                workers = self.models[model].workers
+                refs[model] = [submit(worker, model) for worker in workers]
 
-            results: dict[PartName, list[Any]] = {}
-            for part, part_refs in refs.items():
-                ranks = self.parts[part]
-                results[part] = ranks.collect(part_refs, call, deadline)
+            results: dict[ModelName, list[Any]] = {}
+            for model, model_refs in refs.items():
+                ranks = self.models[model]
+                results[model] = ranks.collect(model_refs, call, deadline)
             return results
 
     def _on_policy(self, call: str, submit: Callable[[Any], Any]) -> list[Any]:
-        results = self._on_parts(["policy"], call, lambda worker, part: submit(worker))
+        results = self._on_models(["policy"], call, lambda worker, model: submit(worker))
         return results["policy"]
 
     def _split(
-        self, parts: Iterable[PartName], minibatches: Sequence[Sequence[TokenSequence]]
+        self, models: Iterable[ModelName], minibatches: Sequence[Sequence[TokenSequence]]
     ) -> tuple[dict[Any, Any], dict[Any, list[int]]]:
-        """Return for each rank a reference to its shares of the minibatches, and its indices in the first of them."""
-        shares: dict[Any, Any] = {}
+        """Return for each rank a reference to its rank batches, and its indices in the first minibatch."""
+        rank_batches: dict[Any, Any] = {}
         indices: dict[Any, list[int]] = {}
         token_budget = self.spec.learner.tokens_per_microbatch
         group_size = 1 + (self.spec.loss == "dpo")
-        groups = {id(self.parts[part]): self.parts[part] for part in parts}
+        groups = {id(self.models[model]): self.models[model] for model in models}
         for ranks in groups.values():
             options = {"num_ranks": len(ranks), "token_budget": token_budget, "group_size": group_size}
             plans = [microbatches(sequences, **options) for sequences in minibatches]
             for rank, worker in enumerate(ranks.workers):
-                worker_shares: list[Share] = []
+                worker_batches: list[RankBatch] = []
                 for sequences, plan in zip(minibatches, plans, strict=True):
-                    share = select_share(sequences, plan[rank])
-                    worker_shares.append(share)
-                shares[worker] = ray.put(worker_shares)
+                    rank_batch = select_rank_batch(sequences, plan[rank])
+                    worker_batches.append(rank_batch)
+                rank_batches[worker] = ray.put(worker_batches)
                 indices[worker] = [*chain.from_iterable(plans[0][rank])]
-        return shares, indices
+        return rank_batches, indices
 
-    def _in_order(self, part: PartName, by_rank: Sequence[Stats], indices: Mapping[Any, Sequence[int]]) -> Stats:
-        """Return the results of the ranks of a part in the order of the sequences."""
-        workers = self.parts[part].workers
+    def _in_order(self, model: ModelName, by_rank: Sequence[Stats], indices: Mapping[Any, Sequence[int]]) -> Stats:
+        """Return the results of the ranks of a model in the order of the sequences."""
+        workers = self.models[model].workers
         order = chain.from_iterable(indices[worker] for worker in workers)
         rows = chain.from_iterable(by_rank)
         by_index = dict(zip(order, rows, strict=True))
@@ -349,31 +349,31 @@ class LearnerGroup:
             fields: Names of the fields that are computed, by default `LearnerSpec.stats_fields`; others are 0.
         """
         requested = self.spec.stats_fields if fields is None else frozenset(fields)
-        parts: list[PartName] = []
+        models: list[ModelName] = []
         if requested - {"values"}:
-            parts.append("policy")
-        if "values" in requested and "critic" in self.parts:
-            parts.append("critic")
+            models.append("policy")
+        if "values" in requested and "critic" in self.models:
+            models.append("critic")
 
         # Ranks need no texts.
         ids = [TokenIds(prompt_ids=s.prompt_ids, response_ids=s.response_ids) for s in sequences]
-        shares, indices = self._split(parts, [ids])
+        rank_batches, indices = self._split(models, [ids])
 
-        def submit(worker: Any, part: PartName) -> Any:
-            return worker.forward.remote(part, shares[worker], requested)
+        def submit(worker: Any, model: ModelName) -> Any:
+            return worker.forward.remote(model, rank_batches[worker], requested)
 
-        results = self._on_parts(parts, "forward", submit)
+        results = self._on_models(models, "forward", submit)
         rows = [make_zero_stats(sequence) for sequence in sequences]
-        for part, by_rank in results.items():
-            part_rows = self._in_order(part, by_rank, indices)
-            for row, part_row in zip(rows, part_rows, strict=True):
-                row.update(part_row)
+        for model, by_rank in results.items():
+            model_rows = self._in_order(model, by_rank, indices)
+            for row, model_row in zip(rows, model_rows, strict=True):
+                row.update(model_row)
         return [TokenStats(**row) for row in rows]
 
     def score_teacher(self, queries: Sequence[TeacherQuery]) -> list[TeacherStats]:
         """Return the log-probabilities of the frozen reference, in the order of `queries`."""
-        shares, indices = self._split(["policy"], [queries])
-        results = self._on_policy("score_teacher", lambda worker: worker.score_teacher.remote(shares[worker]))
+        rank_batches, indices = self._split(["policy"], [queries])
+        results = self._on_policy("score_teacher", lambda worker: worker.score_teacher.remote(rank_batches[worker]))
         rows = self._in_order("policy", results, indices)
         return [TeacherStats(**row) for row in rows]
 
@@ -384,21 +384,21 @@ class LearnerGroup:
             Metrics as means over minibatches, by the names of `t2g.metrics`.
 
         Raises:
-            Diverged: A loss or gradient is not finite; the message names part and minibatch. The step is not applied.
+            Diverged: A loss or gradient is not finite; the message names model and minibatch. The step is not applied.
         """
         started = time.monotonic()
         skips_policy = self.policy_version < self.spec.warmup_updates
-        parts = [part for part in self.parts if not (skips_policy and part == "policy")]
-        shares, indices = self._split(parts, batch.minibatches)
+        models = [model for model in self.models if not (skips_policy and model == "policy")]
+        rank_batches, indices = self._split(models, batch.minibatches)
         self.policy_version += 1
         label = f"update {self.policy_version}"
         kl_coef = batch.kl_coef
 
-        def submit(worker: Any, part: PartName) -> Any:
-            return worker.update.remote(part, shares[worker], kl_coef, label)
+        def submit(worker: Any, model: ModelName) -> Any:
+            return worker.update.remote(model, rank_batches[worker], kl_coef, label)
 
         try:
-            results = self._on_parts(parts, "update", submit)
+            results = self._on_models(models, "update", submit)
         except BaseException:
             self.policy_version -= 1
             raise
@@ -433,11 +433,11 @@ class LearnerGroup:
 
         Call `reload_states` before the next update or save. Sending, scoring and exporting weights need no states.
         """
-        self._on_parts(self.parts, "offload_states", lambda worker, part: worker.offload_states.remote(part))
+        self._on_models(self.models, "offload_states", lambda worker, model: worker.offload_states.remote(model))
 
     def reload_states(self) -> None:
         """Move gradients and optimizer states back to the device."""
-        self._on_parts(self.parts, "reload_states", lambda worker, part: worker.reload_states.remote(part))
+        self._on_models(self.models, "reload_states", lambda worker, model: worker.reload_states.remote(model))
 
     def get_manifest(self) -> Shapes:
         """Return names and shapes of the policy in the order of `stream_weights`, without a gather."""
@@ -446,7 +446,7 @@ class LearnerGroup:
 
     def address(self) -> tuple[str, int]:
         """Return a host and port that rank 0 reserves for the rendezvous of the next `stream_weights`."""
-        ranks = self.parts["policy"]
+        ranks = self.models["policy"]
         with self._exclusive():
             ref = ranks.workers[0].address.remote()
             (address,) = ranks.collect([ref], "address", self._deadline())
@@ -466,7 +466,7 @@ class LearnerGroup:
             full: Whether each bucket has a hash of every tensor.
             rendezvous: With nccl, that of rank 0 and the engines.
         """
-        ranks = self.parts["policy"]
+        ranks = self.models["policy"]
         ahead = 1 if self.spec.learner.sync_transport == "ipc" else STREAM_AHEAD
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
         with self._exclusive():
@@ -507,8 +507,8 @@ class LearnerGroup:
 
         Under LoRA the frozen weights are left out: a resume reads them from model.policy.
         """
-        results = self._on_parts(self.parts, "save", lambda worker, part: worker.save.remote(part, folder))
-        num_ranks = {part: len(ranks) for part, ranks in self.parts.items()}
+        results = self._on_models(self.models, "save", lambda worker, model: worker.save.remote(model, folder))
+        num_ranks = {model: len(ranks) for model, ranks in self.models.items()}
         state = {"num_updates": self.policy_version, "num_ranks": num_ranks}
         (folder / STATE_FILE).write_text(json.dumps(state))
 
@@ -520,18 +520,20 @@ class LearnerGroup:
     def load(self, folder: Path) -> None:
         """Load what `save` wrote; the next update continues exactly.
 
-        A part that another number of ranks wrote is first converted (`zero3.convert_checkpoint`), into a temporary
+        A model that another number of ranks wrote is first converted (`zero3.convert_checkpoint`), into a temporary
         folder beside it.
         """
         state = json.loads((folder / STATE_FILE).read_text())
         saved_ranks = state["num_ranks"]
-        resized = [part for part, ranks in self.parts.items() if saved_ranks[part] != len(ranks)]
+        resized = [model for model, ranks in self.models.items() if saved_ranks[model] != len(ranks)]
         try:
-            self._on_parts(resized, "convert", lambda worker, part: worker.convert.remote(part, folder))
-            self._on_parts(self.parts, "load", lambda worker, part: worker.load.remote(part, folder, part in resized))
+            self._on_models(resized, "convert", lambda worker, model: worker.convert.remote(model, folder))
+            self._on_models(
+                self.models, "load", lambda worker, model: worker.load.remote(model, folder, model in resized)
+            )
         finally:
-            for part in resized:
-                converted = zero3.universal_folder(folder, part)
+            for model in resized:
+                converted = zero3.universal_folder(folder, model)
                 shutil.rmtree(converted, ignore_errors=True)
         self.policy_version = state["num_updates"]
 

@@ -16,13 +16,13 @@ from t2g.metrics import PEAK_MEMORY
 from t2g.types import TokenSequence, TokenStats, TrainBatch, TrainSample, TrainSequence
 
 
-def select_share(sequences: Sequence[Any], plan: Iterable[Iterable[int]]) -> list[list[Any]]:
+def select_rank_batch(sequences: Sequence[Any], plan: Iterable[Iterable[int]]) -> list[list[Any]]:
     """Return the sequences of each microbatch that `plan`, of one rank, names by their indices."""
-    share: list[list[Any]] = []
-    for members in plan:
-        microbatch = [sequences[index] for index in members]
-        share.append(microbatch)
-    return share
+    rank_batch: list[list[Any]] = []
+    for indices in plan:
+        microbatch = [sequences[index] for index in indices]
+        rank_batch.append(microbatch)
+    return rank_batch
 
 
 def make_zero_stats(sequence: TokenSequence) -> dict[str, np.ndarray]:
@@ -32,15 +32,15 @@ def make_zero_stats(sequence: TokenSequence) -> dict[str, np.ndarray]:
     return {name: np.zeros(num_tokens, np.float32) for name in names}
 
 
-def merge_metrics(parts: Iterable[Sequence[Metrics]]) -> Metrics:
+def merge_metrics(models: Iterable[Sequence[Metrics]]) -> Metrics:
     """Return one value of each metric. A rank knows only its own utilization and peak memory; it knows all others.
 
     Args:
-        parts: The metrics of each rank, for each part.
+        models: The metrics of each rank, for each model.
     """
     metrics: Metrics = {}
     peaks: list[float] = []
-    for by_rank in parts:
+    for by_rank in models:
         metrics |= by_rank[0]
         for name in by_rank[0]:
             if name.endswith("/mfu"):

@@ -21,9 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.cluster.fanout import collect, first_line, is_short_of_memory
 from actors.cluster.placement import bundle, check_placement, process_environment
 from actors.learner.export import EXPORT_FILE
-from actors.learner.parts import LearnerSpec
 from actors.learner.ranks import rank_environment
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, Report, SFTProgress, train_loop
+from actors.learner.trainers import LearnerSpec
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, Unreadable, UserError

@@ -13,8 +13,8 @@ import ray.train
 import torch
 
 from actors.learner.learner import LearnerWorker
-from actors.learner.parts import LearnerSpec
-from actors.learner.rank_batches import select_share
+from actors.learner.rank_batches import select_rank_batch
+from actors.learner.trainers import LearnerSpec
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
 from t2g.data.batching import draw_steps, microbatches, normalize_weights
@@ -95,8 +95,8 @@ def _update(worker: LearnerWorker, job: RankJob, examples: Sequence[TrainSequenc
     torch.manual_seed(step_seed)  # dropout is a function of it
     batch = normalize_weights(examples)
     plan = microbatches(batch, num_ranks=options.workers, token_budget=options.tokens_per_microbatch)
-    share = select_share(batch, plan[worker.rank])
-    return worker.update("policy", [share], 0.0, label)
+    rank_batch = select_rank_batch(batch, plan[worker.rank])
+    return worker.update("policy", [rank_batch], 0.0, label)
 
 
 class _Meter:

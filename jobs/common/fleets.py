@@ -12,7 +12,7 @@ from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import LearnerSpec
+from actors.learner.trainers import LearnerSpec
 from t2g.config import (
     AnyJob,
     EngineConfig,

@@ -27,7 +27,7 @@ from actors.fleet.steering import Steering
 from actors.learner.export import EXPORT_FILE
 from actors.learner.learner import LearnerGroup
 from actors.learner.lora import check_adapters
-from actors.learner.parts import LearnerSpec
+from actors.learner.trainers import LearnerSpec
 from actors.weights.gpu_time_sharing import GpuTimeSharing
 from actors.weights.probe import PROBE_TOKENS
 from actors.weights.sync import WeightSync

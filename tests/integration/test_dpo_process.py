@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner import dpo
 from actors.learner.dpo import train_dpo
-from actors.learner.parts import DPO_BETA
+from actors.learner.trainers import DPO_BETA
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, OptimConfig
 from t2g.errors import LearnerLost, UserError
 

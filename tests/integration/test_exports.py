@@ -59,7 +59,7 @@ def test_an_export_has_the_names_of_its_source_and_the_learners_logprobs(
 @pytest.mark.parametrize("universal", [False, True])
 def test_a_checkpoint_brings_buffers_back(group: LearnerGroup, universal: bool, tmp_path: Path) -> None:
     worker = policy_rank(group)
-    buffers = get_buffers(worker.parts["policy"].engine.module)
+    buffers = get_buffers(worker.models["policy"].engine.module)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     group.save(tmp_path)
     if universal:
@@ -71,7 +71,7 @@ def test_a_checkpoint_brings_buffers_back(group: LearnerGroup, universal: bool, 
 
 
 def policy_rank(group: LearnerGroup) -> LearnerWorker:
-    return group.parts["policy"].workers[0].worker
+    return group.models["policy"].workers[0].worker
 
 
 def test_names_of_the_files_are_sent_buffers_included(group: LearnerGroup, model: tuple[str, Path]) -> None:
@@ -79,5 +79,5 @@ def test_names_of_the_files_are_sent_buffers_included(group: LearnerGroup, model
     sent = sent_weights(group)
     assert sent.keys() == stored.keys() == group.get_manifest().keys()
     assert {name: t.shape for name, t in sent.items()} == {name: tuple(t.shape) for name, t in stored.items()}
-    for name in get_buffers(policy_rank(group).parts["policy"].engine.module):
+    for name in get_buffers(policy_rank(group).models["policy"].engine.module):
         np.testing.assert_array_equal(sent[name], stored[name])

@@ -13,7 +13,7 @@ from tenant import Tenant
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import LearnerSpec
+from actors.learner.trainers import LearnerSpec
 from actors.weights.gpu_time_sharing import GpuTimeSharing
 from t2g.config import LearnerConfig, ModelConfig, RolloutConfig
 from t2g.config.jobs import ENGINE_SHARE
@@ -57,7 +57,7 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
 
     asyncio.run(rounds())
     engines = [member.handle for member in fleet.serving()]
-    ranks = group.parts["policy"].workers
+    ranks = group.models["policy"].workers
     said = {who: ray.get([actor.said.remote() for actor in of]) for who, of in (("engine", engines), ("rank", ranks))}
     for who in said:
         assert {gpu for gpu, _ in said[who]} == {str(i) for i in range(NUM_GPUS)}, f"one {who} on each GPU"

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.learner import zero3
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import load_critic, load_policy
+from actors.learner.trainers import load_critic, load_policy
 from t2g.config import OptimConfig, RoleConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.types import Rollout
@@ -322,7 +322,7 @@ def test_a_critic_without_a_place_takes_the_policy_with_it(groups: dict[str, Lea
 
 def test_a_dead_critic_is_named(groups: dict[str, LearnerGroup], rollouts: list[Rollout]) -> None:
     """Last of the tests with `groups`: it takes one away. A rank of two dies in test_lost_rank."""
-    ray.kill(groups["apart"].parts["critic"].workers[0], no_restart=True)
+    ray.kill(groups["apart"].models["critic"].workers[0], no_restart=True)
     for _ in range(2):  # the first to hear of it speaks for all later ones
         with pytest.raises(LearnerLost, match=r"^critic rank 0 died during forward"):
             groups["apart"].forward(rollouts)

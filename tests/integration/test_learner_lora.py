@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import load_policy
+from actors.learner.trainers import load_policy
 from t2g.algo.logprobs import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.data.batching import microbatches
@@ -100,7 +100,7 @@ def objective_by_hand(model: Any, reference: Any, batch: TrainBatch) -> torch.Te
 
 def test_there_is_no_critic_and_the_policy_moves_at_once(group: LearnerGroup, rollouts: list[Rollout]) -> None:
     """critic_warmup_steps is 1 here, and nobody warms up."""
-    assert group.parts.keys() == {"policy"}
+    assert group.models.keys() == {"policy"}
     assert all(
         s.values.tolist() == [0] * len(r.response_ids) for s, r in zip(group.forward(rollouts), rollouts, strict=True)
     )
@@ -144,7 +144,7 @@ def test_frozen_weights_never_move_and_the_others_are_merged_as_peft_does(
     assert len(adapted) == 2 * 7
     assert sent.keys() == expected.keys() == start.keys() == exported.keys()
     assert [*group.get_manifest().items()] == [(name, w.shape) for name, w in sent.items()]
-    engine = group.parts["policy"].workers[0].worker.parts["policy"].engine
+    engine = group.models["policy"].workers[0].worker.models["policy"].engine
     factors = {n: t.clone() for b in FullWeights(engine, adapters=True).buckets(2**12, "float32") for n, t in b}
     alone = load_file(tmp_path / "policy" / "adapter" / "adapter_model.safetensors")
     assert factors.keys() == alone.keys() == get_shapes(engine, adapters=True).keys()

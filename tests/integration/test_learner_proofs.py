@@ -28,8 +28,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import NO_CRITIC
 from actors.learner.rank_batches import correction_metrics
+from actors.learner.trainers import NO_CRITIC
 from actors.weights.sync import WeightSync
 from t2g.algo import head
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
@@ -191,7 +191,7 @@ def test_supervised_gradients_are_those_of_plain_cross_entropy(
     with closing(SharedGroup(replace(spec, loss="supervised", temperature=1.0))) as group:
         group.save(tmp_path)
         gradient, metrics = Started(group, tmp_path).gradient(TrainBatch(minibatches=(minibatch,)))
-        module = group.parts["policy"].workers[0].worker.parts["policy"].engine.module
+        module = group.models["policy"].workers[0].worker.models["policy"].engine.module
         assert isinstance(module.get_output_embeddings(), head.ChunkedHead)
     assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
     for name, weight in policy.named_parameters():

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from test_steps import scored_pair, stats
 from trainer_bench import Bench, job
 
-from actors.learner.parts import LearnerSpec
+from actors.learner.trainers import LearnerSpec
 from t2g.algo.kl import top_k_kl
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, PolicyJob
 from t2g.data.prompts import encode_teacher_prompt, make_prompts

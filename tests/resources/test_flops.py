@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from actors.learner.learner import LearnerWorker
-from actors.learner.parts import LearnerSpec
+from actors.learner.trainers import LearnerSpec
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig
 from t2g.resources.flops import peak_flops, train_flops
 from t2g.resources.model_shape import LLAMA_3_8B, ModelShape
@@ -45,7 +45,7 @@ def test_the_share_of_its_gpu_that_a_rank_used_in_an_update(
     spec = LearnerSpec(model=ModelConfig(policy=str(Path("m"))), learner=role, num_updates=1, seed=1)
     worker = LearnerWorker(spec, ["policy"], role, 0)
     module = SimpleNamespace(config=LlamaConfig(**TOY.model_dump()))
-    worker.parts["policy"] = SimpleNamespace(engine=SimpleNamespace(module=module))
+    worker.models["policy"] = SimpleNamespace(engine=SimpleNamespace(module=module))
     ids = np.zeros(2, np.int32)
     sequence = TrainSequence(prompt_ids=ids, response_ids=ids, weights=np.ones(2))
     flops = train_flops(TOY, [4, 4, 4], has_head=True, frozen=lora is not None)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from actors.learner import zero3
-from actors.learner.parts import LearnerSpec, Loss, PolicyTrainer
+from actors.learner.trainers import LearnerSpec, Loss, PolicyTrainer
 from t2g.config import LearnerConfig, ModelConfig
 from t2g.errors import UserError
 

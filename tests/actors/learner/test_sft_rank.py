@@ -11,7 +11,7 @@ from models import random_model
 from tensor_memory import TensorMemory
 from transformers import AutoModelForCausalLM
 
-from actors.learner.parts import LearnerSpec, load_policy, prepare
+from actors.learner.trainers import LearnerSpec, load_policy, prepare
 from t2g.algo import head
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import supervised_loss

@@ -33,11 +33,11 @@ from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.errors import UserError
 from t2g.types import TokenSequence, TrainSequence
 
-PartName = Literal["policy", "critic"]
+ModelName = Literal["policy", "critic"]
 Loss = Literal["ppo", "supervised", "dpo", "none"]
 Microbatch = Sequence[TokenSequence]
-Share = Sequence[Microbatch]  # of a rank; each rank has as many
-Stats = list[dict[str, np.ndarray]]  # by field, of each sequence of a share
+RankBatch = Sequence[Microbatch]  # of a rank; each rank has as many
+Stats = list[dict[str, np.ndarray]]  # by field, of each sequence of a rank batch
 NO_CRITIC = ObjectiveConfig(advantages="group", whiten="none")
 DPO_BETA = 0.1  # the paper's, and TRL's default
 CHECKED_TOKENS = 64  # whose log-probabilities in both modes are compared
@@ -156,29 +156,29 @@ def split_by_sequence(sequences: Microbatch, columns: Mapping[str, torch.Tensor]
 class ModelTrainer:
     """A model on its ranks. Every call is a collective."""
 
-    name: PartName
+    name: ModelName
 
     def __init__(self, spec: LearnerSpec, engine: zero3.Engine) -> None:
         self.spec = spec
         self.engine = engine
 
     @torch.no_grad()
-    def forward(self, microbatches: Share, fields: Collection[str]) -> Stats:
+    def forward(self, microbatches: RankBatch, fields: Collection[str]) -> Stats:
         """Return those of the `fields` of `TokenStats` that are this model's, [R] each, of each sequence in order."""
         self.engine.eval()
         return self._on_microbatches(microbatches, lambda rows: self._stats(rows, fields))
 
-    def _on_microbatches(self, microbatches: Share, compute: Callable[[Rows], dict[str, torch.Tensor]]) -> Stats:
+    def _on_microbatches(self, microbatches: RankBatch, compute: Callable[[Rows], dict[str, torch.Tensor]]) -> Stats:
         stats: Stats = []
         for sequences in microbatches:
             stats += split_by_sequence(sequences, compute(self._rows(sequences)))
         return stats
 
-    def update(self, steps: Sequence[Share], *, kl_coef: float, label: str) -> Metrics:
+    def update(self, rank_batches: Sequence[RankBatch], *, kl_coef: float, label: str) -> Metrics:
         """Make one optimizer step per minibatch.
 
         Args:
-            steps: This rank's share of each minibatch.
+            rank_batches: This rank's sequences of each minibatch.
             kl_coef: See `TrainBatch`.
 
         Returns:
@@ -194,9 +194,9 @@ class ModelTrainer:
 
         self._enter_update_mode()
         rows: list[Metrics] = []
-        for number, share in enumerate(steps, start=1):
-            where = f"{self.name}, {label}, minibatch {number} of {len(steps)}"
-            step = zero3.train_step(self.engine, share, loss_fn, label=where)
+        for number, rank_batch in enumerate(rank_batches, start=1):
+            where = f"{self.name}, {label}, minibatch {number} of {len(rank_batches)}"
+            step = zero3.train_step(self.engine, rank_batch, loss_fn, label=where)
             own_metrics = {m.fill(m.GRAD_NORM, self.name): step.grad_norm, m.fill(m.LEARNING_RATE, self.name): step.lr}
             rows.append(step.metrics | own_metrics)
 
@@ -330,7 +330,7 @@ class PolicyTrainer(ModelTrainer):
         return stats
 
     @torch.no_grad()
-    def score_teacher(self, microbatches: Share) -> Stats:
+    def score_teacher(self, microbatches: RankBatch) -> Stats:
         """Return the fields of `TeacherStats`, by the reference, of each `TeacherQuery` in order."""
 
         def score(rows: Rows) -> dict[str, torch.Tensor]:
@@ -341,9 +341,9 @@ class PolicyTrainer(ModelTrainer):
 
         return self._on_microbatches(microbatches, score)
 
-    def update(self, steps: Sequence[Share], *, kl_coef: float, label: str) -> Metrics:
+    def update(self, rank_batches: Sequence[RankBatch], *, kl_coef: float, label: str) -> Metrics:
         self._passes.clear()
-        return super().update(steps, kl_coef=kl_coef, label=label)
+        return super().update(rank_batches, kl_coef=kl_coef, label=label)
 
     def last_update_stats(self) -> Stats:
         """Return old logprobs and entropy, [R] each, of each sequence of the last update in order."""
