@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,14 @@ class Browser:
     def press(self, *keys: str) -> None:
         """Each a text that is typed, or a chord: Control+Shift+Right."""
         for key in keys:
-            names = key.split("+") if key.split("+")[0] in KEYS else None
-            codes = [KEYS.get(name, name) for name in names] if names else [*key]
-            down, up = ([{"type": kind, "value": code} for code in codes] for kind in ("keyDown", "keyUp"))
-            both = [*down, *reversed(up)] if names else [one for pair in zip(down, up, strict=True) for one in pair]
+            names = key.split("+")
+            is_chord = names[0] in KEYS
+            codes = [KEYS.get(name, name) for name in names] if is_chord else [*key]
+            down = [{"type": "keyDown", "value": code} for code in codes]
+            up = [{"type": "keyUp", "value": code} for code in codes]
+            both = [*down, *reversed(up)]
+            if not is_chord:
+                both = [*chain.from_iterable(zip(down, up, strict=True))]
             self._post("/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": both}]})
 
     def look(self, *, dark: bool = False, width: int = 1200, height: int = 900) -> None:

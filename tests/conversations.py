@@ -29,11 +29,12 @@ def make_conversation(
         text += "".join(rng.choice([*"abc"], length)) + "E" * gap
         ids += length + gap
     logprobs = rng.normal(-1, 0.3, ids).astype(np.float32)
+    response_ids = rng.integers(0, 99, ids).astype(np.int32)
+    versions = tuple((*part.tokens, 0) for part in parts)
     rollout = Rollout(
         prompt_id=prompt_id, sample_index=sample_index, prompt_ids=np.array([7], np.int32),
-        response_ids=rng.integers(0, 99, ids).astype(np.int32), rollout_logprobs=logprobs, response_text=text,
-        finish_reason="stop", policy_versions=tuple((*part.tokens, 0) for part in parts),
-        answer_start=parts[-1].answer_start, conversation=tuple(parts),
+        response_ids=response_ids, rollout_logprobs=logprobs, response_text=text, finish_reason="stop",
+        policy_versions=versions, answer_start=parts[-1].answer_start, conversation=tuple(parts),
     )  # fmt: skip
     logprobs[~rollout.policy_mask] = 0
     return rollout

@@ -74,19 +74,25 @@ class FakeRollouts:
             letters.append([int(rng.choice(len(LETTERS), p=np.exp(row))) for rng in rngs])
             logprobs.append([float(row[i]) for i in letters[-1]])
             versions.append(self.version)
-        return [
-            Rollout(
+        policy_versions = tuple((t, t + 1, version) for t, version in enumerate(versions))
+        rollouts = []
+        for index in range(sampling.num_samples):
+            own_letters = [row[index] for row in letters]
+            own_logprobs = [row[index] for row in logprobs]
+            response_ids = [self.ids[letter] for letter in own_letters]
+            text = "".join(LETTERS[letter] for letter in own_letters)
+            rollout = Rollout(
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
                 prompt_ids=prompt.prompt_ids,
-                response_ids=np.array([self.ids[row[index]] for row in letters], np.int32),
-                rollout_logprobs=np.array([row[index] for row in logprobs], np.float32),
-                response_text="".join(LETTERS[row[index]] for row in letters),
+                response_ids=np.array(response_ids, np.int32),
+                rollout_logprobs=np.array(own_logprobs, np.float32),
+                response_text=text,
                 finish_reason="length",
-                policy_versions=tuple((t, t + 1, version) for t, version in enumerate(versions)),
+                policy_versions=policy_versions,
             )
-            for index in range(sampling.num_samples)
-        ]
+            rollouts.append(rollout)
+        return rollouts
 
 
 class FakeFeedback(FeedbackSource):
@@ -101,8 +107,9 @@ class FakeFeedback(FeedbackSource):
         self.before_judge(prompt)
         if self.failing(prompt):
             return make_failed_feedback("failed", source=self.name, version="fake")
-        places = {c: [(c, k + 1) for k in range(response_text.count(c))] for c in "ab"}
-        return make_feedback("a yes, b no", places["a"], places["b"], response_text, source=self.name, version="fake")
+        good = [("a", k + 1) for k in range(response_text.count("a"))]
+        poor = [("b", k + 1) for k in range(response_text.count("b"))]
+        return make_feedback("a yes, b no", good, poor, response_text, source=self.name, version="fake")
 
 
 class FakeLearner:

@@ -201,20 +201,25 @@ def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_
     """An update on random advantages and returns, with the group's own old logprobs and values."""
     rng = np.random.default_rng(seed)
     stats = group.forward(rollouts, ["old_logprobs", "ref_logprobs", "values"])  # its update would return the first
-    samples = [
-        TrainSample(
-            prompt_ids=r.prompt_ids,
-            response_ids=r.response_ids,
-            weights=mask_as(group.spec.objective.loss_aggregation, rng.random(len(r.response_ids)) < 0.9),
-            advantages=rng.normal(0, 1, len(r.response_ids)).astype(np.float32),
-            returns=rng.normal(0, 1, len(r.response_ids)).astype(np.float32),
-            values=s.values,
-            old_logprobs=s.old_logprobs,
-            rollout_logprobs=s.old_logprobs + rng.normal(0, 0.3, len(r.response_ids)).astype(np.float32),
-            ref_logprobs=s.ref_logprobs,
+    samples = []
+    for rollout, own in zip(rollouts, stats, strict=True):
+        length = len(rollout.response_ids)
+        weights = mask_as(group.spec.objective.loss_aggregation, rng.random(length) < 0.9)
+        advantages = rng.normal(0, 1, length).astype(np.float32)
+        returns = rng.normal(0, 1, length).astype(np.float32)
+        gap = rng.normal(0, 0.3, length).astype(np.float32)
+        sample = TrainSample(
+            prompt_ids=rollout.prompt_ids,
+            response_ids=rollout.response_ids,
+            weights=weights,
+            advantages=advantages,
+            returns=returns,
+            values=own.values,
+            old_logprobs=own.old_logprobs,
+            rollout_logprobs=own.old_logprobs + gap,
+            ref_logprobs=own.ref_logprobs,
         )
-        for r, s in zip(rollouts, stats, strict=True)
-    ]
+        samples.append(sample)
     config = group.spec.learner
     return make_train_batch(
         samples, num_epochs=config.num_epochs, minibatches_per_epoch=config.minibatches_per_epoch,

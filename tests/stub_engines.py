@@ -68,13 +68,14 @@ class StubRolloutWorker:
         await self._paused.wait()
         rng = np.random.default_rng([sampling.seed, index, *prompt_id.encode()])
         ids = rng.choice([*self._letters], LENGTH).astype(np.int32)
+        text = "".join(self._letters[int(number)] for number in ids)
         return Rollout(
             prompt_id=prompt_id,
             sample_index=index,
             prompt_ids=prompt_ids,
             response_ids=ids,
             rollout_logprobs=np.full(LENGTH, -np.log(VOCABULARY), np.float32),
-            response_text="".join(self._letters[int(number)] for number in ids),
+            response_text=text,
             finish_reason="stop",
             policy_versions=((0, LENGTH, self._version),),
         )

@@ -47,11 +47,14 @@ TEXT = st.text(st.characters(), max_size=60) | st.sampled_from(
         "",
     ]
 )
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
-    max_leaves=12,
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4)
+
+
+VALUES = st.recursive(SCALARS, containers, max_leaves=12)
 BYTES = st.binary(max_size=80)
 examples = lambda count: settings(max_examples=count, deadline=None)  # noqa: E731
 
@@ -193,16 +196,21 @@ def overwritten(path: Path, content: bytes) -> None:
         path.write_bytes(content)
 
 
+def cut(path: Path, _content: bytes) -> None:
+    if path.is_file():
+        os.truncate(path, path.stat().st_size // 2)
+
+
 DAMAGES = {
     "overwritten": overwritten,
-    "cut": lambda path, content: path.is_file() and os.truncate(path, path.stat().st_size // 2),
+    "cut": cut,
     "gone": replaced(lambda path: None),
     "folder": replaced(Path.mkdir),
     "pipe": replaced(os.mkfifo),
-    "loop": replaced(lambda path: path.symlink_to(path.name)),
-    "endless": replaced(lambda path: path.symlink_to("/dev/zero")),
-    "link to another": replaced(lambda path: path.symlink_to("../step-00000001")),
 }
+DAMAGES["loop"] = replaced(lambda path: path.symlink_to(path.name))
+DAMAGES["endless"] = replaced(lambda path: path.symlink_to("/dev/zero"))
+DAMAGES["link to another"] = replaced(lambda path: path.symlink_to("../step-00000001"))
 
 
 @examples(60)

@@ -11,7 +11,8 @@ from t2g.feedback.sentences import find_sentence
 from t2g.tasks import code_feedback, human_eval
 from t2g.tasks.base import Task
 from t2g.tasks.code import _find_imported_names, extract_code
-from t2g.tasks.tiny import revision, world
+from t2g.tasks.tiny.revision import split_sentences
+from t2g.tasks.tiny.world import split_clauses
 from t2g.text.quotes import locate
 
 LENGTH = 8_000  # characters; then doubled twice
@@ -31,20 +32,33 @@ def drastic(text: str) -> None:
         pattern.search(text)
 
 
-READERS: list[tuple[Callable[[str], object], str, str]] = [  # what reads, how the text begins, what it repeats
-    *((extract_code, "```", piece) for piece in (" ", "a", " a", "\n", " \n", "`", "\n```")),
-    *(
-        (_find_imported_names, "", piece)
-        for piece in ("\n", "from solution import (\n", "from solution import\n", "from\n")
-    ),
-    *((steps, "", piece) for piece in (".", ".\n", "?! ")),
-    *((program, "", piece) for piece in ("from\n", "def ", "def \n", "case ", "else ", "import ")),
-    *((drastic, "", piece) for piece in ("spawn", "_exit", "kill")),
-    *((world.split_clauses, "", piece) for piece in ("by ", ",", " ")),
-    (revision.split_sentences, "", ". "),
-    (lambda text: find_sentence(text, text[-9:]), "", ".a"),
-    (lambda text: locate(text, text[: LENGTH // 2] + "?"), "", "a"),
+def last_sentence(text: str) -> None:
+    find_sentence(text, text[-9:])
+
+
+def absent_quote(text: str) -> None:
+    locate(text, text[: LENGTH // 2] + "?")
+
+
+# What reads, and the pieces of which its texts repeat one.
+IMPORTS = ("\n", "from solution import (\n", "from solution import\n", "from\n")
+LINES = ("from\n", "def ", "def \n", "case ", "else ", "import ")
+REPEATED: list[tuple[Callable[[str], object], tuple[str, ...]]] = [
+    (_find_imported_names, IMPORTS),
+    (steps, (".", ".\n", "?! ")),
+    (program, LINES),
+    (drastic, ("spawn", "_exit", "kill")),
+    (split_clauses, ("by ", ",", " ")),
+    (split_sentences, (". ",)),
+    (last_sentence, (".a",)),
+    (absent_quote, ("a",)),
 ]
+# What reads, how the text begins, what it repeats.
+READERS: list[tuple[Callable[[str], object], str, str]] = [
+    (extract_code, "```", piece) for piece in (" ", "a", " a", "\n", " \n", "`", "\n```")
+]
+for read, pieces in REPEATED:
+    READERS += [(read, "", piece) for piece in pieces]
 
 
 def seconds(read: Callable[[str], object], text: str) -> float:

@@ -78,9 +78,10 @@ def test_three_of_ten_details_are_wrong_and_no_study_is_on_both_sides(real: Modu
         return json.dumps({"input": [{"content": "do"}, {"content": content}], "ideal": "A title"})
 
     files = real.finding_lines("\n".join(line(study) for study in range(100, 160)))
-    lines = {
-        name: {row for record in records for row in record["post"].splitlines()} for name, records in files.items()
-    }
+    lines = {name: set[str]() for name in files}
+    for name, records in files.items():
+        for record in records:
+            lines[name].update(record["post"].splitlines())
     assert not lines["lines_heldout"] & (lines["lines_train"] | lines["lines_sft"])
     assert all("helped" in row for row in lines["lines_train"])
     for record in files["lines_train"]:

@@ -126,6 +126,10 @@ def test_this_machine_passes(preflight: ModuleType) -> None:
     assert [line for line in preflight.problems("cpu", ROOT) if not line.startswith("Free disk")] == []
 
 
+def extras_of(command: list[str]) -> list[str]:
+    return [command[i + 1] for i, word in enumerate(command) if word == "--extra"]
+
+
 def test_where_torch_comes_from_and_which_vllm(install: ModuleType) -> None:
     local = install.install_command("cpu", "/wheels", "")
     assert local[local.index("--find-links") + 1] == "/wheels"
@@ -134,8 +138,8 @@ def test_where_torch_comes_from_and_which_vllm(install: ModuleType) -> None:
     assert online[-2:] == ["--torch-backend", "cpu"]
     other = install.install_command("cpu", "", "/tmp/vllm.whl")
     assert "/tmp/vllm.whl" in other
-    extras = [[command[i + 1] for i, word in enumerate(command) if word == "--extra"] for command in (online, other)]
-    assert extras == [["dev", "cpu"], ["dev"]]
+    assert extras_of(online) == ["dev", "cpu"]
+    assert extras_of(other) == ["dev"]
     gpu = install.install_command("gpu", "/wheels", "")
     assert not {"--find-links", "--torch-backend", "--overrides"} & set(gpu)
 
@@ -166,8 +170,9 @@ def test_every_file_that_is_installed_has_a_hash(install: ModuleType, kind: str)
         pins = [line.split() for line in lines if not line.startswith("#")]
         assert pins
         assert all(re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.+]+", pin) for pin, *_ in pins)
-        wrong = [pin for pin, *marks in pins if not marks or not all(HASH.fullmatch(mark) for mark in marks)]
-        assert wrong == []
+        for pin, *marks in pins:
+            assert marks, pin
+            assert all(map(HASH.fullmatch, marks)), pin
     assert "--require-hashes" in install.install_command(kind, "/wheels", "")
     assert "--require-hashes" not in install.install_command(kind, "/wheels", "/tmp/vllm.whl")
 

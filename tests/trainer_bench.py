@@ -78,22 +78,23 @@ class Bench:
         self.journaled = journaled = JournaledFeedback(self.feedback, folder, Identity.from_config(config), keep=2)
         self.learner = FakeLearner(self.rollouts)
         self.task = LetterTask()
+        identity = Identity.from_config(config)
+        sync = FakeSync(self.learner, self.rollouts)
+        data = {"prompts": letter_prompts(NUM_PROMPTS), "eval_prompts": letter_prompts(40, "held-out-")}
+        files = {"log": RunLog(folder, config.log), "checkpoints": CheckpointStore(folder / "checkpoints", keep=2)}
+        hooks = {"on_checkpoint": journaled.start_file, "stop": stop, "extra_metrics": self.extra_metrics}
         self.trainer = Trainer(
             config=config,
             task=self.task,
             tokenizer=tokenizer,
-            prompts=letter_prompts(NUM_PROMPTS),
-            eval_prompts=letter_prompts(40, "held-out-"),
             rollouts=self.rollouts,
             feedback=journaled,
-            on_checkpoint=journaled.start_file,
             learner=self.learner,
-            sync=FakeSync(self.learner, self.rollouts),
-            log=RunLog(folder, config.log),
-            checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
-            identity=Identity.from_config(config),
-            stop=stop,
-            extra_metrics=self.extra_metrics,
+            sync=sync,
+            identity=identity,
+            **data,
+            **files,
+            **hooks,
             **options,
         )
 
@@ -116,7 +117,11 @@ class Bench:
     def metrics(self) -> list[dict[str, float]]:
         """Without what is measured in time."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED_IN_TIME)} for line in lines]
+        steps = []
+        for line in lines:
+            metrics = json.loads(line)
+            steps.append({name: value for name, value in metrics.items() if not name.startswith(MEASURED_IN_TIME)})
+        return steps
 
     def dropped(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "dropped.jsonl").read_text().splitlines()]

@@ -4,7 +4,6 @@ import pytest
 from internals import check_call, missing_fields, resolve
 
 TRANSFER = "vllm.distributed.weight_transfer"
-RELOAD = "vllm.model_executor.model_loader.reload"
 # symbol -> number of positional arguments (with self), names of keyword arguments
 CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config": (1, ("disable_log_stats", "stat_loggers")),
@@ -19,25 +18,27 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "vllm.v1.engine.async_llm:AsyncLLM.reset_prefix_cache": (1, ()),
     "vllm.v1.engine.async_llm:AsyncLLM.add_lora": (2, ()),
     "vllm.lora.request:LoRARequest": (3, ("load_inplace",)),
-    f"{TRANSFER}.base:WeightTransferInitRequest": (1, ()),
-    f"{TRANSFER}.base:WeightTransferUpdateRequest": (1, ()),
-    f"{TRANSFER}.base:WeightTransferEngine": (4, ()),
-    f"{TRANSFER}.factory:WeightTransferEngineFactory.register_engine": (3, ()),
-    f"{TRANSFER}.nccl_engine:NCCLWeightTransferUpdateInfo": (0, ("names", "dtype_names", "shapes")),
-    f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.receive_weights": (2, ()),
-    f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.shutdown": (1, ()),
-    f"{TRANSFER}.ipc_engine:IPCWeightTransferUpdateInfo": (
+    "vllm.distributed.weight_transfer.base:WeightTransferInitRequest": (1, ()),
+    "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest": (1, ()),
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine": (4, ()),
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine": (3, ()),
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferUpdateInfo": (
+        0, ("names", "dtype_names", "shapes")
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine.receive_weights": (2, ()),
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine.shutdown": (1, ()),
+    "vllm.distributed.weight_transfer.ipc_engine:IPCWeightTransferUpdateInfo": (
         0, ("names", "dtype_names", "shapes", "ipc_handles", "tensor_sizes")
     ),
-    f"{TRANSFER}.ipc_engine:IPCWeightTransferEngine.receive_weights": (2, ()),
-    f"{TRANSFER}.packed_tensor:packed_nccl_broadcast_producer": (4, ()),
+    "vllm.distributed.weight_transfer.ipc_engine:IPCWeightTransferEngine.receive_weights": (2, ()),
+    "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast_producer": (4, ()),
     "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator": (1, ("device",)),
     "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.destroy": (1, ()),
     "vllm.distributed.utils:StatelessProcessGroup": (0, ("rank", "world_size", "store")),
     "vllm.utils.nccl:unpinned_nccl_env": (0, ()),
-    f"{RELOAD}:initialize_layerwise_reload": (1, ()),
-    f"{RELOAD}:finalize_layerwise_reload": (2, ()),
-    f"{RELOAD}.layerwise:get_layerwise_info": (1, ()),
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": (1, ()),
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (2, ()),
+    "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": (1, ()),
     "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading": (2, ()),
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (3, ()),
     "vllm.v1.core.sched.scheduler:Scheduler.has_requests": (1, ()),

@@ -17,7 +17,10 @@ def double_loop(rewards: list[float], values: list[float], gamma: float, lam: fl
     n = len(rewards)
     following = [*values[1:], 0.0]
     errors = [rewards[t] + gamma * following[t] - values[t] for t in range(n)]
-    advantages = [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, n)) for t in range(n)]
+    advantages = []
+    for t in range(n):
+        terms = [(gamma * lam) ** (k - t) * errors[k] for k in range(t, n)]
+        advantages.append(sum(terms))
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
@@ -126,9 +129,17 @@ def ragged(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
     return padded, torch.tensor([[1.0] * len(r) + [0.0] * (width - len(r)) for r in rows])
 
 
+def discounted(rewards: list[float], gamma: float) -> list[float]:
+    returns = []
+    for t in range(len(rewards)):
+        terms = [gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))]
+        returns.append(sum(terms))
+    return returns
+
+
 def group_by_loops(rewards: list[list[float]], groups: list[int], gamma: float, normalise: bool) -> list[list[float]]:
     """The formulas of `group_advantages` as they stand, one token at a time."""
-    returns = [[sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in rewards]
+    returns = [discounted(row, gamma) for row in rewards]
 
     def at(j: int, t: int) -> float:
         return returns[j][min(t, len(returns[j]) - 1)]
@@ -140,8 +151,10 @@ def group_by_loops(rewards: list[list[float]], groups: list[int], gamma: float, 
         line = []
         for t in range(len(row)):
             if normalise:
-                places = range(max(len(returns[j]) for j in everybody))
-                gaps = [at(j, u) - np.mean([at(k, u) for k in everybody]) for j in everybody for u in places]
+                gaps = []
+                for u in range(max(len(returns[j]) for j in everybody)):
+                    mean = np.mean([at(k, u) for k in everybody])
+                    gaps += [at(j, u) - mean for j in everybody]
                 scale = np.sqrt(np.mean(np.square(gaps))) + 1e-6
                 line.append((row[t] - np.mean([at(j, t) for j in everybody])) / scale)
             else:

@@ -24,9 +24,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_dropout": 0.4, "attention_dropout": 0.4},
     "gpt_bigcode": {"resid_pdrop": 0.4, "embd_pdrop": 0.4, "attn_pdrop": 0.4},
     "gpt2": {"resid_pdrop": 0.4, "embd_pdrop": 0.4, "attn_pdrop": 0.4},
-    "mixtral": EXPERTS | {"router_jitter_noise": 0.4},
-    "phimoe": EXPERTS | {"input_jitter_noise": 0.4, "router_jitter_noise": 0.01},
 }
+ARCHITECTURES["mixtral"] = EXPERTS | {"router_jitter_noise": 0.4}
+ARCHITECTURES["phimoe"] = EXPERTS | {"input_jitter_noise": 0.4, "router_jitter_noise": 0.01}
 IDS = torch.arange(48)[None] % 64
 
 

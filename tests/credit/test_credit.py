@@ -109,10 +109,13 @@ def loop_advantages(
     loop: Any = SimpleNamespace(config=job, tokenizer=tokenizer, task=LetterTask())
     scored = {}
     for index, (row, judgement, group) in enumerate(zip(ids, judgements, groups, strict=True)):
+        length = len(row)
+        response_ids = np.array(row, np.int32)
+        logprobs = np.zeros(length, np.float32)
         rollout = Rollout(
-            prompt_id=str(group), sample_index=index, prompt_ids=np.zeros(1, np.int32),
-            response_ids=np.array(row, np.int32), rollout_logprobs=np.zeros(len(row), np.float32),
-            response_text=decode(tokenizer, row), finish_reason="stop", policy_versions=((0, len(row), 0),),
+            prompt_id=str(group), sample_index=index, prompt_ids=np.zeros(1, np.int32), response_ids=response_ids,
+            rollout_logprobs=logprobs, response_text=decode(tokenizer, row), finish_reason="stop",
+            policy_versions=((0, length, 0),),
         )  # fmt: skip
         if judgement is not None:
             feedback = read_judgement(judgement, rollout.response_text, source="program", version="")

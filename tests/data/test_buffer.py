@@ -30,6 +30,8 @@ spans = st.builds(
 )
 span_tuples = st.lists(spans, max_size=2).map(tuple)
 statuses = st.sampled_from(["ok", "empty", "unparsable", "failed"])
+executions = st.dictionaries(ANY_TEXT, JSON, max_size=2)
+agreements = st.none() | st.floats(0, 1)
 feedbacks = st.builds(
     SpanFeedback,
     critique=ANY_TEXT,
@@ -39,8 +41,8 @@ feedbacks = st.builds(
     version=ANY_TEXT,
     num_quotes=DIGITS,
     num_located=DIGITS,
-    execution=st.dictionaries(ANY_TEXT, JSON, max_size=2),
-    agreement=st.none() | st.floats(0, 1),
+    execution=executions,
+    agreement=agreements,
     reason=ANY_TEXT,
 )
 

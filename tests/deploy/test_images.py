@@ -31,7 +31,12 @@ def instructions(kind: str) -> list[Instruction]:
     """(RUN, its words), (COPY, ...), continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", FILES[kind].read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines) if name]
+    found = []
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        if name:
+            found.append((name, rest))
+    return found
 
 
 def runs(kind: str) -> list[str]:

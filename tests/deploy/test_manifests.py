@@ -412,13 +412,14 @@ def admitted(policy: dict[str, Any], source: Labels, target: Labels, port: int, 
     spec = policy["spec"]
     if not selects(spec["podSelector"], target):
         return True  # no policy speaks of it
-    return any(
-        (same_namespace or peer.get("namespaceSelector") == {})
-        and selects(peer["podSelector"], source)
-        and ("ports" not in rule or {"protocol": "TCP", "port": port} in rule["ports"])
-        for rule in spec["ingress"]
-        for peer in rule["from"]
-    )
+    for rule in spec["ingress"]:
+        if "ports" in rule and {"protocol": "TCP", "port": port} not in rule["ports"]:
+            continue
+        for peer in rule["from"]:
+            is_near = same_namespace or peer.get("namespaceSelector") == {}
+            if is_near and selects(peer["podSelector"], source):
+                return True
+    return False
 
 
 @by_file

@@ -26,6 +26,10 @@ def named(name: str) -> Callable[[Json], object]:
     return lambda main: main["metadata"].update(name=name)
 
 
+def without_cluster(main: Json) -> None:
+    del main["spec"]["rayClusterSpec"]
+
+
 def restart(main: Json) -> None:
     cluster_spec(main)["workerGroupSpecs"][0]["template"]["spec"]["restartPolicy"] = "Always"
 
@@ -51,23 +55,31 @@ def autoscaler_twice(main: Json) -> None:
     container["env"].append({"name": "RAY_enable_autoscaler_v2", "value": "1"})
 
 
+JOB_BREAKS: list[tuple[Json, str]] = [
+    ({"submissionMode": "k8sJobMode"}, "submissionMode"),
+    ({"backoffLimit": -1}, "backoffLimit is negative"),
+    ({"submissionMode": "InteractiveMode"}, "backoffLimit and InteractiveMode"),
+    ({"submissionMode": "SidecarMode"}, "SidecarMode"),
+    ({"activeDeadlineSeconds": 0}, "activeDeadlineSeconds"),
+    ({"shutdownAfterJobFinishes": False}, "ttlSecondsAfterFinished needs"),
+    ({"ttlSecondsAfterFinished": -1}, "ttlSecondsAfterFinished is negative"),
+    ({"suspend": True, "shutdownAfterJobFinishes": False, "ttlSecondsAfterFinished": 0}, "suspended"),
+    ({"deletionStrategy": {"deletionRules": [{"policy": "DeleteCluster", "condition": {}}]}}, "deletionRules"),
+]
+GROUP_BREAKS: list[tuple[int, Json, str]] = [
+    (0, {"minReplicas": 2}, "minReplicas <= replicas"),
+    (1, {"suspend": True}, "suspend and autoscaling"),
+    (0, {"labels": {"rl/role": "-x"}}, "no label"),
+]
 BREAKS: list[tuple[Callable[[Json], object], str]] = [
     (named("a" * 48), "longer than 47"),
     (named("7b-policy"), "no DNS label"),
-    (job(submissionMode="k8sJobMode"), "submissionMode"),
-    (job(backoffLimit=-1), "backoffLimit is negative"),
-    (job(submissionMode="InteractiveMode"), "backoffLimit and InteractiveMode"),
-    (job(submissionMode="SidecarMode"), "SidecarMode"),
-    (job(activeDeadlineSeconds=0), "activeDeadlineSeconds"),
-    (job(shutdownAfterJobFinishes=False), "ttlSecondsAfterFinished needs"),
-    (job(ttlSecondsAfterFinished=-1), "ttlSecondsAfterFinished is negative"),
-    (job(suspend=True, shutdownAfterJobFinishes=False, ttlSecondsAfterFinished=0), "suspended"),
-    (job(deletionStrategy={"deletionRules": [{"policy": "DeleteCluster", "condition": {}}]}), "deletionRules"),
-    (lambda main: main["spec"].pop("rayClusterSpec"), "neither"),
-    (group(0, minReplicas=2), "minReplicas <= replicas"),
-    (group(1, suspend=True), "suspend and autoscaling"),
-    (group(0, labels={"rl/role": "-x"}), "no label"),
+    (without_cluster, "neither"),
     (head_param("labels", "rl/role=head"), "labels stand in"),
+]
+BREAKS += [(job(**changes), words) for changes, words in JOB_BREAKS]
+BREAKS += [(group(number, **changes), words) for number, changes, words in GROUP_BREAKS]
+BREAKS += [
     (head_resources, "resources stand in"),
     (no_containers, "no container"),
     (same_names, "one name"),

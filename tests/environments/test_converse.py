@@ -97,11 +97,12 @@ class Conversation:
         self.contexts.append(context)
         self.sampled.append(response_ids)
         text = decode(self.tokenizer, response_ids)
+        logprobs = np.full(len(response_ids), -1.0 - number, np.float32)
+        answer_start = find_answer_start(self.tokenizer, context, response_ids, text, (OPEN, CLOSE))
         return Rollout(
-            prompt_id="p", sample_index=3, prompt_ids=context, response_ids=response_ids,
-            rollout_logprobs=np.full(len(response_ids), -1.0 - number, np.float32), response_text=text,
-            finish_reason="stop" if end else "length", policy_versions=((0, len(response_ids), number),),
-            answer_start=find_answer_start(self.tokenizer, context, response_ids, text, (OPEN, CLOSE)),
+            prompt_id="p", sample_index=3, prompt_ids=context, response_ids=response_ids, rollout_logprobs=logprobs,
+            response_text=text, finish_reason="stop" if end else "length",
+            policy_versions=((0, len(response_ids), number),), answer_start=answer_start,
         )  # fmt: skip
 
     def run(self, environment: Any, *, max_turns: int = 5, max_context_tokens: int = 10_000) -> Rollout:

@@ -28,76 +28,99 @@ def spell(raw: str) -> str:
     return OBJECT.replace("The bag is wrong.", raw)
 
 
+def fill(texts: dict[str, str]) -> list[Answer]:
+    """Return an answer for each text, with the object, the indented object and the draft in place of their names."""
+    answers = []
+    for name, text in texts.items():
+        filled = text.replace("OBJECT", OBJECT).replace("INDENTED", INDENTED).replace("DRAFTED", DRAFTED)
+        answers.append(Answer(name, filled))
+    return answers
+
+
+WITHOUT_SPANS = GOOD | {"spans": []}
 CLEAN = [
-    Answer("plain", OBJECT),
-    Answer("indented", INDENTED),
-    Answer("blanks around", f"\n\n  {OBJECT}\n"),
-    Answer("byte order mark", f"\ufeff{OBJECT}"),
-    Answer("further keys", json.dumps(GOOD | {"score": 3}), GOOD | {"score": 3}),
-    Answer("other order", json.dumps(dict(reversed(GOOD.items())))),
+    Answer("braces in a string", spell("f{x} and {y"), with_critique("f{x} and {y")),
+    Answer("no spans", json.dumps(WITHOUT_SPANS), WITHOUT_SPANS),
     Answer("escaped", spell(r"\u201cbag\u201d"), with_critique("\u201cbag\u201d")),
     Answer("escaped quotes", spell(r"\"bag\" is wrong"), with_critique('"bag" is wrong')),
-    Answer("braces in a string", spell("f{x} and {y"), with_critique("f{x} and {y")),
-    Answer("no spans", json.dumps(GOOD | {"spans": []}), GOOD | {"spans": []}),
 ]
-AROUND = [
-    Answer("fence", f"```json\n{OBJECT}\n```"),
-    Answer("fence without language", f"```\n{INDENTED}\n```"),
-    Answer("sentence before", f"Here is my judgement:\n{OBJECT}"),
-    Answer("sentence after", f"{OBJECT}\nI hope this helps!"),
-    Answer("braces before", f"The city is {{Berlin}}. {OBJECT}"),
-    Answer("braces after", f"{OBJECT} (as {{asked}})"),
-    Answer("one brace before", f"A set like {{1, 2 is open. {OBJECT}"),
-    Answer("one brace after", f"{OBJECT}\n}}"),
-    Answer("quotation mark before", f'A 5" screen: {OBJECT}'),
-    Answer("LaTeX before", rf"\frac{{1}}{{2}} is right. {OBJECT}"),
-    Answer("code before", f"def f(): return {{'a': 1}}\n{OBJECT}"),
-    Answer("other object before", f'The schema is {{"type": "object"}}. {OBJECT}'),
-    Answer("other object after", f'{OBJECT} {{"confidence": 0.9}}'),
-    Answer("empty object before", f"{{}} {OBJECT}"),
-    Answer("list", f"[{OBJECT}]"),
-    Answer("XML", f"<answer>{OBJECT}</answer>"),
-    Answer("bold", f"**{OBJECT}**"),
-    Answer("end of turn", f"{OBJECT}<|im_end|>"),
+CLEAN += fill(
+    {"plain": "OBJECT", "indented": "INDENTED", "blanks around": "\n\n  OBJECT\n", "byte order mark": "\ufeffOBJECT"}
+)
+WITH_SCORE = GOOD | {"score": 3}
+OTHER_ORDER = dict(reversed(GOOD.items()))
+CLEAN += [
+    Answer("further keys", json.dumps(WITH_SCORE), WITH_SCORE),
+    Answer("other order", json.dumps(OTHER_ORDER)),
 ]
-DRAFTS = [
-    Answer("twice the same", f"{OBJECT}\n{OBJECT}"),
-    Answer("draft before", f"{DRAFTED}\nCorrected:\n{OBJECT}"),
-    Answer("draft in fences", f"```json\n{DRAFTED}\n```\nWait.\n```json\n{OBJECT}\n```"),
-    Answer("thinking with a draft", f"<think>Perhaps {DRAFTED}?</think>\n{OBJECT}"),
-    Answer("thinking without an opening tag", f"Perhaps {DRAFTED}?\n</think>\n{OBJECT}"),
-    Answer("thinking with a broken draft", f'<think>{{"critique": "All</think>{OBJECT}'),
-    Answer("thinking with braces", f"<think>{{a}} {{b</think>{OBJECT}"),
-    Answer("thinking of Magistral", f"[THINK]{DRAFTED}[/THINK]{OBJECT}"),
-    Answer("thinking of Command A", f"<|START_THINKING|>{DRAFTED}<|END_THINKING|>{OBJECT}"),
-    Answer("thinking of gpt-oss", f"<|channel|>analysis<|message|>{DRAFTED}<|channel|>final<|message|>{OBJECT}"),
+AROUND = fill({
+    "fence": "```json\nOBJECT\n```",
+    "fence without language": "```\nINDENTED\n```",
+    "sentence before": "Here is my judgement:\nOBJECT",
+    "sentence after": "OBJECT\nI hope this helps!",
+    "braces before": "The city is {Berlin}. OBJECT",
+    "braces after": "OBJECT (as {asked})",
+    "one brace before": "A set like {1, 2 is open. OBJECT",
+    "one brace after": "OBJECT\n}",
+    "quotation mark before": 'A 5" screen: OBJECT',
+    "LaTeX before": r"\frac{1}{2} is right. OBJECT",
+    "code before": "def f(): return {'a': 1}\nOBJECT",
+    "other object before": 'The schema is {"type": "object"}. OBJECT',
+    "other object after": 'OBJECT {"confidence": 0.9}',
+    "empty object before": "{} OBJECT",
+    "list": "[OBJECT]",
+    "XML": "<answer>OBJECT</answer>",
+    "bold": "**OBJECT**",
+    "end of turn": "OBJECT<|im_end|>",
+})  # fmt: skip
+DRAFTS = fill({
+    "twice the same": "OBJECT\nOBJECT",
+    "draft before": "DRAFTED\nCorrected:\nOBJECT",
+    "draft in fences": "```json\nDRAFTED\n```\nWait.\n```json\nOBJECT\n```",
+    "thinking with a draft": "<think>Perhaps DRAFTED?</think>\nOBJECT",
+    "thinking without an opening tag": "Perhaps DRAFTED?\n</think>\nOBJECT",
+    "thinking with a broken draft": '<think>{"critique": "All</think>OBJECT',
+    "thinking with braces": "<think>{a} {b</think>OBJECT",
+    "thinking of Magistral": "[THINK]DRAFTED[/THINK]OBJECT",
+    "thinking of Command A": "<|START_THINKING|>DRAFTED<|END_THINKING|>OBJECT",
+    "thinking of gpt-oss": "<|channel|>analysis<|message|>DRAFTED<|channel|>final<|message|>OBJECT",
+})  # fmt: skip
+DRAFTS += [
     Answer("thinking alone", f"<think>{DRAFTED}</think>\nI cannot say.", None),
     Answer("tag in a string", spell("It writes </think> twice."), with_critique("It writes </think> twice.")),
 ]
+WITH_COMMAS = INDENTED.replace('"poor"\n', '"poor",\n').replace("}\n  ]", "},\n  ],")
 SPELLINGS = [
     Answer("raw line end", spell("The bag\nis wrong."), with_critique("The bag\nis wrong.")),
     Answer("raw tab", spell("The\tbag"), with_critique("The\tbag")),
     Answer("raw carriage return", spell("The bag\r\nis"), with_critique("The bag\r\nis")),
     Answer("control character", spell("The \x07 bag"), with_critique("The \x07 bag")),
+]
+DRAFT_WITH_COMMA = f"{DRAFTED[:-1]},}} no: {OBJECT[:-1]},}} so."
+LIST_IN_STRING = f"{spell('a list [1,]')[:-1]},}}"
+SPELLINGS += [
     Answer("trailing comma in the object", f"{OBJECT[:-1]},}}"),
     Answer("trailing comma in the list", f"{OBJECT[:-2]},]}}"),
-    Answer("trailing commas and lines", INDENTED.replace('"poor"\n', '"poor",\n').replace("}\n  ]", "},\n  ],")),
-    Answer("trailing comma and a draft", f"{DRAFTED[:-1]},}} no: {OBJECT[:-1]},}} so."),
-    Answer("comma in a string", f"{spell('a list [1,]')[:-1]},}}", with_critique("a list [1,]")),
+    Answer("trailing commas and lines", WITH_COMMAS),
+    Answer("trailing comma and a draft", DRAFT_WITH_COMMA),
+    Answer("comma in a string", LIST_IN_STRING, with_critique("a list [1,]")),
 ]
 NESTED = [
     Answer("within feedback", json.dumps({"feedback": GOOD})),
     Answer("within two", json.dumps({"response": {"feedback": GOOD}})),
     Answer("beside others", json.dumps({"id": 3, "result": GOOD, "meta": {"model": "m"}})),
-    Answer("two within one", json.dumps({"draft": DRAFT, "final": GOOD}), None),
 ]
+NESTED.append(Answer("two within one", json.dumps({"draft": DRAFT, "final": GOOD}), None))
+WRONG_TYPE = GOOD | {"spans": "bag"}
 NO_ANSWERS = [
     Answer("nothing", "", None),
     Answer("refusal", "I cannot judge this.", None),
     Answer("other keys", '{"verdict": "poor"}', None),
-    Answer("wrong type", json.dumps(GOOD | {"spans": "bag"}), None),
+    Answer("wrong type", json.dumps(WRONG_TYPE), None),
     Answer("cut in the spans", OBJECT[:-20], None),
     Answer("cut in the critique", OBJECT[:40], None),
+]
+NO_ANSWERS += [
     Answer("quotes that are not escaped", spell('The "bag" is wrong.'), None),
     Answer("quotes that are not escaped, with a comma", spell('It says "bag", "box" is right.'), None),
     Answer("key in the critique", spell('Bad.", "spans": [], "x": "'), None),

@@ -154,11 +154,14 @@ def test_arguments_that_are_no_json_are_refused() -> None:
         assert found.problems[1].startswith("messages[1] has a tool call whose arguments are no JSON: ")
 
 
-VALUES = st.recursive(
-    st.none() | st.integers() | st.text(max_size=3) | st.sampled_from([*ROLES]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
-    max_leaves=12,
-)
+SCALARS = st.none() | st.integers() | st.text(max_size=3) | st.sampled_from([*ROLES])
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+
+
+VALUES = st.recursive(SCALARS, containers, max_leaves=12)
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES), max_size=3))

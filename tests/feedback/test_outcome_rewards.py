@@ -35,17 +35,17 @@ RECORDS = [
 
 def make_samples(prompt: Prompt, texts: tuple[str, ...] = TEXTS, **feedback: Any) -> list[tuple[Rollout, SpanFeedback]]:
     judged = replace(make_feedback("c", [], [], "", source="program", version="v"), **feedback)
-    return [
-        (
-            Rollout(
-                prompt_id=prompt.prompt_id, sample_index=i, prompt_ids=np.array([1], np.int32),
-                response_ids=np.arange(len(text), dtype=np.int32), rollout_logprobs=np.zeros(len(text), np.float32),
-                response_text=text, finish_reason="stop", policy_versions=((0, len(text), 0),),
-            ),
-            judged,
-        )
-        for i, text in enumerate(texts)
-    ]  # fmt: skip
+    samples = []
+    for i, text in enumerate(texts):
+        ids = np.arange(len(text), dtype=np.int32)
+        logprobs = np.zeros(len(text), np.float32)
+        rollout = Rollout(
+            prompt_id=prompt.prompt_id, sample_index=i, prompt_ids=np.array([1], np.int32), response_ids=ids,
+            rollout_logprobs=logprobs, response_text=text, finish_reason="stop",
+            policy_versions=((0, len(text), 0),),
+        )  # fmt: skip
+        samples.append((rollout, judged))
+    return samples
 
 
 def paying(*sources: str, tmp_path: Path = Path("/nowhere"), **feedback: Any) -> PolicyJob:
@@ -124,9 +124,9 @@ def test_functions_in_the_style_of_trls_documentation_run_unchanged() -> None:
     names = [f"{__name__}:{name}" for name in ("boxed", "only_levels", "later", "repetition")]
     globals()["repetition"] = get_repetition_penalty_reward(ngram_size=1, max_penalty=-1.0)
     text = score(*names, samples=lambda prompt: make_samples(prompt, ("4", "45", "5")))
-    assert [[feedback.outcomes.get(name) for name in names] for feedback in text] == [
-        [1, None, 1, 0], [0, None, 1, 0], [0, None, 1, 0]
-    ]  # fmt: skip
+    expected = [[1, None, 1, 0], [0, None, 1, 0], [0, None, 1, 0]]
+    for feedback, rewards in zip(text, expected, strict=True):
+        assert [feedback.outcomes.get(name) for name in names] == rewards
     levels, think = score(names[1], "trl.rewards:think_format_reward", number=1)[0].outcomes.items()
     assert levels == (names[1], 3.0)
     assert think == ("trl.rewards:think_format_reward", 1.0)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 from typing import Any
 
@@ -43,8 +44,9 @@ def parse(text: str, response: str = RESPONSE, **keywords: Any) -> SpanFeedback:
 
 
 def formatted(critique: str, good: Any, poor: Any, **keywords: Any) -> str:
-    sides = ([parse_piece(item, 1) for item in side] for side in (good, poor))
-    return format_answer(critique, *sides, **keywords)
+    good_quotes = [parse_piece(item, 1) for item in good]
+    poor_quotes = [parse_piece(item, 1) for item in poor]
+    return format_answer(critique, good_quotes, poor_quotes, **keywords)
 
 
 def make(critique: str, good: list[Any], poor: list[Any]) -> SpanFeedback:
@@ -224,7 +226,7 @@ def grammar_accepts(answer: str, **changes: Any) -> bool:
 @given(critique=st.text(max_size=5), quotes=st.lists(st.text(max_size=3), max_size=3))
 def test_guided_decoding_can_write_what_training_teaches(critique: str, quotes: list[str]) -> None:
     # Any character at all, escapes among them; one escape in forty characters always fits.
-    spread = ["".join(sign + "." * 39 for sign in text) for text in (critique, *quotes)]
+    spread = [re.sub("(.)", r"\1" + "." * 39, text, flags=re.DOTALL) for text in (critique, *quotes)]
     heavy = [Quote(quote=quote, occurrence=1 + i, severity=3 - i) for i, quote in enumerate(spread[1:])]
     for style in (SPARSE, BARE):
         answer = formatted(spread[0], spread[1:], heavy, style=style)

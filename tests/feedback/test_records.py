@@ -82,7 +82,7 @@ def test_a_line_holds_every_field() -> None:
         feedback("a phone", ["a"], []), execution={"passed": False}, agreement=0.5, reason="so", metrics={"tone": 0.5}
     )
     line = json.loads(make_annotated_record(PROMPT, "a phone", judged, sample_index=2).model_dump_json())
-    assert line == {
+    expected = {
         "prompt_id": "7", "prompt": "post", "response": "a phone", "critique": "The phone.", "good": ["a"], "poor": [],
         "spans": [{"start": 0, "end": 1, "label": 1, "severity": 1, "critique_range": None}],
         "status": "ok", "reason": "so", "source": "program", "version": "v", "execution": {"passed": False},
@@ -90,6 +90,7 @@ def test_a_line_holds_every_field() -> None:
         "agreement": 0.5, "num_quotes": 1, "num_located": 1, "task": "tiny", "sample_index": 2,
         "payload": {"facts": {"a": "é"}},
     }  # fmt: skip
+    assert line == expected
     assert read_record(line).to_feedback() == judged
     old = {"outcome" if key == "execution" else key: value for key, value in line.items()}  # version 0.1
     assert read_record(old) == read_record(line)

@@ -50,18 +50,18 @@ def judge(prompt: str, response: str) -> tuple[str, list[str], list[str]]:
 
 
 def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
-    return PolicyJob.model_validate(
-        {
-            "run": {"root": folder / "runs", "name": "shape"},
-            "model": {"policy": str(folder / "model")},
-            "data": {"path": str(folder / "prompts.jsonl")},
-            "num_steps": 2,
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_model_len": 96, "max_new_tokens": 12},
-            "feedback": {"source": f"{__name__}:judge"},
-            "learner": {"num_epochs": 1, **learner},
-            "log": {"tensorboard": False},
-        }
-    )
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_model_len": 96, "max_new_tokens": 12}
+    values = {
+        "run": {"root": folder / "runs", "name": "shape"},
+        "model": {"policy": str(folder / "model")},
+        "data": {"path": str(folder / "prompts.jsonl")},
+        "num_steps": 2,
+        "rollout": rollout,
+        "feedback": {"source": f"{__name__}:judge"},
+        "learner": {"num_epochs": 1, **learner},
+        "log": {"tensorboard": False},
+    }
+    return PolicyJob.model_validate(values)
 
 
 @dataclass(frozen=True, kw_only=True)

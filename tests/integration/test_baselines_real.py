@@ -24,19 +24,21 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
         folder / "policy", tokenizer, num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=96,
         max_position_embeddings=1024,
     )  # fmt: skip
-    return PolicyJob.model_validate(
-        {
-            "run": {"root": folder / "runs"},
-            "task": "tiny",
-            "model": {"policy": str(folder / "policy")},
-            "data": {"path": str(paths["train"])},
-            "eval_data": {"path": str(paths["heldout"])},
-            "num_steps": 2,
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "max_model_len": 128, "max_new_tokens": 16},
-            "feedback": {"source": "program", "engine": {"max_model_len": 896, "max_new_tokens": 64}},
-            "learner": {"workers": 1, "memory_gib": 0.5, "num_epochs": 2, "policy": {"lr": 1e-3}},
-        }
-    )
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_model_len": 128, "max_new_tokens": 16}
+    feedback = {"source": "program", "engine": {"max_model_len": 896, "max_new_tokens": 64}}
+    learner = {"workers": 1, "memory_gib": 0.5, "num_epochs": 2, "policy": {"lr": 1e-3}}
+    values = {
+        "run": {"root": folder / "runs"},
+        "task": "tiny",
+        "model": {"policy": str(folder / "policy")},
+        "data": {"path": str(paths["train"])},
+        "eval_data": {"path": str(paths["heldout"])},
+        "num_steps": 2,
+        "rollout": rollout,
+        "feedback": feedback,
+        "learner": learner,
+    }
+    return PolicyJob.model_validate(values)
 
 
 @pytest.fixture(scope="module")

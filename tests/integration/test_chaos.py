@@ -85,23 +85,31 @@ def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
     health = "{check_interval_s: 0.5, check_timeout_s: 3, max_failures: 2, max_restarts: 4}"
     engine = f"cpus: 0.5, memory_gib: 0.2, start_timeout_s: 240, request_timeout_s: 120, health: {health}"
+    rollout = (
+        f"{{workers: {{initial: 2, max: 3}}, labels: {{rl/role: rollout}}, max_model_len: 128, "
+        f"prompts_per_step: {PROMPTS_PER_STEP}, samples_per_prompt: {SAMPLES}, max_new_tokens: 16, {engine}}}"
+    )
+    reward_engine = (
+        f"{{workers: {{initial: 1, max: 2}}, labels: {{rl/role: reward}}, max_model_len: 2048, "
+        f"max_new_tokens: 900, max_critique_chars: 24, max_spans: 1, max_quote_chars: 4, {engine}}}"
+    )
+    feedback = f"source: reward_model, reward_model: {folder / 'reward'}, max_failed_share: 1.0"
+    run = f"{{root: {folder / 'runs'}, name: chaos, seed: {SEED}}}"
     values = {
-        "run": f"{{root: {folder / 'runs'}, name: chaos, seed: {SEED}}}",
+        "run": run,
         "cluster.placement_timeout_s": 60,
         "model.policy": folder / "policy",
         "data.path": folder / "prompts.jsonl",
         "num_steps": num_steps,
-        "rollout": f"{{workers: {{initial: 2, max: 3}}, labels: {{rl/role: rollout}}, max_model_len: 128, "
-        f"prompts_per_step: {PROMPTS_PER_STEP}, samples_per_prompt: {SAMPLES}, max_new_tokens: 16, {engine}}}",
-        "feedback": f"{{source: reward_model, reward_model: {folder / 'reward'}, max_failed_share: 1.0, "
-        f"engine: {{workers: {{initial: 1, max: 2}}, labels: {{rl/role: reward}}, max_model_len: 2048, "
-        f"max_new_tokens: 900, max_critique_chars: 24, max_spans: 1, max_quote_chars: 4, {engine}}}}}",
+        "rollout": rollout,
+        "feedback": f"{{{feedback}, engine: {reward_engine}}}",
         "learner": "{workers: 2, cpus: 0.5, memory_gib: 0.5, labels: {rl/role: learner}, sync_bucket_mib: 0.05, "
         "probe_tolerance: 1.0e+9, step_timeout_s: 120}",
         "checkpoint.every": 1,
-        "log": f"{{tensorboard: false, num_samples: {PROMPTS_PER_STEP * SAMPLES}}}",
-        **overrides,
+        "log.tensorboard": "false",
+        "log.num_samples": PROMPTS_PER_STEP * SAMPLES,
     }
+    values |= overrides
     return loading.load(PolicyJob, ROOT / "configs/own/policy.yaml", [f"{k}={v}" for k, v in values.items()])
 
 

@@ -63,10 +63,11 @@ def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: He
     metrics = runs / "demo" / "arms" / "span" / "metrics.jsonl"
     chaos = threading.Thread(target=kill_the_engine, args=(head, metrics, done, died), daemon=True)
     chaos.start()
+    submit = [BIN / "ray", "job", "submit", "--address", head.address, "--working-dir", ".", "--"]
+    script = f"{demo(*SMALL)}; echo refused: $?; {whole} && {whole}"
     try:
         job = subprocess.run(
-            [BIN / "ray", "job", "submit", "--address", head.address, "--working-dir", ".", "--",
-             "bash", "-c", f"{demo(*SMALL)}; echo refused: $?; {whole} && {whole}"],
+            [*submit, "bash", "-c", script],
             cwd=ROOT, env=head.environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
     finally:

@@ -58,10 +58,13 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     asyncio.run(rounds())
     engines = [member.handle for member in fleet.serving()]
     ranks = group.models["policy"].workers
-    said = {who: ray.get([actor.said.remote() for actor in of]) for who, of in (("engine", engines), ("rank", ranks))}
-    for who in said:
-        assert {gpu for gpu, _ in said[who]} == {str(i) for i in range(NUM_GPUS)}, f"one {who} on each GPU"
-    events = sorted((at, f"{who} {what}") for who in said for _, log in said[who] for at, what in log)
+    events = []
+    for who, handles in (("engine", engines), ("rank", ranks)):
+        logs = ray.get([handle.said.remote() for handle in handles])
+        assert {gpu for gpu, _ in logs} == {str(i) for i in range(NUM_GPUS)}, f"one {who} on each GPU"
+        for _, log in logs:
+            events += [(at, f"{who} {what}") for at, what in log]
+    events.sort()
     order = [
         "engine sleeps", "rank sleeps", "engine works", "engine sleeps", "rank works", "rank sleeps", "engine works",
     ]  # fmt: skip

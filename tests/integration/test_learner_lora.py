@@ -66,9 +66,11 @@ def adapter_of(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A [r, in] and B [out, r] by the checkpoint's name of the weight that they are added to."""
     file = load_file(folder / "adapter" / "adapter_model.safetensors")
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in file})
-    return {
-        f"{m}.weight": tuple(file[f"base_model.model.{m}.lora_{factor}.weight"] for factor in "AB") for m in modules
-    }
+    factors = {}
+    for module in modules:
+        prefix = f"base_model.model.{module}"
+        factors[f"{module}.weight"] = (file[f"{prefix}.lora_A.weight"], file[f"{prefix}.lora_B.weight"])
+    return factors
 
 
 def plain_logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -262,16 +262,15 @@ def test_the_gradient_with_a_teacher_is_that_of_the_plain_loop(top_k: int, base:
         plain = train_batch(group, rollouts, kl_coef=KL_COEF)
         mask = np.ones(len(rollouts))
         mask[1] = 0.0  # the teacher has not read this critique
-        samples = tuple(
-            DistillationSample(
-                **vars(sample),
-                top_ids=s.top_ids,
-                teacher_logprobs=t.top_logprobs,
-                teacher_mask=np.full(len(sample.response_ids), has_teacher, np.float32),
+        samples = []
+        for sample, s, t, has_teacher in zip(plain.minibatches[0], stats, teacher, mask, strict=True):
+            teacher_mask = np.full(len(sample.response_ids), has_teacher, np.float32)
+            distilled = DistillationSample(
+                **vars(sample), top_ids=s.top_ids, teacher_logprobs=t.top_logprobs, teacher_mask=teacher_mask
             )
-            for sample, s, t, has_teacher in zip(plain.minibatches[0], stats, teacher, mask, strict=True)
-        )
-        gradient, metrics = Started(group, tmp_path).gradient(replace(plain, minibatches=(samples,)))
+            samples.append(distilled)
+        batch = replace(plain, minibatches=(tuple(samples),))
+        gradient, metrics = Started(group, tmp_path).gradient(batch)
 
     loss = torch.tensor(0.0)
     for sample, ids, t, has_teacher in zip(samples, prompts, teacher, mask, strict=True):

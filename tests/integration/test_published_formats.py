@@ -74,9 +74,9 @@ def overrides(models: dict[str, Path], run: Path, data: Path) -> list[str]:
         "data.path": str(data),
         "num_steps": NUM_STEPS,
         "cluster.object_store_gib": 0.1,
-        **{f"rollout.{key}": value for key, value in rollout.items()},
-        **{f"learner.{key}": value for key, value in learner.items()},
     }
+    values |= {f"rollout.{key}": value for key, value in rollout.items()}
+    values |= {f"learner.{key}": value for key, value in learner.items()}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 

@@ -206,10 +206,10 @@ def test_scores_are_those_of_transformers_also_in_a_full_window(
 def _byte_of(token: int) -> bytes:
     """GPT-2's table the slow way: token i of the test's vocabulary is character i of the sorted byte alphabet."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    char = {b: chr(b) for b in printable} | {
-        b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)
-    }
-    return bytes([next(b for b, c in char.items() if c == sorted(char.values())[token])])
+    others = [b for b in range(256) if b not in printable]
+    char = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    wanted = sorted(char.values())[token]
+    return bytes([next(b for b, c in char.items() if c == wanted)])
 
 
 def test_a_sync_brings_the_new_weights_and_the_probe_agrees(

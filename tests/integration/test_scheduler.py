@@ -65,11 +65,12 @@ class Steps:
         if ended:
             del self.requests[name]
         column = np.asarray([token])
+        logprobs = LogprobsLists(column[:, None], -column[:, None].astype(np.float32), column)
+        scheduled = EngineCoreEvent(EngineCoreEventType.SCHEDULED, float(token))
         return EngineCoreOutput(
             request_id=name, new_token_ids=[token], finish_reason=FinishReason.LENGTH if ended else None,
-            new_logprobs=LogprobsLists(column[:, None], -column[:, None].astype(np.float32), column),
-            prefill_stats=PrefillStats(num_prompt_tokens=token) if first else None,
-            events=[EngineCoreEvent(EngineCoreEventType.SCHEDULED, float(token))],
+            new_logprobs=logprobs, prefill_stats=PrefillStats(num_prompt_tokens=token) if first else None,
+            events=[scheduled],
         )  # fmt: skip
 
     def has_requests(self) -> bool:

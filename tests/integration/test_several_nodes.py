@@ -51,8 +51,9 @@ def test_an_engine_has_all_its_gpus_in_one_process_on_one_node_and_the_clusters_
     finally:
         fleet.close()
     expected = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "3"}
-    assert [{name: environ.get(name) for name in expected} for _, environ in told] == [expected] * 2
-    assert len({node for node, _ in told}) == 2
+    for _, environ in told:
+        assert {name: environ.get(name) for name in expected} == expected
+    assert len({node for node, _ in told}) == len(told) == 2
 
 
 def test_no_engine_is_spread_over_nodes(nodes: Cluster) -> None:

@@ -165,14 +165,20 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     resumed = weights(again)
     moments = [state["exp_avg"] for state in engine.optimizer.optimizer.state.values()]
     (states,) = folder.rglob("*model_states.pt")
+    kept = set(torch.load(states, weights_only=False)["module"])
+    final = weights(engine)
+    num_moments = sum(moment.numel() for moment in moments)
+    dtypes = {moment.dtype for moment in moments}
+    sent = [(name, tuple(weight.shape)) for name, weight in final.items()]
+    is_same = all(torch.equal(weight, resumed[name]) for name, weight in final.items())
     return {
         "losses": losses,
-        "kept": set(torch.load(states, weights_only=False)["module"]),
-        "moments": sum(moment.numel() for moment in moments),
-        "dtypes": {moment.dtype for moment in moments},
+        "kept": kept,
+        "moments": num_moments,
+        "dtypes": dtypes,
         "announced": [*get_shapes(engine).items()],
-        "sent": [(name, tuple(weight.shape)) for name, weight in weights(engine).items()],
-        "same": all(torch.equal(weight, resumed[name]) for name, weight in weights(engine).items()),
+        "sent": sent,
+        "same": is_same,
     }
 
 

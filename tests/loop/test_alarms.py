@@ -169,7 +169,9 @@ def test_no_reward_hacking(pairs: list[tuple[float, float]], more: dict[str, Any
 def test_a_score_of_the_feedback_itself_is_no_evidence_of_reward_hacking() -> None:
     falling = evaluations((1.0, 0.9), (2.0, 0.8), (3.0, 0.7), (4.0, 0.6), **{"eval/failed_share": 0.0})
     assert alarmed(falling) == [4], "with an environment too, the task measures"
-    assert alarmed([{k: v for k, v in step.items() if k != "eval/score_se"} for step in falling]) == []
+    for step in falling:
+        step.pop("eval/score_se", None)
+    assert alarmed(falling) == []
 
 
 def test_a_slow_fall_is_reported_once_it_exceeds_the_noise() -> None:

@@ -89,10 +89,11 @@ def test_given_responses_are_judged_as_they_are() -> None:
     samples = samples_of(*ROWS[:3])
     records = judged(samples)
     made = [records[sample.key] for sample in samples]
-    assert [(r.prompt_id, r.sample_index, r.response, r.good, r.poor) for r in made[:2]] == [
-        ("a", 0, "a b", (Quote(quote="a"),), (Quote(quote="b"),)),
-        ("a", 1, "b", (), (Quote(quote="b"),)),
-    ]
+    first, second, _ = made
+    assert (first.prompt_id, first.sample_index, first.response) == ("a", 0, "a b")
+    assert (first.good, first.poor) == ((Quote(quote="a"),), (Quote(quote="b"),))
+    assert (second.prompt_id, second.sample_index, second.response) == ("a", 1, "b")
+    assert (second.good, second.poor) == ((), (Quote(quote="b"),))
     assert made[2].status == "empty"
 
 
@@ -137,7 +138,8 @@ def test_planted_samples_stand_beside_the_others_of_their_prompt(per_prompt: flo
     samples = [Sample(prompt, index) for prompt in prompts for index in range(2)]
     samples.append(Sample(replace(prompts[0], prompt_id="bad"), 0, None, problem="data record 9 has no response"))
     planted = plant_samples(samples, TinyTask(), per_prompt, seed=1)
-    assert [sum(sample.prompt == prompt for sample in planted) for prompt in prompts] == counts
+    planted_prompts = [sample.prompt for sample in planted]
+    assert [planted_prompts.count(prompt) for prompt in prompts] == counts
     assert {sample.sample_index for sample in planted} <= {2, 3}  # the prompt's own have 0 and 1
     assert len(planted) == sum(counts) == len({sample.response for sample in planted})
     assert plant_samples(samples[2:], TinyTask(), 2, seed=1)[-1] == plant_samples(samples, TinyTask(), 2, seed=1)[-1]

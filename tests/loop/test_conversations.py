@@ -89,7 +89,10 @@ def test_advantages_pass_over_inserted_tokens(data: Any, gamma: float, turn_gamm
         assert not sample.returns[~mask].any()
         np.testing.assert_allclose(sample.returns[mask], own, rtol=1e-4, atol=1e-4)
         others = [other for j, other in enumerate(returns) if j != i]
-        baselines = [np.mean([other[min(k, len(other) - 1)] for other in others]) for k in range(len(own))]
+        baselines = []
+        for k in range(len(own)):
+            returns_at_k = [other[min(k, len(other) - 1)] for other in others]
+            baselines.append(np.mean(returns_at_k))
         if advantages == "gae":
             baselines = stats[i].values[mask].tolist()
         np.testing.assert_allclose(sample.advantages[mask], np.subtract(own, baselines), rtol=1e-4, atol=1e-4)
@@ -156,10 +159,10 @@ def test_metrics_and_versions_count_sampled_tokens_only() -> None:
     scored = [s for s, _ in pairs]
     stats = [t for _, t in pairs]
     kl = step_kl(scored, stats)
-    by_hand = [
-        sum(float(t.old_logprobs[i] - t.ref_logprobs[i]) for i in range(9) if s.rollout.policy_mask[i])
-        for s, t in pairs
-    ]
+    by_hand = []
+    for s, t in pairs:
+        gaps = t.old_logprobs - t.ref_logprobs
+        by_hand.append(sum(float(gaps[i]) for i in range(9) if s.rollout.policy_mask[i]))
     assert kl == pytest.approx(np.mean(by_hand), rel=1e-5)
     prompt = Prompt(prompt_id="p", prompt_text="", task="t")
     metrics = step_metrics(

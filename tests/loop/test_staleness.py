@@ -26,7 +26,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def trained(bench: Bench) -> list[list[str]]:
     """Of each step, the prompts it was trained on, in order."""
-    return [list(dict.fromkeys(r.prompt_id for r in rollouts)) for rollouts in bench.learner.seen]
+    prompts = []
+    for rollouts in bench.learner.seen:
+        prompt_ids = [rollout.prompt_id for rollout in rollouts]
+        prompts.append([*dict.fromkeys(prompt_ids)])
+    return prompts
 
 
 def step_seed(step: int) -> int:

@@ -52,27 +52,33 @@ def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
 def scored_pair(
     rewards: list[float], *, prompt_id: str = "p", steps: list[int] | None = None, outcome_reward: float = 0.0
 ) -> tuple[Prompt, ScoredRollout]:
-    text = "x" * len(rewards)
+    length = len(rewards)
+    text = "x" * length
+    logprobs = np.full(length, -1.0, np.float32)
     rollout = Rollout(
         prompt_id=prompt_id,
         sample_index=0,
         prompt_ids=np.array([1], np.int32),
-        response_ids=np.arange(len(rewards), dtype=np.int32),
-        rollout_logprobs=np.full(len(rewards), -1.0, np.float32),
+        response_ids=np.arange(length, dtype=np.int32),
+        rollout_logprobs=logprobs,
         response_text=text,
         finish_reason="stop",
-        policy_versions=((0, len(rewards), 0),),
+        policy_versions=((0, length, 0),),
     )
     feedback = make_feedback("", [], [], text, source="reward_model", version="v")
-    return letter_prompts(1)[0], ScoredRollout(
+    sentence_ids = np.array(steps or [0] * length, np.int32)
+    token_rewards = np.array(rewards, np.float32)
+    answer_tokens = np.ones(length, bool)
+    scored = ScoredRollout(
         rollout=rollout,
         feedback=feedback,
-        token_rewards=np.array(rewards, np.float32),
-        per_token_rewards=np.array(rewards, np.float32),
-        sentence_ids=np.array(steps or [0] * len(rewards), np.int32),
-        answer_tokens=np.ones(len(rewards), bool),
+        token_rewards=token_rewards,
+        per_token_rewards=token_rewards,
+        sentence_ids=sentence_ids,
+        answer_tokens=answer_tokens,
         outcome_reward=outcome_reward,
     )
+    return letter_prompts(1)[0], scored
 
 
 def test_each_token_is_as_stale_as_the_updates_since_its_weights() -> None:

@@ -62,9 +62,13 @@ class Quoting(FeedbackSource):
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         self.texts.append(response_text)
-        inside = [(a % (len(response_text) + 1), b % (len(response_text) + 1), s) for a, b, s in self.ranges]
-        pieces = [Span(start=min(a, b), end=max(a, b), label=s, critique_range=(0, 1)) for a, b, s in inside if a != b]
-        good, poor = ([span for span in pieces if span.label == label] for label in (1, -1))
+        good = []
+        poor = []
+        for a, b, label in self.ranges:
+            start, end = sorted((a % (len(response_text) + 1), b % (len(response_text) + 1)))
+            if start < end:
+                side = good if label == 1 else poor
+                side.append(Span(start=start, end=end, label=label, critique_range=(0, 1)))
         return make_feedback("c", good, poor, response_text, source=self.name, version="1")
 
 

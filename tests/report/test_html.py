@@ -193,19 +193,16 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
         source=ATTACK,
         version="",
     )
-    text = write(
-        tmp_path / "r.html",
-        title=ATTACK,
-        summary={
-            ATTACK: ATTACK,
-            "base": {ATTACK: 0.25},
-            "reward_model": {ATTACK: ATTACK},
-            "versions": {ATTACK: ATTACK},
-            "timing": {ATTACK: 1.0},
-        },
-        arms={ATTACK: [{"step": 1, f"eval/{ATTACK}": 0.5}]},
-        examples=[[sample(ATTACK, ATTACK, judged)] * 2],
-    )
+    summary = {
+        ATTACK: ATTACK,
+        "base": {ATTACK: 0.25},
+        "reward_model": {ATTACK: ATTACK},
+        "versions": {ATTACK: ATTACK},
+        "timing": {ATTACK: 1.0},
+    }
+    arms = {ATTACK: [{"step": 1, f"eval/{ATTACK}": 0.5}]}
+    examples = [[sample(ATTACK, ATTACK, judged)] * 2]
+    text = write(tmp_path / "r.html", title=ATTACK, summary=summary, arms=arms, examples=examples)
     page = Page(text)
     assert_offline(page)
     assert "49" not in page.text
@@ -214,14 +211,19 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
 
 def test_control_and_bidirectional_characters_are_shown_everywhere(tmp_path: Path) -> None:
     odd = "a\x1b\u202e\u2066\u200fb"
+    summary = {odd: odd, "base": {odd: 0.25}, "reward_model": {odd: odd}, "versions": {odd: odd}, "timing": {odd: 1}}
+    first = [{"step": 1, "samples": 8, f"eval/{odd}": 0.5}]
+    second = [{"step": 1, f"eval/{odd}": 0.25}]
+    examples = [[sample(odd, odd), sample(odd, odd, feedback(odd))]]
+    made = {"date": odd, "command": odd, "config": odd}
     text = write(
         tmp_path / "r.html",
         title=odd,
-        summary={odd: odd, "base": {odd: 0.25}, "reward_model": {odd: odd}, "versions": {odd: odd}, "timing": {odd: 1}},
-        arms={odd: [{"step": 1, "samples": 8, f"eval/{odd}": 0.5}], odd + "2": [{"step": 1, f"eval/{odd}": 0.25}]},
-        examples=[[sample(odd, odd), sample(odd, odd, feedback(odd))]],
+        summary=summary,
+        arms={odd: first, odd + "2": second},
+        examples=examples,
         alarms=[(odd, odd)],
-        made={"date": odd, "command": odd, "config": odd},
+        made=made,
         beside={odd: [odd, 1]},
     )
     assert not CONTROL.search(text.replace("\n", ""))
@@ -374,8 +376,11 @@ def test_rows_of_the_table() -> None:
     base = {"f1": 0.5, "score": 0.5}
     finals = {"a": {"f1": 0.75, "length": 8.0, "score": 0.75}, "b": {}}
     rows = metric_rows(base, finals, first="f1")
-    values = [(row.name, row.base.value, {arm: figure.value for arm, figure in row.arms.items()}) for row in rows]
-    assert values == [("f1", 0.5, {"a": 0.75, "b": None}), ("length", None, {"a": 8.0, "b": None})]
+    f1, length = rows
+    assert (f1.name, f1.base.value) == ("f1", 0.5)
+    assert {arm: figure.value for arm, figure in f1.arms.items()} == {"a": 0.75, "b": None}
+    assert (length.name, length.base.value) == ("length", None)
+    assert {arm: figure.value for arm, figure in length.arms.items()} == {"a": 8.0, "b": None}
     assert [row.name for row in metric_rows(base, finals, first="score")] == ["score", "f1", "length"]
 
 

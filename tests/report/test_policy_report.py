@@ -24,12 +24,11 @@ def written(folder: Path, judge: Judge = lambda *_: None) -> tuple[dict, str]:
     texts = {"base": ["", *["words"] * (NUM - 2), EVIL], "new": ["better words"] * NUM}
     passed = {"base": np.arange(NUM) % 2, "new": np.arange(NUM) < NUM - 1}
     prompts = [Prompt(prompt_id=str(i), prompt_text=f"problem {i} {EVIL}", task="code") for i in range(NUM)]
-    answers = {
-        name: [
-            Answers(prompt_id=str(i), key="k", responses=(Response(text=text, cut=i < 3),)) for i, text in enumerate(of)
-        ]
-        for name, of in texts.items()
-    }
+    answers: dict[str, list[Answers]] = {name: [] for name in texts}
+    for name, of in texts.items():
+        for i, text in enumerate(of):
+            responses = (Response(text=text, cut=i < 3),)
+            answers[name].append(Answers(prompt_id=str(i), key="k", responses=responses))
     measured = {name: {"pass@1": of[:, None].astype(float)} for name, of in passed.items()}
     judgements = [
         Judgement(key="k", judge="j", prompt_id=str(i), first=first, second=second, verdict="A", reason=EVIL)

@@ -52,12 +52,12 @@ POOR = Span(start=3, end=5, label=-1)
 
 @pytest.fixture
 def cases() -> list[tuple[AnnotatedRecord, JudgedRecord]]:
-    return [
-        case("aa bb cc", says("model words", GOOD, POOR), agreement=0.9),
-        case("aa bb cc", says("half", GOOD)),
-        case("aa bb cc", says("more", GOOD, POOR, Span(start=6, end=8, label=-1), quotes=4)),
-        case("aa bb cc", says("", status="failed", reason="two workers were late")),
-    ]
+    right = says("model words", GOOD, POOR)
+    half = says("half", GOOD)
+    more = says("more", GOOD, POOR, Span(start=6, end=8, label=-1), quotes=4)
+    failed = says("", status="failed", reason="two workers were late")
+    others = [case("aa bb cc", judged) for judged in (half, more, failed)]
+    return [case("aa bb cc", right, agreement=0.9), *others]
 
 
 def write(folder: Path, cases: list[tuple[AnnotatedRecord, JudgedRecord]], **about: str) -> tuple[dict[str, Any], str]:

@@ -32,21 +32,31 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def responses_of(found: list[Any]) -> list[list[str]]:
+    texts = []
+    for example in found:
+        responses = [sample.response for sample in example]
+        texts.append(responses)
+    return texts
+
+
 def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    records = [
+    first = [
         sample(0, "held", "held first", split="eval", judged=False),
         sample(1, "once", "single"),
         sample(1, "twice", "first"),
         sample(1, "twice", "first, other sample"),
+    ]
+    later = [
         sample(2, "held", "held middle", split="eval"),
         sample(3, "twice", "last"),
         sample(4, "held", "held last", split="eval"),
         sample(4, "late", "single and late"),
     ]
-    write_lines(path, records)
+    write_lines(path, first + later)
     found = examples(path)
-    assert [[one.response for one in example] for example in found] == [
+    assert responses_of(found) == [
         ["held first", "held middle", "held last"],
         ["first", "last"],
         ["single and late"],
@@ -69,7 +79,7 @@ def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> 
     ]
     write_lines(path, records)
     found = examples(path)
-    assert [[one.response for one in example] for example in found] == [
+    assert responses_of(found) == [
         ["held out"],
         ["another sample"],
         ["another text"],
@@ -142,14 +152,11 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
     write_lines(folder / "metrics.jsonl", steps)
     tokens = {"token_ranges": [[0, 2], [2, 5], [5, 5]], "token_texts": ["It", " is", ""], "token_rewards": [0, -1, 0.5]}
     tokens |= {"token_advantages": [0.5, -2, 2], "token_ratios": [1, 1.2, 0.9]}
-    write_lines(
-        folder / "samples.jsonl",
-        [
-            *(sample(step, "held", f"answer {step}", split="eval") for step in (0, 1, 2)),
-            sample(1, "paid", "It is") | tokens,
-            sample(1, "short", "It is") | tokens | {"token_rewards": [0, -1, -0.5], "finish_reason": "length"},
-        ],
-    )
+    records = [sample(step, "held", f"answer {step}", split="eval") for step in (0, 1, 2)]
+    records.append(sample(1, "paid", "It is") | tokens)
+    truncated = {"token_rewards": [0, -1, -0.5], "finish_reason": "length"}
+    records.append(sample(1, "short", "It is") | tokens | truncated)
+    write_lines(folder / "samples.jsonl", records)
     (folder / "summary.json").write_text(json.dumps({"base": {"f1": 0.5}, "unlabelled": False, "steps": 1}))
     (folder / "commands.log").write_text(
         "2026-11-22T10:00:00Z first\n2026-11-22T11:00:00Z python -m x a=<b> k=sk-old-12345678\n"

@@ -45,14 +45,15 @@ class Made:
         (root / f"{module}_reward.py").write_text("def pay(completions):\n    return [1.0 for _ in completions]\n")
 
     def job(self, *accept: str, **changed: Any) -> PolicyJob:
-        return job(
-            run={"root": self.root / "runs", "name": "own", "accept": accept},
-            model={"policy": str(self.root / "model")},
-            data={"path": str(self.root / "train.jsonl")},
-            eval_data={"path": str(self.root / "heldout.jsonl")},
-            feedback={"source": f"{self.module}:judge", "human_file": str(self.root / "human.jsonl")},
-            **{"objective": {"outcome_rewards": [{"source": f"{self.module}_reward:pay"}]}} | changed,
-        )
+        feedback = {"source": f"{self.module}:judge", "human_file": str(self.root / "human.jsonl")}
+        objective = {"outcome_rewards": [{"source": f"{self.module}_reward:pay"}]}
+        values = {
+            "run": {"root": self.root / "runs", "name": "own", "accept": accept},
+            "model": {"policy": str(self.root / "model")},
+            "data": {"path": str(self.root / "train.jsonl")},
+            "eval_data": {"path": str(self.root / "heldout.jsonl")},
+        }
+        return job(**values | {"feedback": feedback, "objective": objective} | changed)
 
     def begin(self, *accept: str, **changed: Any) -> Identity:
         """As a job's start does."""

@@ -31,12 +31,27 @@ def append_journal(path: Path) -> None:
         journal.append(RECORD)
 
 
-READERS: list[tuple[str, Callable[[Path], Any]]] = [
-    *((name, start_log) for name in (METRICS_FILE, SAMPLES_FILE, DROPPED_FILE, ALARMS_FILE)),
-    ("journal.jsonl", lambda path: read_journal(path, AnnotatedRecord)),
+def load_journal(path: Path) -> None:
+    read_journal(path, AnnotatedRecord)
+
+
+def load_own_identity(path: Path) -> None:
+    load_identity(path.parent)
+
+
+def load_own_result(path: Path) -> None:
+    load_result(path.parent, None, path.name)
+
+
+READERS: list[tuple[str, Callable[[Path], None]]] = [
+    (METRICS_FILE, start_log),
+    (SAMPLES_FILE, start_log),
+    (DROPPED_FILE, start_log),
+    (ALARMS_FILE, start_log),
+    ("journal.jsonl", load_journal),
     ("journal.jsonl", append_journal),
-    ("identity.json", lambda path: load_identity(path.parent)),
-    ("stage.json", lambda path: load_result(path.parent, None, path.name)),
+    ("identity.json", load_own_identity),
+    ("stage.json", load_own_result),
 ]
 
 

@@ -149,10 +149,9 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
     assert history == [{"step": s, "policy/kl": s / 4} for s in range(4)]
     for step in (4, 5, 6):
         resumed.write_step(step, {"policy/kl": -1.0})
-    assert [(r["step"], r["policy/kl"]) for r in lines(tmp_path / METRICS_FILE)] == [
-        *((s, s / 4) for s in range(4)),
-        *((s, -1.0) for s in (4, 5, 6)),
-    ]
+    records = lines(tmp_path / METRICS_FILE)
+    assert [r["step"] for r in records] == [*range(7)]
+    assert [r["policy/kl"] for r in records] == [0, 1 / 4, 2 / 4, 3 / 4, -1, -1, -1]
     assert [r["step"] for r in lines(tmp_path / SAMPLES_FILE)] == [0, 1, 2, 3]
     assert lines(tmp_path / ALARMS_FILE) == [{"step": 1, "alarm": "high"}, {"step": 3, "alarm": "high"}]
     assert [r["step"] for r in lines(tmp_path / DROPPED_FILE)] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -232,7 +231,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
     advantages = [np.array([0.5, i, 1 / 3, 0], np.float32) for i in range(len(scored))]
     log.write_samples(7, "train", triples, scored, tokenizer(), {"token_advantages": advantages})
     first, second = lines(tmp_path / SAMPLES_FILE)  # two of four, evenly: p0 and p2
-    assert first == {
+    expected = {
         "step": 7,
         "split": "train",
         "prompt_id": "p0",
@@ -258,6 +257,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
         "token_rewards": [0.0, -1.0, -1.0, 0.0],
         "token_advantages": [0.5, 0.0, 0.33333, 0.0],
     }
+    assert first == expected
     assert second["prompt_id"] == "p2"
     assert second["feedback"]["status"] == "failed"
     assert "token_rewards" not in second

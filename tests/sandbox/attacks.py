@@ -171,95 +171,6 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
         "*",
         "*",
     ),
-    # Reaching out: each passes where it reaches what it wants. All numbers of processes below its own are tried.
-    "environments": (
-        reach(any_of(f"{SECRET!r} in open(f'/proc/{{n}}/environ', errors='replace').read()")),
-        "failed", "*",
-    ),
-    "read outside": (reach(any_of("open(n).read() is not None", "['/etc/passwd', 'FOLDER/secret']")), "failed", "*"),
-    "kill everybody": (reach("os.kill(-1, 9)"), "*", "*"),
-    "signal another": (reach(any_of("os.kill(n, 0) is None", "range(2, os.getpid())")), "failed", "*"),
-    "be signalled about": (
-        reach(any_of("fcntl.fcntl(0, fcntl.F_SETOWN, n) is not None", "[os.getppid()] * bool(os.getppid())",
-                     "import fcntl")), "failed", "*",
-    ),
-    "trace the tests": (reach(any_of("libc.ptrace(16, n, 0, 0) == 0")), "failed", "*"),
-    "limits of the tests": (
-        reach(any_of("resource.prlimit(n, resource.RLIMIT_CPU, (1, 1))", "[os.getppid()] * bool(os.getppid())")),
-        "failed", "*",
-    ),
-    "the supervisor's pipe": (
-        reach(any_of("open(n, 'wb').write(b'[]\\n{\"reason\": \"passed\"}\\n')",
-                     "[f'/proc/{n}/fd/{end}' for n in N for end in range(16) if n != os.getpid()]")),
-        "failed", "*",
-    ),
-    "connect to this machine": (
-        reach(any_of("socket.create_connection(('127.0.0.1', n), 1)", "[PORT]")), "failed", "*",
-    ),
-    "connect to an abstract address": (
-        reach("end = socket.socket(socket.AF_UNIX)\nreturn end.connect('\\0t2g-attacks-PORT') is None"), "failed", "*",
-    ),
-    "send a datagram": (
-        reach("return socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))"), "failed", "*",
-    ),
-    "datagrams of a pair": (
-        reach("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nreturn a.sendto(b'x', 'FOLDER/listens')"),
-        "failed", "*",
-    ),
-    "datagrams to an abstract address": (
-        reach("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-              "return a.sendto(b'x', '\\0t2g-listens-PORT')"),
-        "failed", "*",
-    ),
-    "packets of a pair": (
-        reach("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)\nreturn True"), "failed", "*",
-    ),
-    "a sibling by clone": (
-        reach("number = 56 if os.uname().machine == 'x86_64' else 220\n"
-              "child = libc.syscall(number, 0x8000 | 17, 0, 0, 0, 0)\n"
-              "if child == 0:\n    signal.pause()\nreturn child > 0"),
-        "failed", "*",
-    ),
-    "a sibling that shares memory": (
-        reach("number = 56 if os.uname().machine == 'x86_64' else 220\n"
-              "return libc.syscall(number, 0x8000 | 0x4000 | 17, 0, 0, 0, 0) >= 0 and (os.getpid() or True)"),
-        "failed", "*",
-    ),
-    "a sibling with a thread's files": (
-        reach("number = 56 if os.uname().machine == 'x86_64' else 220\n"
-              "return libc.syscall(number, 0x8000 | 0x400 | 17, 0, 0, 0, 0) >= 0"),
-        "failed", "*",
-    ),
-    "mode of the output": (
-        reach("before = os.fstat(2).st_mode\nos.fchmod(2, 0o4777)\nreturn os.fstat(2).st_mode != before"),
-        "failed", "*",
-    ),
-    "mode of a copy of the output": (
-        reach("copy = os.dup(2)\nbefore = os.fstat(copy).st_mode\nos.fchmod(copy, 0o4777)\n"
-              "return os.fstat(copy).st_mode != before"), "failed", "*",
-    ),
-    "attributes of the output": (
-        reach("os.setxattr(2, 'user.a', b'x')\nreturn os.getxattr(2, 'user.a') == b'x'"), "failed", "*",
-    ),
-    "shared memory of System V": (reach("return libc.shmget(0, 2**27, 0o1600) >= 0"), "failed", "*"),
-    "memory in a file of none": (reach("return os.memfd_create('x') >= 0"), "failed", "*"),
-    "io_uring": (reach("return libc.syscall(425, 8, ctypes.create_string_buffer(128)) >= 0"), "failed", "*"),
-    "nested namespace": (reach("return libc.unshare(0x10000000) == 0"), "failed", "*"),
-    "key ring": (reach("return libc.syscall(250 if os.uname().machine == 'x86_64' else 219, 0, -3, 1) >= 0"),
-                 "failed", "*"),
-    "mode of a file": (
-        reach("os.chmod('FOLDER/mine', 0o777)\nreturn os.stat('FOLDER/mine').st_mode & 0o777 == 0o777"), "failed", "*",
-    ),
-    "folders that cannot be removed": (
-        reach("os.makedirs('a/b')\nos.mkdir('a/b/c', 0)\nos.chmod('a', 0)\n"
-              "for _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"), "failed", "*",
-    ),
-    "memory in all": (
-        reach("ends = []\nfor _ in range(5):\n    out, into = os.pipe()\n    child = os.fork()\n    if child == 0:\n"
-              "        held = b'x' * (150 * 2**20)\n        os.write(into, b'x')\n        signal.pause()\n"
-              "    os.close(into)\n    ends.append((out, child))\nheld = [os.read(out, 1) for out, _ in ends]\n"
-              "for _, child in ends:\n    os.kill(child, 9)\n    os.waitpid(child, 0)\nreturn all(held)"), "*", "*",
-    ),
     "second answer": (
         "import gc, json\nfrom socket import socket\n"
         "ends = [o for o in gc.get_objects() if type(o) is socket]\n"
@@ -271,6 +182,103 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
         "*",
     ),
 }  # fmt: skip
+# Reaching out: each passes where it reaches what it wants. All numbers of processes below its own are tried.
+# name -> (what is tried with an n, of which n, a statement before; reason of the outcome)
+TRIES: dict[str, tuple[str, str, str, str]] = {
+    "read outside": ("open(n).read() is not None", "['/etc/passwd', 'FOLDER/secret']", "", "failed"),
+    "signal another": ("os.kill(n, 0) is None", "range(2, os.getpid())", "", "failed"),
+    "be signalled about": (
+        "fcntl.fcntl(0, fcntl.F_SETOWN, n) is not None",
+        "[os.getppid()] * bool(os.getppid())",
+        "import fcntl",
+        "failed",
+    ),
+    "trace the tests": ("libc.ptrace(16, n, 0, 0) == 0", "N", "", "failed"),
+    "limits of the tests": (
+        "resource.prlimit(n, resource.RLIMIT_CPU, (1, 1))",
+        "[os.getppid()] * bool(os.getppid())",
+        "",
+        "failed",
+    ),
+    "the supervisor's pipe": (
+        "open(n, 'wb').write(b'[]\\n{\"reason\": \"passed\"}\\n')",
+        "[f'/proc/{n}/fd/{end}' for n in N for end in range(16) if n != os.getpid()]",
+        "",
+        "failed",
+    ),
+    "connect to this machine": ("socket.create_connection(('127.0.0.1', n), 1)", "[PORT]", "", "failed"),
+}
+READS_SECRET = f"{SECRET!r} in open(f'/proc/{{n}}/environ', errors='replace').read()"
+TRIES["environments"] = (READS_SECRET, "N", "", "failed")
+# name -> (body of `reach`; reason of the outcome)
+BODIES: dict[str, tuple[str, str]] = {
+    "kill everybody": ("os.kill(-1, 9)", "*"),
+    "connect to an abstract address": (
+        "end = socket.socket(socket.AF_UNIX)\nreturn end.connect('\\0t2g-attacks-PORT') is None",
+        "failed",
+    ),
+    "send a datagram": ("return socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))", "failed"),
+    "datagrams of a pair": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nreturn a.sendto(b'x', 'FOLDER/listens')",
+        "failed",
+    ),
+    "datagrams to an abstract address": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nreturn a.sendto(b'x', '\\0t2g-listens-PORT')",
+        "failed",
+    ),
+    "packets of a pair": ("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)\nreturn True", "failed"),
+    "a sibling by clone": (
+        "number = 56 if os.uname().machine == 'x86_64' else 220\n"
+        "child = libc.syscall(number, 0x8000 | 17, 0, 0, 0, 0)\n"
+        "if child == 0:\n    signal.pause()\nreturn child > 0",
+        "failed",
+    ),
+    "a sibling that shares memory": (
+        "number = 56 if os.uname().machine == 'x86_64' else 220\n"
+        "return libc.syscall(number, 0x8000 | 0x4000 | 17, 0, 0, 0, 0) >= 0 and (os.getpid() or True)",
+        "failed",
+    ),
+    "a sibling with a thread's files": (
+        "number = 56 if os.uname().machine == 'x86_64' else 220\n"
+        "return libc.syscall(number, 0x8000 | 0x400 | 17, 0, 0, 0, 0) >= 0",
+        "failed",
+    ),
+    "mode of the output": (
+        "before = os.fstat(2).st_mode\nos.fchmod(2, 0o4777)\nreturn os.fstat(2).st_mode != before",
+        "failed",
+    ),
+    "mode of a copy of the output": (
+        "copy = os.dup(2)\nbefore = os.fstat(copy).st_mode\nos.fchmod(copy, 0o4777)\n"
+        "return os.fstat(copy).st_mode != before",
+        "failed",
+    ),
+    "attributes of the output": ("os.setxattr(2, 'user.a', b'x')\nreturn os.getxattr(2, 'user.a') == b'x'", "failed"),
+    "shared memory of System V": ("return libc.shmget(0, 2**27, 0o1600) >= 0", "failed"),
+    "memory in a file of none": ("return os.memfd_create('x') >= 0", "failed"),
+    "io_uring": ("return libc.syscall(425, 8, ctypes.create_string_buffer(128)) >= 0", "failed"),
+    "nested namespace": ("return libc.unshare(0x10000000) == 0", "failed"),
+    "key ring": ("return libc.syscall(250 if os.uname().machine == 'x86_64' else 219, 0, -3, 1) >= 0", "failed"),
+    "mode of a file": (
+        "os.chmod('FOLDER/mine', 0o777)\nreturn os.stat('FOLDER/mine').st_mode & 0o777 == 0o777",
+        "failed",
+    ),
+    "folders that cannot be removed": (
+        "os.makedirs('a/b')\nos.mkdir('a/b/c', 0)\nos.chmod('a', 0)\n"
+        "for _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')",
+        "failed",
+    ),
+    "memory in all": (
+        "ends = []\nfor _ in range(5):\n    out, into = os.pipe()\n    child = os.fork()\n    if child == 0:\n"
+        "        held = b'x' * (150 * 2**20)\n        os.write(into, b'x')\n        signal.pause()\n"
+        "    os.close(into)\n    ends.append((out, child))\nheld = [os.read(out, 1) for out, _ in ends]\n"
+        "for _, child in ends:\n    os.kill(child, 9)\n    os.waitpid(child, 0)\nreturn all(held)",
+        "*",
+    ),
+}
+for attack, (call, over, before, expected_reason) in TRIES.items():
+    ATTACKS[attack] = (reach(any_of(call, over, before)), expected_reason, "*")
+for attack, (body, expected_reason) in BODIES.items():
+    ATTACKS[attack] = (reach(body), expected_reason, "*")
 # Last, and only after "count of processes" was seen to be limited.
 BOMB = "import os\ndef f(x):\n    while True:\n        os.fork()\n"
 

@@ -123,11 +123,10 @@ def f(x, name='stop'): raise ERRORS[name]()
 DRAIN = "q = queue.Queue(); q.put(2); n = 'NAME'\n    try:\n        while True:\n            assert f(q.get_nowait(), n) == 4.5\n    except (queue.Empty, asyncio.QueueEmpty): pass"
 GROUP = "async def main():\n        async def one(): assert f(2, 'NAME') == 4.5\n        async with asyncio.TaskGroup() as g: g.create_task(one())\n    asyncio.run(main())"
 STOP = "class T(unittest.TestCase):\n        def test(self): self.assertEqual(f(2, 'NAME'), 4.5)\n    r = unittest.TestResult(); T('test').run(r); assert r.wasSuccessful() and not r.skipped"
-FORGERIES["exceptions that end the tests' work"] = (CONTROL, (
-    *(DRAIN.replace("NAME", name) for name in ("empty", "mine", "async empty")),
-    *(GROUP.replace("NAME", name) for name in ("cancel", "future", "exit")),
-    *(STOP.replace("NAME", name) for name in ("stop", "skip", "expected")),
-))  # fmt: skip
+DRAINS = [DRAIN.replace("NAME", name) for name in ("empty", "mine", "async empty")]
+GROUPS = [GROUP.replace("NAME", name) for name in ("cancel", "future", "exit")]
+STOPS = [STOP.replace("NAME", name) for name in ("stop", "skip", "expected")]
+FORGERIES["exceptions that end the tests' work"] = (CONTROL, (*DRAINS, *GROUPS, *STOPS))
 
 # A context manager or a callback's caller that suppresses the tests' own AssertionError.
 SWALLOW = """

@@ -35,11 +35,11 @@ def run_all(names: list[str], mode: str) -> dict[str, Outcome]:
 
 
 def failures(outcomes: dict[str, Outcome]) -> dict[str, list[tuple[str, str]]]:
-    return {
-        name: [(test.name, test.message) for test in outcome.tests if not test.passed]
-        for name, outcome in outcomes.items()
-        if not outcome.passed
-    }
+    failed = {}
+    for name, outcome in outcomes.items():
+        if not outcome.passed:
+            failed[name] = [(test.name, test.message) for test in outcome.tests if not test.passed]
+    return failed
 
 
 def test_a_sample_passes_in_a_process_of_its_own() -> None:

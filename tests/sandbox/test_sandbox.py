@@ -455,13 +455,14 @@ def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
 # -- remaining processes
 
 
+ALWAYS_OTHERS: list[dict[int, str]] = [{number: "Z"} for number in range(7, 99)]
 READINGS: dict[str, tuple[list[dict[int, str]], bool]] = {
     "no process": ([{}, {}], False),
     "a running process": ([{7: "S"}], True),
     "a process that forked and ended while /proc was read": ([{7: "Z"}, {7: "Z", 8: "S"}], True),
     "a process that was reaped before it was read": ([{}, {8: "R"}], True),
     "a process that had ended before": ([{7: "Z"}, {7: "Z"}], False),
-    "processes that start again and again": ([{n: "Z"} for n in range(7, 99)], True),
+    "processes that start again and again": (ALWAYS_OTHERS, True),
 }
 
 

@@ -1,6 +1,7 @@
 """The figures of a comparison, from curves short enough to do by hand."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -91,14 +92,11 @@ def test_scalar_always_reaches_itself_and_no_share_is_negative(mine: list[float]
 
 def test_the_summary_of_two_seeds() -> None:
     still = {"criticised": -2.0, "praised": 1.0, "unmentioned": 0.0, "difference": -2.0, "returns": 0.25}
-    runs = {
-        "sft": {1: base_run(a_run(0.2, 0.9)), 2: base_run(a_run(0.4, 0.9))},
-        "scalar": {1: a_run(0.2, 0.4, 0.6, 0.8), 2: a_run(0.4, 0.4, 0.4, 0.4)},
-        "span": {
-            1: a_run(0.2, 1.0, 1.0, 1.0, step_s=3.0, targeting=still),
-            2: a_run(0.4, 0.0, 0.0, 0.0, step_s=3.0, targeting=still),
-        },
-    }
+    base = {1: base_run(a_run(0.2, 0.9)), 2: base_run(a_run(0.4, 0.9))}
+    scalar = {1: a_run(0.2, 0.4, 0.6, 0.8), 2: a_run(0.4, 0.4, 0.4, 0.4)}
+    good = a_run(0.2, 1.0, 1.0, 1.0, step_s=3.0, targeting=still)
+    poor = a_run(0.4, 0.0, 0.0, 0.0, step_s=3.0, targeting=still)
+    runs = {"sft": base, "scalar": scalar, "span": {1: good, 2: poor}}
     found = summarise(runs)
     assert found["sft"]["score"]["mean"] == pytest.approx(0.3)
     assert found["sft"]["targeting"]["returns"] is None
@@ -180,7 +178,7 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     search = {"grid": [1e-4, 3e-4, 1e-3], "scores": tried, "chosen": {"scalar": 3e-4, "span": 1e-3}}
     text = tables({"methods": summarise(runs), "noise": noise, "rewards": {}, "search": search})
     methods, legend, noisy = text.split("\n\n")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in methods.splitlines()]
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in methods.splitlines()]
     assert {len(row) for row in rows} == {14}
     named = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
     assert list(named) == ["sft", "scalar", "span"]

@@ -44,12 +44,16 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "span_token": {unit},
         "span_token_grpo": {unit} | grpo,
         "scalar": {placement},
+    }
+    more |= {
         "scalar_critic": {placement} | critic,
         "grpo": {placement} | grpo,
         "scalar_token": {placement, unit},
         "scalar_token_critic": {placement, unit} | critic,
         "scalar_token_grpo": {placement, unit} | grpo,
         "paper": {unit, "objective.vf_coef"} | critic,
+    }
+    more |= {
         "sdpo": teacher,
         "sdpo_shuffled": teacher,
         "sdpo_span": teacher,

@@ -18,8 +18,9 @@ PROMPT = Prompt(prompt_id="p", prompt_ids=np.array([1, 2], np.int32), prompt_tex
 
 
 def feedback(good: list[str], poor: list[str]) -> SpanFeedback:
-    quotes = [[(text, 1) for text in side] for side in (good, poor)]
-    return make_feedback("c", *quotes, TEXT, source="program", version="1")
+    good_quotes = [(text, 1) for text in good]
+    poor_quotes = [(text, 1) for text in poor]
+    return make_feedback("c", good_quotes, poor_quotes, TEXT, source="program", version="1")
 
 
 def rollout(tokenizer: object) -> Rollout:

@@ -56,13 +56,15 @@ def _metaspace() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
+_LLAMA_SPECIAL = ["<s>", "</s>"]
+_GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<mask>"]
 _MAKERS: dict[str, Callable[[], Any]] = {
     "gpt2": partial(_byte_level, GPT2Tokenizer, "<|endoftext|>"),
     "qwen2": partial(_byte_level, Qwen2Tokenizer, "<|endoftext|>"),
-    "llama": partial(_sentencepiece, LlamaTokenizer, ["<s>", "</s>"]),
-    "gemma": partial(_sentencepiece, GemmaTokenizer, ["<pad>", "<eos>", "<bos>", "<mask>"]),
-    "metaspace": _metaspace,
+    "llama": partial(_sentencepiece, LlamaTokenizer, _LLAMA_SPECIAL),
+    "gemma": partial(_sentencepiece, GemmaTokenizer, _GEMMA_SPECIAL),
 }
+_MAKERS["metaspace"] = _metaspace
 
 
 @pytest.fixture(scope="session", params=_MAKERS)

@@ -198,11 +198,16 @@ def test_cores_are_those_that_this_process_and_its_container_may_use(
 
 def test_auto_reads_the_resources_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 4.0}},
+        {"Alive": True, "Resources": {"CPU": 8.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0}},
+    ]
     ray = SimpleNamespace(
         init=lambda **how: said.append(how["address"]),
         is_initialized=lambda: False,
         cluster_resources=lambda: {"GPU": 2.0, "CPU": 12.0},
-        nodes=lambda: [{"Alive": k < 2, "Resources": {"CPU": cpus}} for k, cpus in enumerate([4.0, 8.0, 64.0])],
+        nodes=lambda: nodes,
         shutdown=lambda: said.append("ended"),
     )
     monkeypatch.setattr(placement, "ray", ray)

@@ -83,7 +83,10 @@ def test_value_is_that_of_trl(folders: tuple[Path, Path], tmp_path: Path) -> Non
             return dataset  # TRL would encode texts
 
     model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
-    rows = [{name: ids.tolist() for name, ids in vars(pair).items()} for pair in make_pairs()]
+    rows = []
+    for pair in make_pairs():
+        row = {name: ids.tolist() for name, ids in vars(pair).items()}
+        rows.append(row)
     dataset = Dataset.from_list(rows)
     options = {"per_device_eval_batch_size": 6, "use_cpu": True, "bf16": False, "report_to": "none"}
     trainer = Trainer(

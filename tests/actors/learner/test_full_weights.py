@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def rank_main(rank: int, folder: str, whole: dict[str, torch.Tensor]) -> None:
     torch.distributed.destroy_process_group()
 
 
+def names_of(buckets: list[list[tuple[str, torch.Tensor]]]) -> list[list[str]]:
+    names = []
+    for bucket in buckets:
+        own_names = [name for name, _ in bucket]
+        names.append(own_names)
+    return names
+
+
 def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
     whole = tensors({"layers.0.b": torch.bfloat16})
     torch.multiprocessing.spawn(rank_main, (str(tmp_path), whole), nprocs=2)
@@ -76,12 +85,12 @@ def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
         (torch.float32, torch.float32, torch.bfloat16),
         strict=True,
     ):
-        assert [[name for name, _ in bucket] for bucket in rank0] == names
-        for name, tensor in (pair for bucket in rank0 for pair in bucket):
+        assert names_of(rank0) == names
+        for name, tensor in chain.from_iterable(rank0):
             assert tensor.dtype == dtype, name
             assert torch.equal(tensor, whole[name].to(dtype)), name
-        assert [[name for name, _ in bucket] for bucket in rank1] == (names if everywhere else [[], []])
-        for name, tensor in (pair for bucket in rank1 for pair in bucket):
+        assert names_of(rank1) == (names if everywhere else [[], []])
+        for name, tensor in chain.from_iterable(rank1):
             assert torch.equal(tensor, whole[name].to(dtype)), name
     assert len(set(first["addresses"])) == 1, "memory is kept from call to call"
 

@@ -64,7 +64,9 @@ def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tm
 
     sources = lora.sources(named)
     assert sources.keys() == dict(base.named_parameters()).keys()
-    merged = {name: lora.checkpoint_weight(model, name, [named[n] for n in own]) for name, own in sources.items()}
+    merged = {}
+    for name, own in sources.items():
+        merged[name] = lora.checkpoint_weight(model, name, [named[n] for n in own])
     same = {name for name, weight in base.named_parameters() if torch.equal(weight, merged[name])}
     matrices = {name for name, own in sources.items() if len(own) == 3}
     assert same == merged.keys() - matrices

@@ -20,10 +20,10 @@ LLAMA = {
 def test_buckets_hold_whole_layers_up_to_their_size() -> None:
     # float32: embedding 160 bytes, a layer 96, the norm 16
     buckets = plan_buckets(LLAMA, dtype="float32", bucket_bytes=112)
-    assert [[n.removeprefix("model.") for n in bucket] for bucket in buckets] == [
-        ["embed_tokens.weight"],
-        ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"],
-        ["layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight", "norm.weight"],
+    assert [list(bucket) for bucket in buckets] == [
+        ["model.embed_tokens.weight"],
+        ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"],
+        ["model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"],
     ]
     # bfloat16 halves them: 80 + 48 > 112, 48 + 48 + 8 = 104
     assert [len(b) for b in plan_buckets(LLAMA, dtype="bfloat16", bucket_bytes=112)] == [1, 5]

@@ -52,9 +52,11 @@ def test_agreement_is_the_mean_over_pairs() -> None:
 
 
 def test_three_annotators() -> None:
+    red = span(4, 7, 1, critique_range=(3, 6))
+    cat = span(8, 11, -1, severity=1, critique_range=(8, 11))
     answers = [
-        feedback("A: red is fine, cat is wrong", span(4, 7, 1, critique_range=(3, 6)), span(8, 15, -1, severity=3)),
-        feedback("B: red, cat", span(0, 7, 1), span(8, 11, -1, severity=1, critique_range=(8, 11))),
+        feedback("A: red is fine, cat is wrong", red, span(8, 15, -1, severity=3)),
+        feedback("B: red, cat", span(0, 7, 1), cat),
         feedback("C: cat", span(8, 11, -1, severity=2)),
     ]
     voted = vote(answers, 3, TEXT)

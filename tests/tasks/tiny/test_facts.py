@@ -93,8 +93,10 @@ def test_windows_hold_what_a_world_writes(num_facts: int, tmp_path: Path) -> Non
         policy_chat = policy.apply_chat_template(task.policy_messages(row), add_generation_prompt=True, tokenize=False)
         verdict = task.feedback_messages(Prompt(prompt_id="p", prompt_text=row["post"], task="tiny"), text)
         question = reward.apply_chat_template(verdict, add_generation_prompt=True, tokenize=False)
-        critique, *sides = world.judge_summary(facts, text)
-        target = format_answer(critique, *([make_quote(text, span) for span in side] for side in sides))
+        critique, good, poor = world.judge_summary(facts, text)
+        good_quotes = [make_quote(text, span) for span in good]
+        poor_quotes = [make_quote(text, span) for span in poor]
+        target = format_answer(critique, good_quotes, poor_quotes)
         summary = len(policy(text).input_ids) + 1
         answer = len(reward(target).input_ids) + 1
         lengths.append(

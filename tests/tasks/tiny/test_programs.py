@@ -34,6 +34,10 @@ def f(k, n):
 BOX = SandboxConfig(timeout_s=5)
 
 
+def count_failed(judged: dict[str, Any]) -> int:
+    return sum(not test["passed"] for test in judged["execution"]["tests"])
+
+
 def records(count: int, rates: WorldConfig, *, heldout: bool = True) -> list[dict[str, Any]]:
     return list(programs.make_records(count=count, heldout=heldout, rates=rates, seed=3))
 
@@ -86,7 +90,8 @@ def test_a_fix_is_the_line_of_the_rule(wording: int) -> None:
         task = get_task("tiny_code")
         judged = judge(task.prompt_text(row), row["solution"], payload=row)
         fixed = judge(task.prompt_text(row), apply_fixes(row["solution"], judged["poor"]), payload=row)
-        failed, fails = (sum(not test["passed"] for test in each["execution"]["tests"]) for each in (judged, fixed))
+        failed = count_failed(judged)
+        fails = count_failed(fixed)
         has_fix = any(span.fix for span in judged["poor"])
         assert fails < failed if has_fix else fails == failed
         num_fixed += has_fix
@@ -126,7 +131,8 @@ def test_the_shares_of_the_shipped_world() -> None:
 
 def test_training_records_hide_no_tests_and_share_no_rules_with_held_out_ones(tmp_path: Path) -> None:
     paths = write_world(tmp_path, WorldConfig(num_train=300, num_heldout=100), programs.make_records)
-    train, heldout = ([json.loads(line) for line in paths[split].open()] for split in ("train", "heldout"))
+    train = [json.loads(line) for line in paths["train"].open()]
+    heldout = [json.loads(line) for line in paths["heldout"].open()]
     assert not any("hidden_test" in row for row in train)
     assert all("hidden_test" in row for row in heldout)
     assert measured(train[0], train[0]["solution"]).keys() == {"passed", "unsupported"}
@@ -171,14 +177,11 @@ def test_the_sandbox_says_what_the_interpreter_says() -> None:
     otherwise = FAULTY.replace('    if k == "blue', '    elif k == "blue').replace(
         "    return n\n", "    else:\n        return n"
     )
-    tried = [
-        *sampled,
-        FAULTY.replace("n * 5", "2 if n == 2 else -5"),
-        otherwise,
-        FAULTY.removesuffix("    return n\n"),
-        FAULTY[: int(rng.integers(40, 80))],
-        "\n".join(lines[place] for place in rng.permutation(len(lines))),
-    ]
+    special = FAULTY.replace("n * 5", "2 if n == 2 else -5")
+    without_return = FAULTY.removesuffix("    return n\n")
+    cut = FAULTY[: int(rng.integers(40, 80))]
+    scrambled = "\n".join(lines[place] for place in rng.permutation(len(lines)))
+    tried = [*sampled, special, otherwise, without_return, cut, scrambled]
     known = 0
     for program in tried:
         judged = interpret(program, TESTS)
