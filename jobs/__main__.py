@@ -23,7 +23,7 @@ NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward"}
 JOBS = tuple(chain.from_iterable(SECTIONS.values()))
 MODULES = {name: NAMES.get(name, name) for name in JOBS if name != "init"}
 JOBS_FOLDER = Path(__file__).parent
-DEMO = JOBS_FOLDER.parent / "configs" / "tiny" / "demo.yaml"  # beside jobs in a checkout and in a wheel
+DEMO = JOBS_FOLDER.parent / "configs" / "tiny" / "demo.yaml"  # next to jobs in a checkout and in a wheel
 STARTER = JOBS_FOLDER / "starter"
 TEMPLATES = ("feedback", "repair")
 

@@ -185,12 +185,12 @@ async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
     killed = time.monotonic()
     ray.kill(first.handle)
     while not [member for member in fleet.serving() if member is not first]:
-        await asyncio.sleep(0.5)  # the fleet's care beside this has the deadline
+        await asyncio.sleep(0.5)  # the fleet's supervision has the deadline
     return figures | {"successor_s": time.monotonic() - killed}
 
 
 def half_a_billion(machine: Machine) -> Figures:
-    """Measure weight sync by ipc, speed and memory of a real size, beside the estimates of `t2g.resources.memory`."""
+    """Measure weight sync by ipc, speed and memory of a real size, against the estimates of `t2g.resources.memory`."""
     import torch
 
     from jobs.stopwatch.random_models import make_model

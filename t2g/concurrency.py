@@ -42,7 +42,7 @@ async def gather_all(works: Iterable[Work[Result]]) -> list[Result]:
 
 
 async def run_with_background(main: Work[Result], *background: Work[None]) -> Result:
-    """Return the result of `main` while `background` runs beside it; background work may return earlier.
+    """Return the result of `main` while `background` runs; background work may return earlier.
 
     The first exception of any coroutine is raised after all have ended.
     """

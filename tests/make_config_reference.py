@@ -89,7 +89,7 @@ MEANINGS = {  # of keys that the schema does not describe: (section, key), or th
     "max_new_tokens": "longest response, tokens",
     "max_quote_chars": "bound of a quote in guided decoding",
     "tensorboard": "write TensorBoard files into the run folder",
-    "keep": "newest checkpoints that stay; the best policy stays beside them",
+    "keep": "newest checkpoints that stay; the best policy stays as well",
     ("CheckpointConfig", "every"): "steps between checkpoints",
     ("EvalConfig", "num_prompts"): "held-out prompts of an evaluation",
     "max_failed_share": "of the responses, without usable feedback",

@@ -87,7 +87,7 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
 
 
 def compile_cache() -> dict[str, str]:
-    """Return the folder of vLLM's compile cache: beside the models, so that the next pod can use it.
+    """Return the folder of vLLM's compile cache: in the folder of the models, so that the next pod can use it.
 
     HF_HOME=/mnt/t2g/huggingface -> {"VLLM_CACHE_ROOT": "/mnt/t2g/vllm"}; {} if it is already set, or not writable.
     """

@@ -29,7 +29,7 @@ from t2g.text.policy_chat import load_policy_tokenizer
 
 MODULE = "vllm.entrypoints.openai.api_server"
 TEMPLATE_FILE = "chat_template.jinja"  # in the folder of the log
-ENDS_FOLDER = "generation"  # beside it
+ENDS_FOLDER = "generation"  # in the same folder
 END_S = 20.0  # timeout from SIGTERM to the end of the process
 POLL_S = 0.2
 

@@ -20,7 +20,7 @@ from t2g.errors import UserError
 from t2g.text.tokenizer import load_tokenizer
 
 ADAPTER = "default"  # peft's name of the only adapter
-FOLDER = "adapter"  # beside the merged model
+FOLDER = "adapter"  # in the folder of the merged model
 WEIGHTS = "adapter_model.safetensors"
 _BASE = ".base_layer."
 _FACTORS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")

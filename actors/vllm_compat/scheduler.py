@@ -1,7 +1,7 @@
 """vLLM schedulers that send a response in few large messages instead of one message per token.
 
 No caller reads a response before its end. A message per token, with three small arrays for its logprob, would be the
-largest cost of an engine core beside the model. vLLM imports this module in the core's process by the name in
+largest cost of an engine core after the model. vLLM imports this module in the core's process by the name in
 `scheduler_cls`.
 """
 

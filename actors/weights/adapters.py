@@ -71,7 +71,7 @@ def load_empty(model: str, revision: str | None) -> Any:
 def engine_arguments(lora: LoRAConfig, model: str, revision: str | None) -> dict[str, Any]:
     """Return vLLM's arguments for one adapter on the layers of `find_targets`.
 
-    With an adapter on the head, an engine that computes prompt logprobs beside other requests dies (vLLM 0.32).
+    With an adapter on the head, an engine that computes prompt logprobs along with other requests dies (vLLM 0.32).
     """
     paths = find_targets(load_empty(model, revision))
     names = {path.rpartition(".")[2] for path in paths}

@@ -3,7 +3,7 @@
     <run>/world/        train.jsonl, heldout.jsonl, tokenizers and random weights
     <run>/base/model/   the policy after supervised training on faulty references
     <run>/annotated/    train.jsonl, heldout.jsonl
-    <run>/reward/model/ the span reward model, and reward.json beside it
+    <run>/reward/model/ the span reward model, and reward.json in reward/
     <run>/reviser/model/ the base policy, trained to revise a response by its critique: for baselines of jobs.compare
     <run>/follower/model/ the base policy, trained to respond with a critique in its prompt: for objective.teacher
 

@@ -19,7 +19,7 @@ from t2g.errors import UserError
 from t2g.study.tables import markdown
 
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
-SIDE_METRICS = ("repeated", "length_mean")  # printed beside F1: values that a policy that games F1 would change
+SIDE_METRICS = ("repeated", "length_mean")  # printed with F1: values that a policy that games F1 would change
 PURPOSES: dict[Placement, str] = {  # for the log
     "span": "PPO with a reward at the end of each span that a critique praises or criticises: the method",
     "step": "PPO with the same rewards, summed at the end of each sentence: rewards for steps",

@@ -39,7 +39,7 @@ class RewardArmsConfig(Section):
 
 
 class CompareConfig(Section):
-    """Methods and seeds of a comparison, and measurements beside the score."""
+    """Methods, seeds and measurements of a comparison."""
 
     methods: tuple[MethodFile, ...] = Field(
         ("sft", "shuffled", "scalar", "step", "grpo", "span"),

@@ -23,7 +23,7 @@ class SpanGRPOTrainer(GRPOTrainer):
     Args:
         judge: `judge(prompts, completions, **columns)` returns a judgement, or None, for each completion: what a
             feedback function of t2g returns.
-        reward_funcs: TRL's reward functions, for numbers beside the spans.
+        reward_funcs: TRL's reward functions, for numbers in addition to the spans.
         kwargs: Other arguments of GRPOTrainer.
     """
 

@@ -1,4 +1,4 @@
-"""The card of a span reward model, `span_reward.json` beside its weights: the task and style of its training.
+"""The card of a span reward model, `span_reward.json` in its folder: the task and style of its training.
 
     {"task": "tiny", "style": {"critique": true, "labels": "sparse"}, "prompt_version": "5f0c2a91"}
 

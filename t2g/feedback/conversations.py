@@ -104,7 +104,7 @@ def _read_text(message: Mapping[str, Any], role: str, where: str) -> tuple[str, 
     content = get_content(message)
     text, is_complete = read_content(content)
     problem = ""
-    if not is_complete and not (content is None and role == "assistant"):  # beside tool calls
+    if not is_complete and not (content is None and role == "assistant"):  # with tool calls
         problem = f"{where} has the content {content!r:.80}; it needs to be text, or a list of text parts"
 
     calls = message.get("tool_calls") or message.get("function_call") or []

@@ -1,4 +1,4 @@
-"""Read spans as annotation tools write them: other labels, other units of offsets, and the marked text beside them.
+"""Read spans as annotation tools write them: other labels, other units of offsets, and the marked text.
 
     {"start": 14, "end": 24, "text": "annotation", "labels": ["Poor"]}
 

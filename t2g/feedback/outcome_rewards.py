@@ -19,7 +19,7 @@ from t2g.types import Prompt, Rollout, SpanFeedback
 
 KEY = "objective.outcome_rewards"
 UNSUPPORTED = "unsupported"  # metric of a task: 1 for a response that cannot be measured here
-ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a reward function, beside the records' fields
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a reward function, before the records' fields
 LARGEST = float(np.finfo(np.float32).max)
 
 Sample = tuple[Rollout, SpanFeedback]

@@ -1,4 +1,4 @@
-"""The pure functions of distillation: the critique that a teacher reads, and its numbers beside those of the policy."""
+"""The pure functions of distillation: the critique that a teacher reads, and its metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle

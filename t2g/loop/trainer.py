@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """The trainer's part of a checkpoint, beside identity, learner and the finished groups of later steps."""
+    """The trainer's part of a checkpoint; identity, learner and finished groups have files of their own."""
 
     step: int = 0  # finished steps
     num_samples: int = 0  # responses sampled for training so far
@@ -474,7 +474,7 @@ class Trainer:
         self._sealing = asyncio.ensure_future(asyncio.to_thread(seal))
 
     async def _wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is hashed and synced to the disk, which runs beside the next steps.
+        """Wait until the last checkpoint is hashed and synced to the disk, which overlaps with the next steps.
 
         Raises:
             UserError: The checkpoint cannot be written.

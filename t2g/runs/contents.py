@@ -13,7 +13,7 @@ from t2g.files import hash_file
 
 OWN_PACKAGES = ("t2g", "actors", "jobs")  # a new version of this program can continue a run
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".py")
-NOTES = ("identity.json", "sft.json")  # written beside a model by this program; they hold durations
+NOTES = ("identity.json", "sft.json")  # written into a model's folder by this program; they hold durations
 HIDDEN = re.compile(r"(^|/)\.")
 
 

@@ -1,6 +1,6 @@
 """The inputs of a result, which decide whether a run, checkpoint, artifact or trained model can be continued or reused.
 
-`identity.json` lies beside the result. A finished folder also has a result file, which is written last:
+`identity.json` lies in the folder of the result. A finished folder also has a result file, which is written last:
 
     runs/own/                           identity.json, summary.json
     runs/own/checkpoints/step-00000010  identity.json, among the files that the manifest seals

@@ -34,7 +34,7 @@ MAX_TESTS = 100  # results that an outcome keeps
 MAX_TEXT = 300  # characters of one text in a result
 Text = Annotated[str, AfterValidator(lambda text: " ".join(text[:MAX_TEXT].split()))]
 Line = Annotated[int, Field(ge=0, lt=2**31)]
-TESTS_MIB = 64  # memory of the tests' process, beside that of the solution
+TESTS_MIB = 64  # memory of the tests' process, in addition to the solution's
 Reason = Literal[
     "passed", "failed", "syntax", "bad_tests", "timeout", "exited", "killed", "too_much_output", "left_processes",
     "unsupported", "no_result",

@@ -29,7 +29,7 @@ from t2g.errors import UserError
 
 Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that diverged
 
-SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # beside t2g in a checkout, an upload and a wheel
+SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # next to t2g in a checkout, an upload and a wheel
 PLACEHOLDER = "${artifacts}"  # in a path: the folder of the demo whose artifacts the job uses
 PLAIN = "plain"  # reward model of the methods that do not change the feedback style
 NOISY = ("span", "scalar")  # methods that run under `compare.noise`

@@ -226,7 +226,7 @@ def _run_tester(plan: dict[str, Any], in_force: list[str], control: socket.socke
 
 
 def _count_other_tasks(in_force: list[str]) -> int:
-    """Return how many tasks RLIMIT_NPROC counts beside those of the solution."""
+    """Return how many tasks RLIMIT_NPROC counts in addition to the solution's."""
     if not {"user", "throwaway_user", "mount"}.isdisjoint(in_force):
         return 3  # a new user namespace counts from 0
     return isolation.count_tasks(os.geteuid())
