@@ -146,7 +146,7 @@ def engine(machine: Machine) -> Figures:
     stages = machine.out / "stages"
     given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")
     on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()
-    overrides = [*given, "artifacts=null", "feedback.source=program", *on_gpu]
+    overrides = [*given, "artifacts=null", "feedback.reward_model=null", "feedback.source=program", *on_gpu]
     job = loading.load(PolicyJob, POLICY, overrides)
     prompts = read_data(job).prompts[:64]
     figures: Figures = {}
@@ -198,7 +198,7 @@ def half_a_billion(machine: Machine) -> Figures:
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
     sized = (*ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split", f"model.policy={model}")
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    job = loading.load(PolicyJob, POLICY, [*sized, "artifacts=null"])
+    job = loading.load(PolicyJob, POLICY, [*sized])
     _, text = check_config(job, gpu=f"{gpu_gib:.1f}")
     return machine.policy("half-a-billion", *sized) | {"expected": text.splitlines()}
 

@@ -122,16 +122,16 @@ def show_one(folder: Path) -> None:
     show_feedback(Console(), one.response, one.feedback)
 
 
-def run_training(unresolved: PolicyJob, data: Any) -> PolicyRun:
+def run_training(job: PolicyJob, data: Any) -> PolicyRun:
     """Connect, start the fleets, train. data: PolicyData, None if stages are made first."""
-    from jobs.artifacts.stages import demo_of, make_stages, resolve_stages
+    from jobs.artifacts.stages import demo_of, make_stages
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import sole_process
     from jobs.train_policy import policy_runs as runs
     from t2g.runs.control import publish_phases
 
-    demo = demo_of(unresolved)
-    config = resolve_stages(runs.limit_smoke(unresolved), demo)
+    demo = demo_of(job)
+    config = runs.limit_smoke(job)
     made = PolicyRun(folder=config.run.folder)
     if runs.report_steps_done(config):
         return made
@@ -148,8 +148,8 @@ def run_training(unresolved: PolicyJob, data: Any) -> PolicyRun:
                 rollouts, feedback = fleets.for_policy(config, data.task)
                 teacher = try_teacher(config, data, rollouts, feedback)
                 summary = runs.train(config, data, rollouts, feedback, stop)
-    if unresolved.run.smoke:
-        print(format_smoke_summary(unresolved, summary), *teacher, sep="\n")
+    if job.run.smoke:
+        print(format_smoke_summary(job, summary), *teacher, sep="\n")
         show_one(made.folder)
     else:
         held_out = [f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None]
@@ -239,7 +239,7 @@ def run_reward(config: EvaluateJob, records: Any, what: str) -> dict[str, Any]:
 
 
 def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
-    from jobs.artifacts.stages import demo_of, make_stages, resolve_stages
+    from jobs.artifacts.stages import demo_of, make_stages
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import begin_folder, sole_process
     from jobs.train_policy.policy_runs import read_data, run_references
@@ -247,17 +247,16 @@ def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
     from t2g.files import write_json
 
     demo = demo_of(config)
-    resolved = resolve_stages(config, demo)
     with sole_process(config.run.folder):
         folder = begin_folder(config)
-        with on_cluster(resolved):
+        with on_cluster(config):
             if demo:
                 with Fleets() as fleets:
-                    make_stages(demo, fleets, reward="reward_model" in resolved.feedback.models)
-            data = run_references(resolved, data or read_data(resolved))
+                    make_stages(demo, fleets, reward="reward_model" in config.feedback.models)
+            data = run_references(config, data or read_data(config))
             with Fleets() as fleets:
-                rollouts, source = fleets.for_policy(resolved, data.task)
-                result = evaluate_teacher(resolved, data, rollouts, source)
+                rollouts, source = fleets.for_policy(config, data.task)
+                result = evaluate_teacher(config, data, rollouts, source)
             write_json(folder / TEACHER_FILE, result)
     print(format_result(result))
     print_outputs(numbers=folder / TEACHER_FILE)

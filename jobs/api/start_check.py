@@ -66,14 +66,14 @@ def _check_own(config: JobConfig, *leftovers: str) -> None:
         check_folder(config, *leftovers, should_save=False)
 
 
-def _check_policy(unresolved: PolicyJob) -> None:
-    from jobs.artifacts.stages import check_stages, demo_of, resolve_stages
+def _check_policy(job: PolicyJob) -> None:
+    from jobs.artifacts.stages import check_stages, demo_of
     from jobs.train_policy.policy_runs import find_steps_done, limit_smoke
 
-    demo = demo_of(unresolved)
-    if demo and not check_stages(demo, reward="reward_model" in unresolved.feedback.models):
+    demo = demo_of(job)
+    if demo and not check_stages(demo, reward="reward_model" in job.feedback.models):
         return
-    config = resolve_stages(limit_smoke(unresolved), demo)
+    config = limit_smoke(job)
     if not find_steps_done(config, should_save=False):
         _check_own(config)
 
@@ -90,12 +90,12 @@ def _check_demo(demo: DemoJob) -> None:
             _check_own(arm)
 
 
-def _check_comparison(unresolved: CompareJob) -> None:
-    from jobs.artifacts.stages import check_stages, demo_of, resolve_stages
+def _check_comparison(job: CompareJob) -> None:
+    from jobs.artifacts.stages import check_stages, demo_of
 
-    demo = demo_of(unresolved)
+    demo = demo_of(job)
     if demo is None or check_stages(demo, reward=False):
-        _check_own(resolve_stages(unresolved, demo))
+        _check_own(job)
 
 
 def _check_benchmark(config: BenchmarkJob) -> None:

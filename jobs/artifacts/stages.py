@@ -13,12 +13,11 @@ The world of code has the first two alone: its feedback is what the tests say, a
 a stage without one again, and refuses other settings by name.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +36,9 @@ from t2g.config import (
     RewardJob,
     Section,
     SFTJob,
-    loading,
     with_overrides,
 )
-from t2g.config.field_marks import paths
-from t2g.config.jobs import WINDOWS
+from t2g.config.artifacts import load_demo
 from t2g.data.load import load_records
 from t2g.data.prompts import encode_policy_prompt, encode_revision, encode_teacher_prompt, make_prompts
 from t2g.errors import UserError
@@ -51,12 +48,9 @@ from t2g.runs import identity
 from t2g.runs.identity import Identity
 from t2g.runs.progress import format_duration, log_duration, print_line
 from t2g.sandbox import SandboxConfig
-from t2g.study.methods import PLACEHOLDER
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
-
-AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 
 STAGE_FILE = "stage.json"
 CORRECTOR_EPOCHS = 5.0
@@ -177,46 +171,8 @@ def reward_model(demo: DemoJob) -> str:
 
 
 def demo_of(config: PolicyJob) -> DemoJob | None:
-    """Return the demo that `artifacts` of a job names, under the job's root and on its cluster; None without it.
-
-    The cluster must not be connected yet.
-    """
-    if config.artifacts is None:
-        return None
-    root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
-
-    def find_resources(_: str | None) -> Mapping[str, float]:
-        return placement.resources(config.cluster.address)
-
-    demo = loading.load(DemoJob, config.artifacts, [f"run.root={root}"], have=find_resources)
-    run = config.run
-    return with_overrides(demo, {"cluster": config.cluster, "run.accept": run.accept, "run.resume": run.resume})
-
-
-def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
-    """Return `config` with the folder of the stages for `${artifacts}` in paths, and with their windows by default."""
-
-    if demo is None:
-        return config
-    folder = str(demo.run.folder)
-    changes: dict[str, Any] = {}
-    for key, values in paths(config):
-        if PLACEHOLDER not in str(values):
-            continue
-        resolved = [str(value).replace(PLACEHOLDER, folder) for value in values]
-        changes[key] = resolved if len(resolved) > 1 else resolved[0]
-
-    changes |= _missing_windows("rollout", config.rollout, "rollout", demo)
-    for key, source in config.feedback_sections.items():
-        changes |= _missing_windows(f"{key}.engine", source.engine, "reward_engine", demo)
-    return with_overrides(config, changes)
-
-
-def _missing_windows(key: str, section: Section, demo_key: str, demo: DemoJob) -> dict[str, int]:
-    """Return the demo's windows that a section of the job does not set, by key."""
-    demo_section = getattr(demo, demo_key)
-    missing = WINDOWS[demo_key].keys() - section.model_fields_set
-    return {f"{key}.{name}": getattr(demo_section, name) for name in missing}
+    """Return the demo that `artifacts` of a job names, see `load_demo`. The cluster must not be connected yet."""
+    return load_demo(config, placement.resources)
 
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:

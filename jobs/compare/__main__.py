@@ -57,7 +57,7 @@ def check(arms: Arms) -> None:
             baselines.check(method.procedure, arms.arm(name, 0))
 
 
-def run(unresolved: CompareJob, data: Any) -> None:
+def run(job: CompareJob, data: Any) -> None:
     """Make all runs, then the figures."""
     from jobs.artifacts.stages import (
         FOLLOWER,
@@ -66,15 +66,13 @@ def run(unresolved: CompareJob, data: Any) -> None:
         demo_of,
         make_corrector,
         make_stages,
-        resolve_stages,
     )
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.compare.comparison_runs import finish, make_reward_models, run_all
     from jobs.train_policy.policy_runs import read_data, run_references
 
-    demo = demo_of(unresolved)
-    job = resolve_stages(unresolved, demo)
-    arms = Arms(job, str(demo.run.folder)) if demo else Arms(job)
+    demo = demo_of(job)
+    arms = Arms(job)
     check(arms)
 
     policy_jobs = [arms.arm(name, 0) for name in arms.methods]

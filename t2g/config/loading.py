@@ -60,7 +60,8 @@ def load(
     """Return the validated config of `file` with `overrides` applied.
 
     run.root becomes absolute, and each `PathOrName` of an existing file or folder; hub names stay. Relative paths in
-    the uploaded working directory of a Ray job stay, too: the job that resumes the run has another copy.
+    the uploaded working directory of a Ray job stay, too: the job that resumes the run has another copy. The paths of
+    artifacts are those of their files (`t2g.config.artifacts`).
 
     Args:
         file: YAML file, or its values.
@@ -95,13 +96,28 @@ def load(
         merged = resolve_auto(merged, resources)
         values = resolve_auto(values, {})
 
+    artifacts_error: UserError | None = None
+    if "artifacts" in schema.model_fields:
+        from t2g.config.artifacts import find_demo, resolve_artifacts  # which loads a config
+
+        try:
+            demo = find_demo(merged, environ=environ, cwd=cwd)
+        except UserError as error:  # the job's own problems come first
+            artifacts_error = error
+            demo = None
+        if demo is not None:
+            merged = resolve_artifacts(merged, demo)
+            values = resolve_artifacts(values, demo)
+
     context = path_context(environ, cwd)
     try:
         config = schema.model_validate(merged, context=context)
     except ValidationError as error:
         inputs = _Inputs(file, values, lines, parsed, origin)
         raise UserError(_format_problems(schema, error, inputs, context)) from None
-    if chosen_keys:
+    if artifacts_error is not None:
+        raise artifacts_error
+    if chosen_keys and resources:
         logger.warning(format_auto(config, chosen_keys, resources))
     return config
 

@@ -5,6 +5,7 @@ from math import inf
 from pathlib import Path
 
 from t2g.config import EngineConfig, JobConfig, PolicyJob, SFTJob
+from t2g.config.artifacts import find_artifacts, is_made_later
 from t2g.config.field_marks import paths
 from t2g.deploy.manifests import SHARED
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, shares_gpus
@@ -344,10 +345,12 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
 
 def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
     """Yield a warning for each path of the config that is not visible in pods, with the volume at `mount`."""
-    visible = ("${", f"{mount}/")
+    artifacts = find_artifacts(config)
     for key, values in paths(config):
         for value in values:
-            if key == "artifacts" or not isinstance(value, str) or value.startswith(visible):
+            if key == "artifacts" or not isinstance(value, str):
+                continue
+            if value.startswith(f"{mount}/") or is_made_later(value, artifacts):
                 continue
             if _looks_like_path(value) or Path(value).exists():  # rather than a name on the hub
                 yield f"{key} is {value}: pods see {mount} and their image; put it there and give that path"

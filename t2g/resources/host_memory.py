@@ -19,6 +19,7 @@ from t2g.config import (
     SFTOptions,
     with_overrides,
 )
+from t2g.config.artifacts import find_artifacts, is_made_later
 from t2g.resources.memory import (
     BUCKET_NUMEL,
     BYTES,
@@ -100,8 +101,9 @@ def engine_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 def estimate_roles(job: AnyJob) -> dict[str, float]:
     """Return the bytes of each process on a CPU, by the section of its role, where the model's shape is known."""
     shapes: dict[str, ModelShape | None] = {}
+    artifacts = find_artifacts(job)
     for model in list_models(job):
-        if "${" not in model.name:
+        if not is_made_later(model.name, artifacts):
             section = model.engine[0] if model.engine else "engine"
             shapes[section] = find_shape(model.name, model.revision)
             if model.key == "model.policy":

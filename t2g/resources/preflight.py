@@ -28,6 +28,7 @@ from t2g.config import (
     ScoreJob,
     SFTJob,
 )
+from t2g.config.artifacts import find_artifacts, is_made_later
 from t2g.data.load import check_path, load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import MissingLocally, UserError
@@ -100,12 +101,13 @@ class Model:
 
 
 def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
-    """Check a job. Paths with ${artifacts} or ${rewards}, which are created later, are not checked.
+    """Check a job. Artifacts, and ${rewards}, may be made later and are not checked.
 
     Args:
         have: The resources of this machine, with Ray's names; None for a cluster of unknown resources.
     """
     found = Findings()
+    artifacts = find_artifacts(job)
     if have is not None:
         if lack := shortfall(job.roles(), have):
             found.missing.append(f"this machine is too small: {lack}")
@@ -113,11 +115,13 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
     found.usable.update(["task"] if task else [])
     for model in models(job):
-        if "${" not in model.name and found.of(_check_model, model):
+        if not is_made_later(model.name, artifacts) and found.of(_check_model, model):
             found.usable.add(model.key)
     for key in DATA_KEYS:
         data = getattr(job, key, None)
-        if data is not None and "${" not in "".join(data.paths) and found.of(_check_data, key, data):
+        if data is None or any(is_made_later(path, artifacts) for path in data.paths):
+            continue
+        if found.of(_check_data, key, data):
             found.usable.add(key)
     if isinstance(job, PolicyJob | SFTJob) and "model.policy" in found.usable:
         found.of(_check_memory, job)

@@ -24,13 +24,13 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from t2g.config import CompareJob, PolicyJob, Section, loading, with_overrides
+from t2g.config.artifacts import PLACEHOLDER, find_artifacts
 from t2g.config.validation_errors import format_errors
 from t2g.errors import UserError
 
 Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that diverged
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # next to t2g in a checkout, an upload and a wheel
-PLACEHOLDER = "${artifacts}"  # in a path: the folder of the demo whose artifacts the job uses
 PLAIN = "plain"  # reward model of the methods that do not change the feedback style
 NOISY = ("span", "scalar")  # methods that run under `compare.noise`
 MAX_WIDER = 4  # learning rates that a search may add to its grid
@@ -116,12 +116,16 @@ class Arms:
     """
 
     job: CompareJob
-    stages: str = PLACEHOLDER  # value of ${artifacts} in the method files
 
     @cached_property
     def methods(self) -> dict[str, Method]:
         """Return the methods by the name of their files, without the suffix."""
         return {Path(entry).stem: read_method(entry) for entry in self.job.compare.methods}
+
+    @cached_property
+    def artifacts(self) -> Path | None:
+        """Return the folder that stands for ${artifacts} in the method files."""
+        return find_artifacts(self.job)
 
     @property
     def trained_methods(self) -> list[str]:
@@ -185,7 +189,9 @@ class Arms:
             changes["feedback.reward_model"] = str(folder_of_model / "model")
         method = self.methods.get(name, UNCHANGED)
         for key, value in (method.overrides | dict(overrides)).items():
-            changes[key] = value.replace(PLACEHOLDER, self.stages) if isinstance(value, str) else value
+            changes[key] = value
+            if isinstance(value, str) and PLACEHOLDER in value and self.artifacts is not None:
+                changes[key] = value.replace(PLACEHOLDER, str(self.artifacts))
         fields = {field: getattr(self.job, field) for field in PolicyJob.model_fields}
         policy_job = PolicyJob(**fields)
         try:

@@ -331,9 +331,9 @@ def test_local_paths_are_absolute_and_hub_names_stay(tmp_path: Path) -> None:
     assert job.feedback.human_file == f"{tmp_path}/human.jsonl"
     assert job.artifacts == tmp_path / "demo.yaml"
 
-    hub = load(tmp_path, GOOD, "model.policy=org/model", "data.path=org/data", "eval_data.path='${artifacts}/x.jsonl'")
+    hub = load(tmp_path, GOOD, "model.policy=org/model", "data.path=org/data", "eval_data.path=org/x")
     assert (hub.model.policy, hub.data.path, hub.feedback.reward_model) == ("org/model", "org/data", None)
-    assert hub.eval_data is not None and hub.eval_data.path == "${artifacts}/x.jsonl"
+    assert hub.eval_data is not None and hub.eval_data.path == "org/x"
 
     copy = tmp_path / f"{loading.UPLOAD_PREFIX}1"  # another name in the job that resumes the run
     copy.mkdir()

@@ -12,7 +12,6 @@ from actors.learner.zero3 import lr_factor
 from jobs.api.calls import format_smoke_summary, show_one
 from jobs.api.calls import run_training as run
 from jobs.artifacts import stages
-from jobs.artifacts.stages import demo_of, resolve_stages
 from jobs.common import fleets
 from jobs.demo.__main__ import arm_job
 from jobs.demo.__main__ import run as run_demo
@@ -168,9 +167,8 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
         run(config, None) if len(arms) == 1 else run_demo(config)
 
     for job in configs(40)[-len(arms) :]:
-        resolved = resolve_stages(job, demo_of(job)) if len(arms) == 1 else job
-        identity.save_identity(job.run.folder, Identity.from_config(resolved))
-        loading.write(resolved, job.run.folder)
+        identity.save_identity(job.run.folder, Identity.from_config(job))
+        loading.write(job, job.run.folder)
 
     start(19)
     lines = capsys.readouterr().out.splitlines()

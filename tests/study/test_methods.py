@@ -180,13 +180,15 @@ def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monk
     (tmp_path / "trained").mkdir()
     own = tmp_path / "mine.yaml"
     own.write_text("about: Mine.\noverrides: {feedback.reward_model: trained, model.policy: org/model}\n")
-    arms = arms_of(tmp_path, f"compare.methods=[span, {own}]")
+    demo = tmp_path / "my_demo.yaml"
+    demo.write_text("run: {name: world}\n")
+    arms = arms_of(tmp_path, f"compare.methods=[span, {own}]", f"artifacts={demo}")
     monkeypatch.chdir(tmp_path)
     arm = arms.arm("mine", 1)
     assert (arm.feedback.reward_model, arm.model.policy) == (str(tmp_path / "trained"), "org/model")
     own.write_text("about: Mine.\noverrides: {feedback.reward_model: '${artifacts}/other', num_steps: 3}\n")
-    arm = Arms(arms.job, "/demo").arm("mine", 1)
-    assert (arm.feedback.reward_model, arm.num_steps) == ("/demo/other", 3)
+    arm = Arms(arms.job).arm("mine", 1)
+    assert (arm.feedback.reward_model, arm.num_steps) == (str(tmp_path / "world" / "other"), 3)
 
 
 @pytest.mark.parametrize(

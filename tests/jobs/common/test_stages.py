@@ -12,7 +12,7 @@ import pytest
 from actors.cluster import placement
 from configs import differing
 from jobs.artifacts import stages
-from jobs.artifacts.stages import demo_of, make_stages, once, resolve_stages, sft_job
+from jobs.artifacts.stages import demo_of, make_stages, once, sft_job
 from jobs.common.fleets import Fleets
 from jobs.demo.__main__ import PURPOSES, arm_job, run, select_facts, table
 from t2g.config import DemoJob, Placement, PolicyJob, SFTJob, WorldConfig, loading
@@ -26,10 +26,9 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
     job = loading.load(PolicyJob, TINY / "policy.yaml", [root])
     demo = demo_of(job)
     assert demo is not None and demo.run.root == tmp_path
-    resolved = resolve_stages(job, demo)
     arm = arm_job(loading.load(DemoJob, TINY / "demo.yaml", [root]), "span")
-    assert differing(resolved, arm) == {"run.name", "run.root", "artifacts"}
-    assert resolved.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
+    assert differing(job, arm) == {"run.name", "run.root", "artifacts"}
+    assert job.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
 
 
 def test_the_world_of_code_has_a_world_and_a_base_policy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +61,8 @@ def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
 def test_the_folder_of_the_stages_stands_in_each_path_of_a_list(tmp_path: Path) -> None:
     given = [f"run.root={tmp_path}", "data.path=['${artifacts}/world/train.jsonl',own.jsonl]"]
     job = loading.load(PolicyJob, TINY / "policy.yaml", given)
-    resolved = stages.resolve_stages(job, demo_of(job))
-    assert resolved.data.paths == (f"{tmp_path}/demo/world/train.jsonl", "own.jsonl")
-    assert resolved.eval_data.path == f"{tmp_path}/demo/world/heldout.jsonl"
+    assert job.data.paths == (f"{tmp_path}/demo/world/train.jsonl", "own.jsonl")
+    assert job.eval_data.path == f"{tmp_path}/demo/world/heldout.jsonl"
 
 
 def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
