@@ -34,7 +34,7 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
     while pending:
         done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
         if not done:
-            silent = ", ".join(str(i) for i, ref in enumerate(refs) if ref in pending)
+            silent = ", ".join(str(index) for index, ref in enumerate(refs) if ref in pending)
             raise LearnerLost(f"{actor_name} {silent} timed out: {call} did not finish within {timeout_s:g} s")
         value, error = _outcome(done[0])
         if error:

@@ -37,7 +37,7 @@ SCHEDULERS = [f"actors.vllm_compat.scheduler.Joining{kind}Scheduler" for kind in
 CORE_POLL_S = 1.0
 OVERRIDES_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # a variable that overrides kv_cache_memory_bytes, in steps of 1 GiB
 LOG = "the worker's log in Ray's folder"
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +422,7 @@ class Engine:
             raise RuntimeError(f"vLLM ended the request with finish_reason={reason}; stop or length is needed")
         return output
 
-    async def _await_core(self, answer: Awaitable[T]) -> T:
+    async def _await_core(self, answer: Awaitable[Answer]) -> Answer:
         """Return the core's answer. If the core died, end this process, so that the driver sees a dead worker."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -440,7 +440,7 @@ class Engine:
         os._exit(1)
 
 
-async def _collect(stream: AsyncIterator[T]) -> list[T]:
+async def _collect(stream: AsyncIterator[Answer]) -> list[Answer]:
     return [item async for item in stream]
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from actors.fleet.health import State
@@ -90,7 +91,7 @@ class Admission:
             waiter = self._waiting[0]
             workers = among or self._members
             able = [worker for worker in workers if worker.health.state is State.SERVING and worker.health.reachable]
-            member = min(able, key=lambda m: (m.health.suspect, m is waiter.avoid, m.load / m.capacity), default=None)
+            member = min(able, key=partial(_rank, avoid=waiter.avoid), default=None)
             if member is None or member.load >= self._room:
                 return
             self._waiting.popleft()
@@ -107,6 +108,11 @@ class Admission:
             waiter = self._waiting.popleft()
             if not waiter.assigned.done():
                 waiter.assigned.set_exception(error)
+
+
+def _rank(member: Member, *, avoid: Member | None) -> tuple[bool, bool, float]:
+    """Return the key by which the best worker for a request comes first."""
+    return member.health.suspect, member is avoid, member.load / member.capacity
 
 
 class IdleClock:

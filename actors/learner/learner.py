@@ -340,7 +340,7 @@ class LearnerGroup:
         order = chain.from_iterable(indices[worker] for worker in workers)
         rows = chain.from_iterable(by_rank)
         by_index = dict(zip(order, rows, strict=True))
-        return [by_index[i] for i in range(len(by_index))]
+        return [by_index[index] for index in range(len(by_index))]
 
     def forward(self, sequences: Sequence[TokenSequence], fields: Collection[str] | None = None) -> list[TokenStats]:
         """Return old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`.
@@ -356,7 +356,7 @@ class LearnerGroup:
             models.append("critic")
 
         # Ranks need no texts.
-        ids = [TokenIds(prompt_ids=s.prompt_ids, response_ids=s.response_ids) for s in sequences]
+        ids = [TokenIds(prompt_ids=row.prompt_ids, response_ids=row.response_ids) for row in sequences]
         rank_batches, indices = self._split(models, [ids])
 
         def submit(worker: Any, model: ModelName) -> Any:

@@ -128,12 +128,12 @@ def sources(names: Iterable[str], *, adapters: bool = False) -> dict[str, tuple[
     return mapping
 
 
-def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return weight + scaling * b @ a, computed in float32, in the type of `weight`.
+def merged_weight(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return weight + scaling * lora_b @ lora_a, computed in float32, in the type of `weight`.
 
-    weight [out, in]; a [r, in]; b [out, r]; scaling = alpha / r.
+    weight [out, in]; lora_a [r, in]; lora_b [out, r]; scaling = alpha / r.
     """
-    merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    merged = torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scaling)
     return merged.to(weight.dtype)
 
 
@@ -142,12 +142,12 @@ def checkpoint_weight(model: torch.nn.Module, name: str, parts: Iterable[torch.T
     weight, *factors = (part.detach() for part in parts)
     if not factors:
         return weight
-    a, b = factors
+    lora_a, lora_b = factors
     layer = model.get_submodule(name.removesuffix(".weight"))
     scaling = layer.scaling[ADAPTER]
     if layer.fan_in_fan_out:  # GPT-2's Conv1D keeps its weight as [in, out]
-        return merged_weight(weight, b.T, a.T, scaling)
-    return merged_weight(weight, a, b, scaling)
+        return merged_weight(weight, lora_b.T, lora_a.T, scaling)
+    return merged_weight(weight, lora_a, lora_b, scaling)
 
 
 def adapter_name(name: str) -> str | None:

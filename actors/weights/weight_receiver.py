@@ -14,7 +14,7 @@ from actors.weights.adapters import Adapters
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from actors.weights.shared_buffer import SharedBuffer
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 
 class WeightReceiver:
@@ -31,7 +31,7 @@ class WeightReceiver:
     _version = 0
     _updating = False  # vLLM's worker refuses to start an update within another one
 
-    async def _await_core(self, answer: Awaitable[T]) -> T:
+    async def _await_core(self, answer: Awaitable[Answer]) -> Answer:
         raise NotImplementedError("the engine implements it")
 
     @cached_property

@@ -106,7 +106,7 @@ class BareLearner:
         """Make one step; return the number of tokens."""
         budget = self._config.tokens_per_microbatch
         for members in microbatches(samples, num_ranks=1, token_budget=budget)[0]:
-            rows = Rows([samples[i] for i in members], self._device)
+            rows = Rows([samples[index] for index in members], self._device)
             with torch.no_grad():
                 reference = rows.token_outputs(self._reference, 1.0).logprobs
             now = rows.token_outputs(self._policy, 1.0).logprobs

@@ -185,8 +185,8 @@ def summarize_scores(policy: np.ndarray, teacher: np.ndarray, control: np.ndarra
     draws = Draws(len(policy), seed=0)
     figure = mean_of(len(policy))
 
-    def subtract(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-        interval = compare(a[:, None], b[:, None], figure, draws)
+    def subtract(scores: np.ndarray, others: np.ndarray) -> dict[str, float]:
+        interval = compare(scores[:, None], others[:, None], figure, draws)
         return {key: interval[key] for key in ("value", "low", "high")}
 
     return {

@@ -32,7 +32,9 @@ class TokenRequest:
 
 
 def token_columns(
-    states: torch.Tensor, request: TokenRequest, to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    states: torch.Tensor,
+    request: TokenRequest,
+    to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
 ) -> torch.Tensor:
     """Return [N, C] float32: the log-probability of next_ids, then what else is requested.
 

@@ -54,7 +54,7 @@ class Rows:
     @property
     def sequence_ids(self) -> torch.Tensor:
         """Return the index of each token's sequence, [N] int64."""
-        lengths = torch.tensor([len(s.response_ids) for s in self.sequences], dtype=torch.long)
+        lengths = torch.tensor([len(sequence.response_ids) for sequence in self.sequences], dtype=torch.long)
         sequences = torch.arange(len(lengths))
         return sequences.repeat_interleave(lengths).to(self.device)
 

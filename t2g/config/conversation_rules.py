@@ -12,7 +12,8 @@ def check_conversations(environment: str | None, feedback: FeedbackConfig, objec
         return
     if objective.teacher is not None:
         raise ValueError("objective.teacher answers a prompt, and environment gives conversations: remove one")
-    if any("program" in (s.source, s.aligner) for s in feedback.named_sources.values() if s.source != "next_message"):
+    judges = [source for source in feedback.named_sources.values() if source.source != "next_message"]
+    if any("program" in (judge.source, judge.aligner) for judge in judges):
         raise ValueError(
             "the task's program judges one response, and environment gives conversations: set next_message, with "
             "feedback.align=program for the spans of each turn, or a function that reads the transcript"

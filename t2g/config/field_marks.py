@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ValidationInfo
 
 from t2g.config.validation_errors import find_fields
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ _PATH = AfterValidator(_absolute)
 
 # Marks fields that decide where, how fast and how long a run continues and what it records. Such a field never decides
 # what one step computes, except by rounding. On a section, the mark holds for each of its fields.
-ResumeMutable = Annotated[T, _RESUME_MUTABLE]
+ResumeMutable = Annotated[Value, _RESUME_MUTABLE]
 # Marks a file or folder, made absolute if it exists, or a name on the hub, left unchanged.
-PathOrName = Annotated[T, _PATH]
+PathOrName = Annotated[Value, _PATH]
 
 
 def can_change_on_resume(schema: type[BaseModel], key: str) -> bool:

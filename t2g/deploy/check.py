@@ -189,7 +189,7 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
         return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
     models_on_rank = learner_models(shape, learner, objective)
-    ipc_buffers = ipc_buffer_bytes(shape, learner, b=BYTES[config.rollout.dtype])
+    ipc_buffers = ipc_buffer_bytes(shape, learner, itemsize=BYTES[config.rollout.dtype])
     return rank_fit(
         shape, models_on_rank, learner, ranks=workers, tokens=tokens, logits=logits, ipc_buffers=ipc_buffers
     )
@@ -334,7 +334,7 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
         )
     if not (isinstance(config, PolicyJob) and config.learner.is_replayable and shape):
         return
-    need = store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB
+    need = store_bytes(shape, config.learner, itemsize=BYTES[config.rollout.dtype]) / GIB
     have = store_gib(config)
     if need > have:
         yield (

@@ -50,14 +50,15 @@ def split_conversation(
     Args:
         problems: See `Conversation`. A message with a problem is in the history of later turns with its text alone.
     """
-    starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     borders = [*starts, len(messages)]
     first = 0  # the message after the assistant's previous one
     for number, (start, end) in enumerate(pairwise(borders), start=1):
         history = tuple(messages[:start])
         response = messages[start]["content"]
         critique = _join_replies(messages[start + 1 : end])
-        problem = next((problems[i] for i in range(first, end) if i in problems), "")
+        turn_problems = [problems[index] for index in range(first, end) if index in problems]
+        problem = turn_problems[0] if turn_problems else ""
         yield AssistantTurn(number=number, history=history, response=response, critique=critique, problem=problem)
         first = start + 1
 
@@ -83,12 +84,13 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"field {name} is {messages!r:.80}; it needs to be a list of messages")
     conversation = Conversation([], {})
-    for i, message in enumerate(messages):
-        role = _get_role(message, f"{name}[{i}]")
-        text, problem = _read_text(message, role, f"{name}[{i}]")
+    for index, message in enumerate(messages):
+        where = f"{name}[{index}]"
+        role = _get_role(message, where)
+        text, problem = _read_text(message, role, where)
         conversation.messages.append({"role": role, "content": text})
         if problem:
-            conversation.problems[i] = problem
+            conversation.problems[index] = problem
     return conversation
 
 

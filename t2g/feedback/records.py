@@ -65,9 +65,9 @@ class AnnotatedRecord(BaseModel):
 
     @model_validator(mode="after")
     def check_spans_are_in_the_response(self) -> "AnnotatedRecord":
-        for i, span in enumerate(self.spans):
+        for index, span in enumerate(self.spans):
             if not 0 <= span.start < span.end <= len(self.response):
-                raise ValueError(f"spans[{i}] is [{span.start}, {span.end}) of {len(self.response)} characters")
+                raise ValueError(f"spans[{index}] is [{span.start}, {span.end}) of {len(self.response)} characters")
         return self
 
     @property

@@ -138,8 +138,8 @@ def _merge_spans(spans: Sequence[Span]) -> list[Span]:
     return units
 
 
-def _overlap(a: Span, b: Span) -> bool:
-    return a.start < b.end and b.start < a.end
+def _overlap(span: Span, other: Span) -> bool:
+    return span.start < other.end and other.start < span.end
 
 
 def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str) -> np.ndarray:

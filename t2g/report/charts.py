@@ -78,7 +78,7 @@ def charts(arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric
             lines = _lines_of_metrics(plot, arms)
         else:
             plot, lines = _lines_of_arms(plot, arms)
-        lines = [line for line in lines if line.y]
+        lines = [line for line in lines if line.ys]
         y_range: tuple[float, ...] = ()
         if plot.unit.startswith("share"):
             y_range = share_range(_values(lines))
@@ -159,7 +159,7 @@ def _short_name(key: str) -> str:
 def _values(lines: Sequence[Series]) -> list[float]:
     values: list[float] = []
     for line in lines:
-        values += line.y
+        values += line.ys
     return values
 
 
@@ -175,23 +175,23 @@ def share_range(values: Iterable[float]) -> tuple[float, float]:
     return 0.0, max(largest, LEAST_AXIS)
 
 
-def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = False) -> Series:
-    """Return the line of an arm. Step 0 has no samples; a step whose x or y is null has no point.
+def series(name: str, steps: Sequence[Step], x_metric: str, y_metric: str, by_label: bool = False) -> Series:
+    """Return the line of an arm. Step 0 has no samples; a step without a value on either axis has no point.
 
     Args:
         by_label: A share of good tokens is green, a share of poor tokens red.
     """
     points = []
     for step in steps:
-        point = (step.get(x, 0.0), step.get(y))
+        point = (step.get(x_metric, 0.0), step.get(y_metric))
         if None not in point:
             points.append(point)
-    label = _short_name(y).partition("_")[0]
+    label = _short_name(y_metric).partition("_")[0]
     style = label if by_label and label in ("good", "poor") else ""
     return _line(name, points, style)
 
 
 def _line(name: str, points: Sequence[tuple[float, float]], style: str = "") -> Series:
-    xs = [x for x, _ in points]
-    ys = [y for _, y in points]
-    return Series(name=name, x=xs, y=ys, style=style)
+    xs = [point[0] for point in points]
+    ys = [point[1] for point in points]
+    return Series(name=name, xs=xs, ys=ys, style=style)

@@ -54,10 +54,10 @@ def mean_curve(name: str, by_seed: Mapping[int, Run]) -> Series:
     runs = [*by_seed.values()]
     length = min(len(run.scores) for run in runs)
     points = []
-    for i in range(length):
-        scores = [run.scores[i] for run in runs]
+    for index in range(length):
+        scores = [run.scores[index] for run in runs]
         points.append(interval(scores))
-    line = Series(name=name, x=runs[0].samples[:length], y=[point["mean"] for point in points])
+    line = Series(name=name, xs=runs[0].samples[:length], ys=[point["mean"] for point in points])
     if len(runs) == 1:
         return line
     low = [point["low"] for point in points]
@@ -74,8 +74,8 @@ def picture(chart: Markup, lines: Sequence[Series], level: str | None) -> str:
     entry_width = max(ENTRY, CHAR * longest + 44)
     per_row = max(1, WIDTH // entry_width)
     positions = []
-    for i in range(len(entries)):
-        row, column = divmod(i, per_row)
+    for index in range(len(entries)):
+        row, column = divmod(index, per_row)
         positions.append((entry_width * column + 10, ROW * row + 14))
     return render(
         "picture.svg",

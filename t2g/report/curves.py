@@ -38,25 +38,23 @@ class Series:
     """
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    xs: Sequence[float]
+    ys: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     style: str = ""
 
     def outline(self) -> list[Point]:
         """Return the corners of the band, along the upper edge and back along the lower edge; [] without a band."""
-        upper = [*zip(self.x, self.high, strict=False)]
-        lower = [*zip(self.x, self.low, strict=False)]
+        upper = [*zip(self.xs, self.high, strict=False)]
+        lower = [*zip(self.xs, self.low, strict=False)]
         return upper + lower[::-1]
 
     def points(self) -> list[Point]:
         """Return the finite points, at most MAX_POINTS of them."""
-        points = []
-        for x, y in zip(self.x, self.y, strict=True):
-            if math.isfinite(x) and math.isfinite(y):
-                points.append((x, y))
-        return thinned(points)
+        points = zip(self.xs, self.ys, strict=True)
+        finite = [point for point in points if all(map(math.isfinite, point))]
+        return thinned(finite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,45 +76,45 @@ class _Axis:
 class _Frame:
     """Where values are drawn, in units of the viewBox."""
 
-    x: _Axis
-    y: _Axis
+    x_axis: _Axis
+    y_axis: _Axis
 
     @cached_property
     def left(self) -> int:
         """Return the margin with the labels of the y axis."""
-        return max(LEFT, CHAR * self.y.num_chars + 26)
+        return max(LEFT, CHAR * self.y_axis.num_chars + 26)
 
     @cached_property
     def right(self) -> int:
         """Return the margin into which the last label of the x axis extends."""
-        return max(RIGHT, CHAR * self.x.num_chars // 2)
+        return max(RIGHT, CHAR * self.x_axis.num_chars // 2)
 
     @property
     def width(self) -> int:
         """Return the length of the x axis."""
         return WIDTH - self.left - self.right
 
-    def x_position(self, x: float) -> float:
-        across = (x - self.x.low) / (self.x.high - self.x.low)
+    def x_position(self, value: float) -> float:
+        across = (value - self.x_axis.low) / (self.x_axis.high - self.x_axis.low)
         return round(self.left + across * self.width, 1)
 
-    def y_position(self, y: float) -> float:
-        up = (y - self.y.low) / (self.y.high - self.y.low)
+    def y_position(self, value: float) -> float:
+        up = (value - self.y_axis.low) / (self.y_axis.high - self.y_axis.low)
         height = HEIGHT - TOP - BOTTOM
         return round(TOP + (1 - up) * height, 1)
 
     def positions(self, points: Sequence[Point]) -> list[Point]:
-        return [(self.x_position(x), self.y_position(y)) for x, y in points]
+        return [(self.x_position(across), self.y_position(up)) for across, up in points]
 
     def x_ticks(self) -> list[tuple[float, str]]:
         """Return positions and texts on the x axis, of as many labels as have room."""
-        tick_width = self.width * self.x.step / (self.x.high - self.x.low)
-        label_width = CHAR * (self.x.num_chars + 1)
+        tick_width = self.width * self.x_axis.step / (self.x_axis.high - self.x_axis.low)
+        label_width = CHAR * (self.x_axis.num_chars + 1)
         every = math.ceil(label_width / tick_width)
-        return [(self.x_position(x), text) for x, text in self.x.labels[::every]]
+        return [(self.x_position(value), text) for value, text in self.x_axis.labels[::every]]
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        return [(self.y_position(y), text) for y, text in self.y.labels]
+        return [(self.y_position(value), text) for value, text in self.y_axis.labels]
 
 
 def legend_entries(series: Sequence[Series]) -> list[tuple[str, str]]:
@@ -146,13 +144,14 @@ def line_chart(
     if not points:
         return Markup("")
 
-    ys = [y for _, y in points]
+    xs = [point[0] for point in points]
+    ys = [point[1] for point in points]
     for line in series:
         ys += [*line.low, *line.high]
     ys += y_range
     if level is not None:
         ys.append(level)
-    frame = _Frame(x=_x_axis([x for x, _ in points]), y=_y_axis(ys))
+    frame = _Frame(x_axis=_x_axis(xs), y_axis=_y_axis(ys))
     level_position = None if level is None else frame.y_position(level)
     line_values = _line_values(series, lines, frame)
     margins = {"left": frame.left, "right": frame.right, "top": TOP, "bottom": BOTTOM}
@@ -175,12 +174,12 @@ def line_chart(
 
 def _x_axis(xs: Sequence[float]) -> _Axis:
     """Return an axis from the least to the greatest value, at least a tick long."""
-    are_whole = all(x % 1 == 0 for x in xs)
+    are_whole = all(value % 1 == 0 for value in xs)
     ticks = nice_ticks(min(xs), max(xs), whole=are_whole)
     low = min(xs)
     high = max(max(xs), low + ticks[1] - ticks[0])
     slack = 1e-9 * (high - low)  # of rounding, without which a single point near 0 has no label
-    labels = [(x, text) for x, text in tick_labels(ticks) if low - slack <= x <= high + slack]
+    labels = [label for label in tick_labels(ticks) if low - slack <= label[0] <= high + slack]
     return _Axis(low=low, high=high, step=ticks[1] - ticks[0], labels=labels)
 
 
@@ -228,7 +227,7 @@ def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
         step = max(step, 1.0)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
@@ -259,4 +258,4 @@ def thinned(points: Sequence[Item], limit: int = MAX_POINTS) -> list[Item]:
     if len(points) <= limit:
         return [*points]
     last = len(points) - 1
-    return [points[round(i * last / (limit - 1))] for i in range(limit)]
+    return [points[round(number * last / (limit - 1))] for number in range(limit)]

@@ -50,32 +50,34 @@ def rank_bytes(
 ) -> dict[str, float]:
     """Return the peak memory of a rank on a CPU by its parts; backward pass and optimizer step do not add up.
 
-    N parameters, n of them trained, R ranks, b bytes per weight. Float32 models have a float32 copy of trained weights,
-    too: weights b N / R; gradients 4 n / R; AdamW's two moments and the copy 12 n / R.
+    N parameters, n of them trained, R ranks, b bytes per weight (`itemsize`). Float32 models have a float32 copy of
+    trained weights, too: weights b N / R; gradients 4 n / R; AdamW's two moments and the copy 12 n / R.
 
     Args:
         tokens: Of a microbatch.
         row: Tokens of the longest sequence; 0 if attention saves no weights.
         logits: See `logits_bytes`.
     """
-    b = BYTES[options.dtype]
+    itemsize = BYTES[options.dtype]
     ranks = options.workers
     numel = sum(count for count, _ in models)
     trained = sum(count for _, count in models)
-    activations = eager_activation_bytes(shape, tokens, row, b=b, checkpointing=options.gradient_checkpointing)
+    activations = eager_activation_bytes(
+        shape, tokens, row, itemsize=itemsize, checkpointing=options.gradient_checkpointing
+    )
     reduced = min(BUCKET_NUMEL, trained) + 2 * min(shape.embedding_numel, trained)  # gradients in reduction
     backward = activations + logits + 4 * reduced
     group = min(trained / ranks, STEP_GROUP_NUMEL + shape.embedding_numel / ranks)
     return {
         "process": PROCESS_BYTES,
-        "weights": b * numel / ranks,
+        "weights": itemsize * numel / ranks,
         "gradients": 4 * trained / ranks,
         "optimizer": 12 * trained / ranks,
         "work": max(backward, STEP_COPIES * 4 * group),
     }
 
 
-def eager_activation_bytes(shape: ModelShape, tokens: int, row: int, *, b: int, checkpointing: bool) -> int:
+def eager_activation_bytes(shape: ModelShape, tokens: int, row: int, *, itemsize: int, checkpointing: bool) -> int:
     """Return the activations of a microbatch in rows of `row` tokens at the end of the forward pass.
 
     In each layer and for each token: `saved_bytes`; keys and values of all heads instead of their own number, since
@@ -83,12 +85,12 @@ def eager_activation_bytes(shape: ModelShape, tokens: int, row: int, *, b: int, 
 
     With checkpointing: the input of every layer, and one layer with the gradients of its activations.
     """
-    repeated = 2 * b * (shape.heads_numel - shape.kv_numel)
-    attention_weights = (4 + b * (b < 4)) * shape.num_attention_heads * row
-    layer = shape.saved_bytes(b) + repeated + attention_weights
+    repeated = 2 * itemsize * (shape.heads_numel - shape.kv_numel)
+    attention_weights = (4 + itemsize * (itemsize < 4)) * shape.num_attention_heads * row
+    layer = shape.saved_bytes(itemsize) + repeated + attention_weights
     if not checkpointing:
         return tokens * shape.num_hidden_layers * layer
-    inputs = shape.num_hidden_layers * b * shape.hidden_size
+    inputs = shape.num_hidden_layers * itemsize * shape.hidden_size
     return tokens * (inputs + 2 * layer)
 
 

@@ -1,7 +1,7 @@
 """Estimate GPU memory per role, in bytes, from a model's shape and the config. Arithmetic only.
 
-N parameters, R ranks, b bytes per weight (2 for bfloat16, 4 for float32). The CUDA context, NCCL's buffers and
-fragmentation are one allowance: `OTHER_BYTES` of a rank, `ENGINE_OTHER_BYTES` of an engine. Not measured on a GPU:
+N parameters, R ranks, b bytes per weight (`itemsize`: 2 for bfloat16, 4 for float32). The CUDA context, NCCL's buffers
+and fragmentation are one allowance: `OTHER_BYTES` of a rank, `ENGINE_OTHER_BYTES` of an engine. Not measured on a GPU:
 compare the estimates with `torch.cuda.max_memory_allocated` of a first run.
 """
 
@@ -67,7 +67,7 @@ def critic_models(shape: ModelShape) -> Models:
     return [(shape.backbone_numel, shape.backbone_numel)]
 
 
-def states_bytes(models: Models, *, ranks: int, b: int) -> dict[str, float]:
+def states_bytes(models: Models, *, ranks: int, itemsize: int) -> dict[str, float]:
     """Return one rank's share under ZeRO-3 of N parameters, n of them trained.
 
     Weights b N / R; gradients, accumulated in float32, 4 n / R; AdamW's two moments 8 n / R, and in bfloat16 the
@@ -78,9 +78,9 @@ def states_bytes(models: Models, *, ranks: int, b: int) -> dict[str, float]:
     for model_numel, model_trained in models:
         numel += model_numel
         trained += model_trained
-    optimizer_bytes = 8 if b == 4 else 12
+    optimizer_bytes = 8 if itemsize == 4 else 12
     return {
-        "weights": b * numel / ranks,
+        "weights": itemsize * numel / ranks,
         "gradients": 4 * trained / ranks,
         "optimizer": optimizer_bytes * trained / ranks,
     }
@@ -100,12 +100,14 @@ def rank_fit(
 
     The optimizer step after the pass needs less: a copy of the gradients of LIVE_NUMEL parameters, 4 GB at most.
     """
-    b = BYTES[learner.dtype]
-    parts = states_bytes(models, ranks=ranks, b=b)
+    itemsize = BYTES[learner.dtype]
+    parts = states_bytes(models, ranks=ranks, itemsize=itemsize)
     if learner.offload != "none":
         parts = dict.fromkeys(parts, 0.0)
-    parts["activations"] = activation_bytes(shape, tokens, b=b, checkpointing=learner.gradient_checkpointing)
-    parts["gathered"] = gathered_bytes(shape, b=b)
+    parts["activations"] = activation_bytes(
+        shape, tokens, itemsize=itemsize, checkpointing=learner.gradient_checkpointing
+    )
+    parts["gathered"] = gathered_bytes(shape, itemsize=itemsize)
     parts["other"] = OTHER_BYTES
     if logits:
         parts["logits"] = logits
@@ -114,14 +116,14 @@ def rank_fit(
     return Estimate(parts=parts)
 
 
-def ipc_buffer_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
+def ipc_buffer_bytes(shape: ModelShape, learner: LearnerConfig, *, itemsize: int) -> float:
     """Return the bytes of the two permanent buckets from which engines on the rank's GPU copy weights by CUDA IPC.
 
     A bucket has sync_bucket_mib, or the largest module if that is larger.
     """
     if not learner.uses_cuda_ipc:
         return 0.0
-    module = b * max(shape.layer_numel, shape.embedding_numel)
+    module = itemsize * max(shape.layer_numel, shape.embedding_numel)
     return 2 * max(learner.sync_bucket_mib * 2**20, module)
 
 
@@ -157,9 +159,9 @@ def host_bytes(
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
     models = learner_models(shape, learner, objective)
-    b = BYTES[learner.dtype]
-    loads = b * sum(numel for numel, _ in models)
-    states = states_bytes(models, ranks=learner.workers, b=b)
+    itemsize = BYTES[learner.dtype]
+    loads = itemsize * sum(numel for numel, _ in models)
+    states = states_bytes(models, ranks=learner.workers, itemsize=itemsize)
     if learner.offload == "cpu":
         return loads + sum(states.values())
     if sharing == "alternate":
@@ -183,20 +185,20 @@ def coresident_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing
     return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + buckets + OTHER_BYTES}
 
 
-def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: bool) -> int:
+def activation_bytes(shape: ModelShape, tokens: int, *, itemsize: int, checkpointing: bool) -> int:
     """Return the activations of `tokens` tokens at the end of the forward pass; attention saves no square matrix.
 
     Without checkpointing: `saved_bytes` of every layer. With it: the input of every layer, b h, and one layer's
     recomputed activations. Llama 3 8B in bfloat16, 4096 tokens: 4096 x 32 x 200,704 = 24.5 GiB; checkpointed 1.77 GiB.
     """
-    layer = shape.saved_bytes(b)
+    layer = shape.saved_bytes(itemsize)
     if not checkpointing:
         return tokens * shape.num_hidden_layers * layer
-    inputs = shape.num_hidden_layers * b * shape.hidden_size
+    inputs = shape.num_hidden_layers * itemsize * shape.hidden_size
     return tokens * (inputs + layer)
 
 
-def gathered_bytes(shape: ModelShape, *, b: int) -> int:
+def gathered_bytes(shape: ModelShape, *, itemsize: int) -> int:
     """Return the bytes of gathered weights and of gradients in reduction on a rank.
 
     Gathered are weights up to LIVE_NUMEL, and the largest module with its gradient. Gradients are reduced in float32: a
@@ -206,7 +208,7 @@ def gathered_bytes(shape: ModelShape, *, b: int) -> int:
     """
     module = max(shape.layer_numel, shape.embedding_numel)
     weight = max(shape.embedding_numel, shape.hidden_size * shape.intermediate_size, BUCKET_NUMEL)
-    weights = b * (min(shape.numel, LIVE_NUMEL) + 2 * module)
+    weights = itemsize * (min(shape.numel, LIVE_NUMEL) + 2 * module)
     gradients = 4 * (BUCKET_NUMEL + 2 * weight)
     return weights + gradients
 
@@ -240,12 +242,12 @@ def profile_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 
     Llama 3 8B in bfloat16, T = 8192, S = 512: 1.00 + .86 = 1.86 GiB.
     """
-    b = BYTES[engine.dtype]
+    itemsize = BYTES[engine.dtype]
     tokens = engine.engine_args.get("max_num_batched_tokens", GPU_BATCHED_TOKENS)
     partitioned = 2 * (shape.heads_numel + shape.kv_numel) + 3 * shape.intermediate_size
     layer = 3 * shape.hidden_size + partitioned / engine.tensor_parallel
-    sampler = engine.max_num_seqs * shape.vocab_size * (b + 12)
-    return b * tokens * layer + sampler
+    sampler = engine.max_num_seqs * shape.vocab_size * (itemsize + 12)
+    return itemsize * tokens * layer + sampler
 
 
 def graph_bytes(shape: ModelShape, engine: EngineConfig) -> float:
@@ -275,14 +277,14 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     Llama 3 8B in bfloat16 on 80 GiB, .85, 1536 tokens, eager: 68 - 14.96 - 1.86 - 1 = 50.19 GiB of cache; a sequence
     takes 1536 x 128 KiB = .1875 GiB, so 267 fit. With quantization=fp8 its weights are 8.46 GiB.
     """
-    b = BYTES[engine.dtype]
+    itemsize = BYTES[engine.dtype]
     kv_dtype = str(engine.engine_args.get("kv_cache_dtype"))
-    kv_bytes = shape.kv_bytes(1 if kv_dtype.startswith("fp8") else b)
+    kv_bytes = shape.kv_bytes(1 if kv_dtype.startswith("fp8") else itemsize)
     parallel = min(engine.tensor_parallel, shape.num_key_value_heads)
     sequence = engine.max_model_len * kv_bytes / parallel
 
     layers = shape.num_hidden_layers * shape.layer_numel
-    weights = b * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers
+    weights = itemsize * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers
     parts = {
         "weights": weights / engine.tensor_parallel,
         "activations": profile_bytes(shape, engine),
@@ -296,14 +298,14 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     return Estimate(parts=parts, wanted=wanted, fitting=fitting, cache=room)
 
 
-def store_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> int:
+def store_bytes(shape: ModelShape, learner: LearnerConfig, *, itemsize: int) -> int:
     """Return the bytes that rank 0 has in the object store: the latest policy or adapters, for engines that join late.
 
     They are deleted before the next version is sent.
     """
     if learner.lora and learner.sends_adapters:
-        return b * shape.lora_numel(learner.lora.r)
-    return b * shape.numel
+        return itemsize * shape.lora_numel(learner.lora.r)
+    return itemsize * shape.numel
 
 
 def store_gib(config: AnyJob) -> float:
@@ -315,5 +317,5 @@ def store_gib(config: AnyJob) -> float:
     shape = find_shape(config.model.policy, config.model.revision)
     if shape is None:
         return 1.0
-    size = store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype])
+    size = store_bytes(shape, config.learner, itemsize=BYTES[config.rollout.dtype])
     return max(1.0, 1.2 * size / GIB)

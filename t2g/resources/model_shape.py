@@ -74,18 +74,18 @@ class ModelShape(BaseModel):
             return self.backbone_numel
         return self.backbone_numel + self.embedding_numel
 
-    def lora_numel(self, r: int) -> int:
-        """Return the parameters of adapters on every linear layer: r x (in + out) each."""
+    def lora_numel(self, rank: int) -> int:
+        """Return the parameters of adapters on every linear layer: rank x (in + out) each."""
         attention = 2 * (self.hidden_size + self.heads_numel) + 2 * (self.hidden_size + self.kv_numel)
         mlp = 3 * (self.hidden_size + self.intermediate_size)
-        return self.num_hidden_layers * r * (attention + mlp)
+        return self.num_hidden_layers * rank * (attention + mlp)
 
-    def kv_bytes(self, b: int) -> int:
+    def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of one token in the KV cache. Llama 3 8B in bfloat16: 2 x 32 x 8 x 128 x 2 = 131,072"""
-        return 2 * self.num_hidden_layers * self.kv_numel * b
+        return 2 * self.num_hidden_layers * self.kv_numel * itemsize
 
-    def saved_bytes(self, b: int) -> int:
-        """Return the bytes of activations that one layer saves for one token's backward pass.
+    def saved_bytes(self, itemsize: int) -> int:
+        """Return the bytes of activations that one layer saves for one token's backward pass; b: `itemsize`.
 
         Each of two norms saves a float32 copy, the normalised state and its output, the input of the next linear
         layers. Attention saves q, k, v and its output. The MLP saves gate, its SiLU, up and their product.
@@ -94,8 +94,8 @@ class ModelShape(BaseModel):
 
         Llama 3 8B in bfloat16: 2 x 8 x 4096 + 2 x (2 x 4096 + 2 x 1024) + 8 x 14336 = 200,704
         """
-        attention = 2 * b * (self.heads_numel + self.kv_numel)
-        return 2 * (4 + 2 * b) * self.hidden_size + attention + 4 * b * self.intermediate_size
+        attention = 2 * itemsize * (self.heads_numel + self.kv_numel)
+        return 2 * (4 + 2 * itemsize) * self.hidden_size + attention + 4 * itemsize * self.intermediate_size
 
 
 LLAMA_3_8B = ModelShape(

@@ -279,7 +279,7 @@ def _ratio(part: Any, total: Any, *, empty: float = 0.0) -> np.ndarray:
 def _ranges(feedback: SpanFeedback, label: int) -> list[tuple[int, int]]:
     """Return the ranges of the spans of one label, each once, in the order of their ends."""
     ranges = {(span.start, span.end) for span in feedback.spans if span.label == label}
-    return sorted(ranges, key=lambda r: (r[1], r[0]))
+    return sorted(ranges, key=lambda ends: (ends[1], ends[0]))
 
 
 def num_overlapping(gold: Sequence[tuple[int, int]], predicted: Sequence[tuple[int, int]], text: str) -> int:

@@ -83,10 +83,10 @@ def read_messages(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"field {name} is no list of {{role, content}}")
     messages = []
-    for i, message in enumerate(value):
+    for index, message in enumerate(value):
         role = get_role(message) if isinstance(message, dict) else None
         text, is_complete = read_content(get_content(message)) if role in ROLES else ("", False)
         if not is_complete:
-            raise ValueError(f"{name}[{i}] needs a role, one of {', '.join(ROLES)}, and a content that is text")
+            raise ValueError(f"{name}[{index}] needs a role, one of {', '.join(ROLES)}, and a content that is text")
         messages.append({"role": str(role), "content": text})
     return messages

@@ -177,9 +177,9 @@ class _Vocabulary(dict[int, bytes]):
 
 def _find_first(pieces: list[bytes]) -> int | None:
     """Return the index of the first piece that is not empty."""
-    for i, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         if piece:
-            return i
+            return index
     return None
 
 

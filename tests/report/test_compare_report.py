@@ -21,7 +21,7 @@ def run(*scores: float) -> Run:
 
 def test_a_curve_is_the_mean_over_seeds_with_its_interval() -> None:
     curve = mean_curve("span", {1: run(0.0, 0.4, 1.0), 2: run(0.0, 0.6)})
-    assert (list(curve.x), list(curve.y)) == ([0, 1], [0.0, 0.5])  # as far as all seeds have come
+    assert (list(curve.xs), list(curve.ys)) == ([0, 1], [0.0, 0.5])  # as far as all seeds have come
     assert list(curve.low) == pytest.approx([0.0, 0.5 - 12.706 * 0.1])
     assert list(curve.high) == pytest.approx([0.0, 0.5 + 12.706 * 0.1])
     alone = mean_curve("span", {1: run(0.0, 0.4)})
@@ -29,7 +29,7 @@ def test_a_curve_is_the_mean_over_seeds_with_its_interval() -> None:
 
 
 def test_a_band_goes_along_its_upper_edge_and_back_along_the_lower_one() -> None:
-    series = Series(name="a", x=[0, 1], y=[2, 3], low=[1, 1], high=[3, 5])
+    series = Series(name="a", xs=[0, 1], ys=[2, 3], low=[1, 1], high=[3, 5])
     assert series.outline() == [(0, 3), (1, 5), (1, 1), (0, 1)]
     svg = str(line_chart([series], x_label="x", y_label="y"))
     (corners,) = re.findall(r'<polygon class="band s0" points="([^"]*)"', svg)
@@ -42,7 +42,7 @@ def test_a_band_goes_along_its_upper_edge_and_back_along_the_lower_one() -> None
 
 def test_the_picture_stands_alone() -> None:
     names = [f"method {i}" for i in range(8)] + ["<b>&"]
-    lines = [Series(name=name, x=[0, 1], y=[i, i + 1]) for i, name in enumerate(names)]
+    lines = [Series(name=name, xs=[0, 1], ys=[i, i + 1]) for i, name in enumerate(names)]
     chart = line_chart(lines, x_label="samples", y_label="score", level=0.5)
     tree = ElementTree.fromstring(picture(chart, lines, "sft"))
     assert [text.text for text in tree.findall(f"{SVG}g/{SVG}text")] == [*names, "sft"]
@@ -50,7 +50,7 @@ def test_the_picture_stands_alone() -> None:
     assert len(set(places)) == 10
     assert all(x + ENTRY <= WIDTH + 10 for x, _ in places)
     assert all(b[0] - a[0] == ENTRY for a, b in pairwise(places) if a[1] == b[1])
-    long = [Series(name="a method with a long name", x=[0], y=[1]), *lines]
+    long = [Series(name="a method with a long name", xs=[0], ys=[1]), *lines]
     entries = ElementTree.fromstring(picture(chart, long, None)).findall(f"{SVG}g")
     ends = [(*map(float, re.findall(r"\d+", g.attrib["transform"])), CHAR * len(g[1].text or "") + 30) for g in entries]
     assert all(a[0] + a[2] < b[0] for a, b in pairwise(ends) if a[1] == b[1])

@@ -25,7 +25,7 @@ FINITE = st.floats(-1e9, 1e9)
 
 
 def chart(*points: tuple[float, float], level: float | None = None, name: str = "span") -> str:
-    series = Series(name=name, x=[x for x, _ in points], y=[y for _, y in points])
+    series = Series(name=name, xs=[x for x, _ in points], ys=[y for _, y in points])
     return str(line_chart([series], x_label="step", y_label="KL", level=level))
 
 
@@ -100,7 +100,7 @@ def test_steps_are_whole_and_shares_go_from_0_to_1() -> None:
     steps = chart((1, 0.25), (2, 0.5), (3, 0.25))
     assert [text for _, _, text in labels(steps, "middle")] == ["1", "2", "3", "step"]
     assert [text for _, _, text in labels(chart((1, 0.25)), "middle")] == ["1", "2", "step"]
-    series = [Series(name="a", x=[1, 2], y=[0.02, 0.04])]
+    series = [Series(name="a", xs=[1, 2], ys=[0.02, 0.04])]
     share = str(line_chart(series, x_label="step", y_label="share", y_range=(0.0, 1.0)))
     assert [text for _, _, text in labels(share, "end")] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
 

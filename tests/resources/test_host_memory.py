@@ -111,8 +111,8 @@ def test_attention_weights_and_checkpointing_by_hand() -> None:
     """One layer of 44M with 100 tokens in rows of 50: h 384, q 384, kv 192, i 1024, 6 heads, float32."""
     layer = 24 * 384 + 16 * 384 + 16 * 1024 + 4 * 6 * 50
     shape = SHAPES["44M"].model_copy(update={"num_hidden_layers": 3})
-    assert eager_activation_bytes(shape, 100, 50, b=4, checkpointing=False) == 100 * 3 * layer
-    assert eager_activation_bytes(shape, 100, 50, b=4, checkpointing=True) == 100 * (3 * 4 * 384 + 2 * layer)
+    assert eager_activation_bytes(shape, 100, 50, itemsize=4, checkpointing=False) == 100 * 3 * layer
+    assert eager_activation_bytes(shape, 100, 50, itemsize=4, checkpointing=True) == 100 * (3 * 4 * 384 + 2 * layer)
 
 
 def test_what_lowers_the_memory_of_a_rank() -> None:

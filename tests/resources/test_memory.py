@@ -101,7 +101,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, b: int, checkpo
     three, one = (saved_bytes(config, dtype, checkpointing=checkpointing) for config in configs)
     found = three - one
     shapes = [shape_of(config.to_dict()) for config in configs]
-    three, one = (memory.activation_bytes(s, 128, b=b, checkpointing=checkpointing) for s in shapes)
+    three, one = (memory.activation_bytes(s, 128, itemsize=b, checkpointing=checkpointing) for s in shapes)
     assert found == pytest.approx(three - one, rel=0.02)
 
 
@@ -131,7 +131,7 @@ def test_the_shapes_that_are_used(config: Any, numel: int, token_bytes: int, mon
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == shape.numel == numel
-    states = memory.states_bytes([(numel, numel)], ranks=8, b=2)
+    states = memory.states_bytes([(numel, numel)], ranks=8, itemsize=2)
     assert states == {"weights": numel / 4, "gradients": numel / 2, "optimizer": 1.5 * numel}
 
     config._attn_implementation = "sdpa"
@@ -150,10 +150,10 @@ def test_logits_are_chunked_as_by_the_head() -> None:
 
 def test_states_under_zero_3() -> None:
     whole = [(1000, 1000)]
-    assert memory.states_bytes(whole, ranks=4, b=2) == {"weights": 500, "gradients": 1000, "optimizer": 3000}
-    assert memory.states_bytes(whole, ranks=4, b=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000}
-    assert memory.states_bytes([(1000, 0)], ranks=2, b=2) == {"weights": 1000, "gradients": 0, "optimizer": 0}
-    assert memory.states_bytes([*whole, (1000, 0)], ranks=2, b=2)["weights"] == 2000
+    assert memory.states_bytes(whole, ranks=4, itemsize=2) == {"weights": 500, "gradients": 1000, "optimizer": 3000}
+    assert memory.states_bytes(whole, ranks=4, itemsize=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000}
+    assert memory.states_bytes([(1000, 0)], ranks=2, itemsize=2) == {"weights": 1000, "gradients": 0, "optimizer": 0}
+    assert memory.states_bytes([*whole, (1000, 0)], ranks=2, itemsize=2)["weights"] == 2000
 
 
 def test_a_rank_holds_policy_reference_and_critic() -> None:
@@ -223,7 +223,7 @@ def test_offload_moves_the_states_to_the_host() -> None:
     parts = memory.rank_fit(TOY, models, learner, ranks=2, tokens=10).parts
     assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (0, 0, 0)
     loaded = 2 * (2792 + 2792 + 1992)
-    stays = sum(memory.states_bytes(models, ranks=2, b=2).values())
+    stays = sum(memory.states_bytes(models, ranks=2, itemsize=2).values())
     assert memory.host_bytes(TOY, learner, CRITIC) == loaded + stays
 
 
@@ -282,18 +282,18 @@ def test_graphs_of_an_engine_are_counted_for_each_size_and_layer(max_num_seqs: i
 
 def test_one_version_of_the_weights_lies_in_the_object_store() -> None:
     learner = LearnerConfig(lora=LoRAConfig(r=3))
-    assert memory.store_bytes(TOY, LearnerConfig(), b=2) == 2 * 2792
-    assert memory.store_bytes(TOY, learner, b=2) == 2 * TOY.lora_numel(3)
-    assert memory.store_bytes(TOY, with_overrides(learner, {"sync_adapters": False}), b=2) == 2 * 2792
+    assert memory.store_bytes(TOY, LearnerConfig(), itemsize=2) == 2 * 2792
+    assert memory.store_bytes(TOY, learner, itemsize=2) == 2 * TOY.lora_numel(3)
+    assert memory.store_bytes(TOY, with_overrides(learner, {"sync_adapters": False}), itemsize=2) == 2 * 2792
 
 
 def test_two_buckets_are_lent_by_ipc_alone() -> None:
     """The embedding of an 8B is a bucket of its own, 128256 x 4096."""
     shared = LearnerConfig(sync_transport="ipc", gpus=0.4)
-    assert memory.ipc_buffer_bytes(LLAMA_3_8B, shared, b=2) == 2 * 2 * 525_336_576
-    assert memory.ipc_buffer_bytes(TOY, shared, b=2) == 2 * 64 * 2**20
+    assert memory.ipc_buffer_bytes(LLAMA_3_8B, shared, itemsize=2) == 2 * 2 * 525_336_576
+    assert memory.ipc_buffer_bytes(TOY, shared, itemsize=2) == 2 * 64 * 2**20
     for others in ({"sync_transport": "nccl"}, {"sync_transport": "store"}, {"lora": LoRAConfig(r=3)}):
-        assert memory.ipc_buffer_bytes(LLAMA_3_8B, with_overrides(shared, others), b=2) == 0
+        assert memory.ipc_buffer_bytes(LLAMA_3_8B, with_overrides(shared, others), itemsize=2) == 0
     turns = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=10, ipc_buffers=7)
     engine = RolloutConfig(gpus=1)
     assert turns.parts["ipc_buffers"] == 7

@@ -19,7 +19,7 @@ MESSAGE_TOKENS = 8  # of a message without its text
 BYTES_PER_TOKEN = 3  # UTF-8: English has about 4, other scripts 2 to 4; an estimate by 3 is rather high
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Client = TypeVar("Client")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +81,14 @@ def estimate_prompt_tokens(messages: Sequence[Message], schema: Mapping[str, Any
     return texts + estimate_tokens(json.dumps(schema))
 
 
-class PerLoop(Generic[T]):
+class PerLoop(Generic[Client]):
     """A semaphore or client per event loop: both are bound to the loop in which they are first awaited."""
 
-    def __init__(self, make: Callable[[], T]) -> None:
+    def __init__(self, make: Callable[[], Client]) -> None:
         self._make = make
-        self._current: tuple[asyncio.AbstractEventLoop, T] | None = None
+        self._current: tuple[asyncio.AbstractEventLoop, Client] | None = None
 
-    def get(self) -> T:
+    def get(self) -> Client:
         loop = asyncio.get_running_loop()
         if self._current is None or self._current[0] is not loop:
             self._current = (loop, self._make())

@@ -34,24 +34,24 @@ def majority(labels: np.ndarray, num_annotators: int) -> np.ndarray:
     return is_good.astype(np.int8) - is_poor.astype(np.int8)
 
 
-def f1(a: np.ndarray, b: np.ndarray) -> float:
-    """Return 2 |same label| / (|a labelled| + |b labelled|) over characters; 1 if nothing is labelled."""
-    num_labelled = np.count_nonzero(a) + np.count_nonzero(b)
+def f1(first: np.ndarray, second: np.ndarray) -> float:
+    """Return 2 |same label| / (|first labelled| + |second labelled|) over characters; 1 if nothing is labelled."""
+    num_labelled = np.count_nonzero(first) + np.count_nonzero(second)
     if num_labelled == 0:
         return 1.0
-    is_same = (a == b) & (a != 0)
+    is_same = (first == second) & (first != 0)
     return float(2 * np.count_nonzero(is_same) / num_labelled)
 
 
 def agreement(labels: np.ndarray) -> float | None:
     """Return the mean F1 over all pairs of annotators, `labels` [n, C]; None for fewer than two."""
-    scores = [f1(a, b) for a, b in combinations(labels, 2)]
+    scores = [f1(first, second) for first, second in combinations(labels, 2)]
     if not scores:
         return None
     return sum(scores) / len(scores)
 
 
-def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
+def kappa(first: np.ndarray, second: np.ndarray) -> float | None:
     """Return Cohen's kappa (1960) of two annotators' labels, [C] each: (p - e) / (1 - e).
 
     p is the share of characters with the same label, e its expectation for independent annotators with the same label
@@ -59,10 +59,10 @@ def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
 
     kappa([1, 1, -1, 0], [1, 0, -1, 0]) == (3/4 - 5/16) / (1 - 5/16)
     """
-    a = np.asarray(a)
-    b = np.asarray(b)
-    same = float(np.mean(a == b))
-    chances = [float(np.mean(a == label) * np.mean(b == label)) for label in (-1, 0, 1)]
+    first = np.asarray(first)
+    second = np.asarray(second)
+    same = float(np.mean(first == second))
+    chances = [float(np.mean(first == label) * np.mean(second == label)) for label in (-1, 0, 1)]
     chance = sum(chances)
     if chance == 1:
         return None

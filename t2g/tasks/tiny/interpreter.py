@@ -59,9 +59,11 @@ def _find_function(module: ast.Module) -> ast.FunctionDef:
     raise _UnsupportedError
 
 
-def _run_test(function: ast.FunctionDef, name: str, statement: str, word: str, n: str, expected: str) -> TestResult:
+def _run_test(
+    function: ast.FunctionDef, name: str, statement: str, word: str, argument: str, expected: str
+) -> TestResult:
     first, second = function.args.args
-    names: Names = {first.arg: word, second.arg: int(n)}
+    names: Names = {first.arg: word, second.arg: int(argument)}
     lines: list[int] = []
     got = _run_statements(function.body, names, lines)
     ran = {"lines": tuple(sorted(set(lines))), "returned": lines[-1]}

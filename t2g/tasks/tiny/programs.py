@@ -50,19 +50,19 @@ class Rule(NamedTuple):
     operator: str
     number: int
 
-    def value(self, n: int) -> int:
+    def value(self, argument: int) -> int:
         if self.operator == "+":
-            return n + self.number
+            return argument + self.number
         if self.operator == "-":
-            return n - self.number
-        return n * self.number
+            return argument - self.number
+        return argument * self.number
 
 
 class Case(NamedTuple):
     """A test: the value of f for a word and n."""
 
     word: str
-    n: int
+    argument: int
     value: int
 
 
@@ -170,8 +170,8 @@ def _list_other_words(rules: Iterable[Rule]) -> list[str]:
 def write_tests(cases: Iterable[Case]) -> str:
     """Return a pytest module with a test for each case."""
     module = "from solution import f\n"
-    for word, n, value in cases:
-        module += f'\n\ndef test_{word}_{n}():\n    assert f("{word}", {n}) == {value}\n'
+    for word, argument, value in cases:
+        module += f'\n\ndef test_{word}_{argument}():\n    assert f("{word}", {argument}) == {value}\n'
     return module
 
 
@@ -247,23 +247,23 @@ def describe_failures(outcome: Outcome) -> str:
 def _list_visible(rules: Iterable[Rule], others: Iterable[str]) -> list[Case]:
     """Return the cases of the visible tests."""
     cases = _list_cases(rules, VISIBLE)
-    for word, n in zip(others, VISIBLE, strict=False):
-        cases.append(Case(word, n, n))
+    for word, argument in zip(others, VISIBLE, strict=False):
+        cases.append(Case(word, argument, argument))
     return cases
 
 
 def _list_hidden(rules: Iterable[Rule], others: Sequence[str]) -> list[Case]:
     """Return the cases of the hidden tests."""
     cases = _list_cases(rules, HIDDEN)
-    n = HIDDEN[0]
+    argument = HIDDEN[0]
     for word in others[len(VISIBLE) :]:
-        cases.append(Case(word, n, n))
+        cases.append(Case(word, argument, argument))
     return cases
 
 
 def _list_cases(rules: Iterable[Rule], values: Iterable[int]) -> list[Case]:
     """Return the cases of each rule at these values of n."""
-    return [Case(rule.word, n, rule.value(n)) for rule, n in product(rules, values)]
+    return [Case(rule.word, argument, rule.value(argument)) for rule, argument in product(rules, values)]
 
 
 def tokenizer_pieces(instruction: str) -> list[str]:

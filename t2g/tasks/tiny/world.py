@@ -138,7 +138,7 @@ def write_post(facts: Facts, rng: np.random.Generator) -> str:
         templates = POST_TEMPLATES[slot]
         template = templates[rng.integers(len(templates))]
         sentences.append(template.format(fact))
-    return " ".join(sentences[i] for i in rng.permutation(len(sentences)))
+    return " ".join(sentences[index] for index in rng.permutation(len(sentences)))
 
 
 def write_clause(slot: str, value: str) -> str:
