@@ -142,7 +142,7 @@ def check(arguments: argparse.Namespace) -> int:
     schema = STAGES[arguments.stage].schema
     # With `auto` each process gets a GPU of its own, and the defaults of what the machine would decide.
     config = load(schema, arguments.config, arguments.overrides, have=lambda address: {"GPU": inf})
-    problems, text = check_config(config, gpu=arguments.gpu, found=preflight(config))
+    problems, text = check_config(config, gpu=arguments.gpu, preflight_findings=preflight(config))
     print(text)
     return 1 if problems else 0
 
@@ -154,19 +154,19 @@ def render(arguments: argparse.Namespace) -> int:
     config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
         config = read_config(arguments.stage, arguments.config, arguments.overrides, Path.cwd(), have=None)
-    found = preflight(config)
+    findings = preflight(config)
     nowhere = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
-        raise_findings(found, *nowhere)
+        raise_findings(findings, *nowhere)
     options = ("target", "stage", "cpu", "image", "overrides")
     given = {name: getattr(arguments, name) for name in options}
     print(render_manifests(config, config_path=str(arguments.config), **given), end="")
     return 0
 
 
-def raise_findings(found: Findings, *more: str) -> None:
+def raise_findings(findings: Findings, *problems: str) -> None:
     """Raise UserError for findings that no machine can run; a cluster may have what this machine lacks."""
-    if wrong := [*found.wrong, *more]:
+    if wrong := [*findings.wrong, *problems]:
         raise UserError("\n".join(wrong))
 
 

@@ -165,9 +165,9 @@ async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
 
     sampling = Sampling(num_samples=4, temperature=1.0, max_new_tokens=48, seed=1)
 
-    async def rate(ask: Callable[[Prompt], Awaitable[Any]]) -> float:
+    async def rate(request: Callable[[Prompt], Awaitable[Any]]) -> float:
         started = time.monotonic()
-        groups = await asyncio.gather(*map(ask, prompts))
+        groups = await asyncio.gather(*map(request, prompts))
         responses = chain.from_iterable(groups)
         num_tokens = sum(len(response.response_ids) for response in responses)
         return num_tokens / (time.monotonic() - started)

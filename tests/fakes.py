@@ -170,7 +170,7 @@ class FakeLearner:
             rows = Rows(minibatch, torch.device("cpu"))
             place = torch.arange(LENGTH).repeat(len(minibatch))
             names = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs", "weights")
-            given = {name: rows.numbers(name) for name in names}
+            given = {name: rows.column(name) for name in names}
             old = given["old_logprobs"]
             weights = given["weights"]
             written = np.concatenate([sample.response_ids for sample in minibatch])

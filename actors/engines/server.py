@@ -130,10 +130,10 @@ def write_ends(model: ModelConfig, folder: Path) -> Path:
 
 @contextmanager
 def ended(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, **more: Any
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command; end it with all its child processes when the block ends."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
     try:
         yield process
     finally:

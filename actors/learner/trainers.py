@@ -240,9 +240,9 @@ class CriticTrainer(ModelTrainer):
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = value_loss(
             values=rows.values(self.engine),
-            old_values=rows.numbers("values"),
-            returns=rows.numbers("returns"),
-            weights=rows.numbers("weights"),
+            old_values=rows.column("values"),
+            returns=rows.column("returns"),
+            weights=rows.column("weights"),
             value_clip=self.spec.objective.value_clip or float("inf"),
         )
         return self.spec.objective.vf_coef * loss, metrics
@@ -334,7 +334,7 @@ class PolicyTrainer(ModelTrainer):
         """Return the fields of `TeacherStats`, by the reference, of each `TeacherQuery` in order."""
 
         def score(rows: Rows) -> dict[str, torch.Tensor]:
-            top_ids = rows.table("top_ids", 1)
+            top_ids = rows.matrix("top_ids", 1)
             with self._reference() as reference:
                 outputs = rows.token_outputs(reference, self.spec.temperature, token_ids=top_ids)
             return {"logprobs": outputs.logprobs, "top_logprobs": outputs.of_ids}
@@ -356,12 +356,12 @@ class PolicyTrainer(ModelTrainer):
         if self.spec.loss == "ppo":
             return self._ppo_loss(rows, kl_coef)
         logprobs = rows.token_outputs(self.engine, self.spec.temperature).logprobs
-        inputs = {"logprobs": logprobs, "weights": rows.numbers("weights")}
+        inputs = {"logprobs": logprobs, "weights": rows.column("weights")}
         if self.spec.loss == "supervised":
             return supervised_loss(**inputs)
         return dpo_loss(
             **inputs,
-            ref_logprobs=rows.numbers("ref_logprobs"),
+            ref_logprobs=rows.column("ref_logprobs"),
             sequence_ids=rows.sequence_ids,
             num_pairs=len(rows.sequences) // 2,
             beta=DPO_BETA,
@@ -373,12 +373,12 @@ class PolicyTrainer(ModelTrainer):
         w is the teacher's weight, 0 without one (arXiv 2505.22338, section 3.3; arXiv 2601.20802 for L_teacher).
         """
         objective = self.spec.objective
-        weights = rows.numbers("weights")
+        weights = rows.column("weights")
         outputs = self._update_outputs(rows, kl_coef)
         old_logprobs = self._old_logprobs(rows, outputs)
         correction = importance_weights(
             old_logprobs,
-            rows.numbers("rollout_logprobs"),
+            rows.column("rollout_logprobs"),
             rows.sequence_ids,
             weights,
             objective.rollout_correction,
@@ -388,15 +388,15 @@ class PolicyTrainer(ModelTrainer):
             logprobs=outputs.logprobs,
             old_logprobs=old_logprobs,
             importance_weights=correction,
-            advantages=rows.numbers("advantages"),
+            advantages=rows.column("advantages"),
             weights=weights,
             clip_eps=objective.clip_eps,
         )
 
         teacher = objective.teacher
         if teacher is not None:
-            divergence = top_k_kl(outputs.of_ids, rows.table("teacher_logprobs", 1))
-            distillation = weighted_sum(divergence * rows.numbers("teacher_mask"), weights)
+            divergence = top_k_kl(outputs.of_ids, rows.matrix("teacher_logprobs", 1))
+            distillation = weighted_sum(divergence * rows.column("teacher_mask"), weights)
             loss = (1 - teacher.weight) * loss + teacher.weight * distillation
             metrics[m.TEACHER_KL] = distillation.item()
 
@@ -405,7 +405,7 @@ class PolicyTrainer(ModelTrainer):
             loss = loss + kl_coef * kl
             metrics[m.KL_LOSS] = kl.item()
         elif kl_coef > 0:
-            ref_logprobs = rows.numbers("ref_logprobs")
+            ref_logprobs = rows.column("ref_logprobs")
             kl, kl_metrics = kl_loss(logprobs=outputs.logprobs, ref_logprobs=ref_logprobs, weights=weights)
             loss = loss + kl_coef * kl
             metrics = metrics | kl_metrics
@@ -423,7 +423,7 @@ class PolicyTrainer(ModelTrainer):
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
         needs_entropy = self.spec.defers_old_logprobs or objective.entropy_coef > 0
-        top_ids = rows.table("top_ids", 1) if objective.teacher else None
+        top_ids = rows.matrix("top_ids", 1) if objective.teacher else None
         return rows.token_outputs(
             self.engine, self.spec.temperature, entropy=needs_entropy, ref_logits=ref_logits, token_ids=top_ids
         )
@@ -431,7 +431,7 @@ class PolicyTrainer(ModelTrainer):
     def _old_logprobs(self, rows: Rows, outputs: TokenOutputs) -> torch.Tensor:
         """Return the old logprobs; with `defers_old_logprobs` those of this pass, which `last_update_stats` returns."""
         if not self.spec.defers_old_logprobs:
-            return rows.numbers("old_logprobs")
+            return rows.column("old_logprobs")
         old_logprobs = outputs.logprobs.detach()
         stats = {"old_logprobs": old_logprobs, "entropy": outputs.entropy.detach()}
         self._passes.append((rows.sequences, stats))

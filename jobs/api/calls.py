@@ -137,12 +137,16 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
         return made
     summary = runs.finished(config)
     if summary is None:
-        with sole_process(made.folder), publish_phases(made.folder, config.num_steps) as say, on_cluster(config):
+        with (
+            sole_process(made.folder),
+            publish_phases(made.folder, config.num_steps) as publish_phase,
+            on_cluster(config),
+        ):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets, reward="reward_model" in config.feedback.models)
             data = runs.run_references(config, data or runs.read_data(config))
-            say("loading")
+            publish_phase("loading")
             stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
             with Fleets() as fleets:
                 rollouts, feedback = fleets.for_policy(config, data.task)

@@ -80,15 +80,17 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
     base = sft_job(demo)
     world = demo.run.folder / WORLD
     metrics: dict[str, dict[str, Any]] = {}
-    metrics[WORLD] = once(world, demo.world, lambda: _write_world(demo))
-    metrics[BASE] = once(base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy"))
+    metrics[WORLD] = load_or_run(world, demo.world, lambda: _write_world(demo))
+    metrics[BASE] = load_or_run(
+        base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy")
+    )
     if demo.task == "tiny_code":
         return metrics
     annotated = annotate_job(demo)
     last = reward_job(demo)
-    metrics[ANNOTATED] = once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets))
+    metrics[ANNOTATED] = load_or_run(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets))
     if reward:
-        metrics[REWARD] = once(last.run.folder, last, lambda: _train_reward(demo, last, fleets))
+        metrics[REWARD] = load_or_run(last.run.folder, last, lambda: _train_reward(demo, last, fleets))
     return metrics
 
 
@@ -152,7 +154,7 @@ def make_corrector(demo: DemoJob, name: str) -> dict[str, Any]:
     revise by itself, or follow a critique.
     """
     job = corrector_job(demo, name)
-    return once(job.run.folder, job, lambda: _train_corrector(job, name))
+    return load_or_run(job.run.folder, job, lambda: _train_corrector(job, name))
 
 
 def corrector_job(demo: DemoJob, name: str) -> SFTJob:
@@ -181,7 +183,7 @@ def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
     return {"run": run, "cluster": demo.cluster, "task": demo.task}
 
 
-def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+def load_or_run(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Return the result of `make` with its `seconds`, from now or an earlier run. UserError for other settings."""
     run_identity = Identity.from_config(settings)
     kept = identity.load_result(folder, run_identity, STAGE_FILE)

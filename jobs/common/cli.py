@@ -105,7 +105,7 @@ def check_and_run(
     resources = find_resources(cluster) if cluster == "local" else None
     findings = preflight.preflight(config, resources)
     data = [preflight.read_inputs(findings, config, resolve_name(read))] if read else []
-    if describe and (description := findings.of(describe, config)):
+    if describe and (description := findings.collect(describe, config)):
         print(description, flush=True)
     if describe and data and data[0] is not None:
         preview = import_module("jobs.train_policy.preview").preview_data(config, data[0])

@@ -21,7 +21,7 @@ DRAIN_S = 5.0  # a stopped run waits so long for running judgements without requ
 TICK_S = 0.2  # between checks for signals and journal syncs: a power failure may lose the records of one tick
 Row = TypeVar("Row", bound=Any)  # a pydantic model with a field `key`
 Items = Mapping[str, Any]  # key of a row -> what the row is made of
-Ask = Callable[[str, Any], Awaitable[Any]]  # a key and its item -> the row
+MakeRow = Callable[[str, Any], Awaitable[Any]]  # a key and its item -> the row
 
 
 def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
@@ -34,19 +34,19 @@ def collect(
     schema: type[Row],
     title: str,
     items: Items,
-    ask: Ask,
+    make_row: MakeRow,
     concurrency: int,
     drain_s: float,
     stop: StopFlag,
     is_final: Callable[[Row], bool] = lambda row: True,
 ) -> list[Row]:
-    """Append the row that `ask` makes of each item to a journal, unless the journal has a final row of the item's key.
+    """Append `make_row` of each item to a journal, unless the journal has a final row of the item's key.
 
     Args:
         path: File of the journal.
         schema: Type of its rows.
         title: Name of the phase, for the progress bar and messages.
-        items: Key of the row -> what `ask` gets.
+        items: Key of the row -> what `make_row` gets.
         concurrency: Number of items in work at one time.
         drain_s: Seconds for items in work after `stop` is set.
         is_final: Whether a row of an earlier start needs no other try.
@@ -66,7 +66,7 @@ def collect(
 
     async def append_row(key: str, item: Any) -> None:
         with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
-            row = await ask(key, item)
+            row = await make_row(key, item)
             journal.append(row)
             bar.advance()
 

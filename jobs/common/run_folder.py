@@ -25,13 +25,13 @@ SMOKE_STEPS = 3
 _locked: set[Path] = set()  # folders locked by this process
 
 
-def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, **more: Any) -> Identity:
+def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, **identity_extras: Any) -> Identity:
     """Refuse a run folder that has one of `leftovers` of another config. Only accepted changes are written.
 
     Args:
         leftovers: Files and folders that bind the next start; by default the config of the last start.
         should_save: See `identity.check_identity`.
-        more: See `Identity.from_config`.
+        identity_extras: See `Identity.from_config`.
 
     Returns:
         The identity of the continued run. A smoke run never continues.
@@ -40,7 +40,7 @@ def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, *
         UserError: See `identity.check_identity`.
     """
     folder = config.run.folder
-    run_identity = Identity.from_config(config, **more)
+    run_identity = Identity.from_config(config, **identity_extras)
     binding = leftovers or (loading.FILE_NAME,)
     existing = [name for name in binding if (folder / name).exists()]
     if config.run.smoke or not existing:
@@ -50,12 +50,12 @@ def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, *
     return identity.check_identity(folder, run_identity, should_save=should_save)
 
 
-def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
+def begin_folder(config: JobConfig, *leftovers: str, **identity_extras: Any) -> Path:
     """Write identity and resolved config into the run folder and return it; see `check_folder`.
 
     The folder of a smoke run is emptied first.
     """
-    run_identity = check_folder(config, *leftovers, **more)
+    run_identity = check_folder(config, *leftovers, **identity_extras)
     folder = config.run.folder
     check_regular(folder / COMMANDS_FILE)
     check_regular(folder / FEEDBACK_LOG)

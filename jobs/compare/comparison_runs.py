@@ -19,11 +19,11 @@ from typing import Any
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from jobs.artifacts.stages import base_model, once, positions, reward_job
+from jobs.artifacts.stages import base_model, load_or_run, positions, reward_job
 from jobs.common.cli import StopFlag, print_outputs
 from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
 from jobs.train_policy.policy_runs import (
-    After,
+    OnFinished,
     PolicyData,
     finished,
     learner_spec,
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------------------------------------------------- reference
-class Target:
+class ReferenceResponses:
     """Judged responses of the base to held-out prompts, sampled now or in an earlier start.
 
     `fleets` has engines with the weights of the base.
@@ -99,7 +99,7 @@ class Target:
             write_groups(samples, {0: groups})
             return {}
 
-        once(folder, job, make)
+        load_or_run(folder, job, make)
         prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
         groups = read_groups(samples, prompts_by_id)[0]
         self.responses = [JudgedResponse(group.prompt, *group.samples[0]) for group in groups]
@@ -164,37 +164,39 @@ class Session:
     fleets: Fleets
     results: Results  # of runs that are not made again
 
-    def run(self, name: str, arm: PolicyJob, target: Target | None = None, data: PolicyData | None = None) -> None:
-        """Make a run unless it is finished, and measure it with `target`."""
+    def run(
+        self, name: str, arm: PolicyJob, references: ReferenceResponses | None = None, data: PolicyData | None = None
+    ) -> None:
+        """Make a run unless it is finished, and measure it with `references`."""
         method = self.arms.methods[name]
         data = data or self.data
-        identity_fields = self.arms.identity_extras(name)
+        identity_extras = self.arms.identity_extras(name)
         if data is not self.data:
-            identity_fields |= {"held_out": SEARCH_POSTS}
+            identity_extras |= {"held_out": SEARCH_POSTS}
 
-        if self.results.find(arm, **identity_fields):
+        if self.results.find(arm, **identity_extras):
             print(f"{name}, seed {arm.run.seed}: in {self.arms.job.compare.results}, and not made again")
             return
-        summary = finished(arm, **identity_fields)
+        summary = finished(arm, **identity_extras)
         if summary is None:
             if self.stop:
                 raise Stopped
-            summary = self._train(arm, method.is_baseline, target, data, identity_fields)
+            summary = self._train(arm, method.is_baseline, references, data, identity_extras)
 
         targeting_file = arm.run.folder / TARGETING_FILE
         is_measured = targeting_file.exists()
-        if target and method.is_trained and not is_measured:
+        if references and method.is_trained and not is_measured:
             feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
-            target.measure_exported(arm, feedback)
-        if target and self.arms.job.compare.results:
+            references.measure_exported(arm, feedback)
+        if references and self.arms.job.compare.results:
             seconds = summary["timing"]["wall_s"]
-            self.results.append(name, arm, load_run(arm), seconds=seconds, **identity_fields)
+            self.results.append(name, arm, load_run(arm), seconds=seconds, **identity_extras)
 
     def _train(
         self,
         arm: PolicyJob,
         is_baseline: bool,
-        target: Target | None,
+        references: ReferenceResponses | None,
         data: PolicyData,
         fields: dict[str, Any],
     ) -> dict[str, Any]:
@@ -205,8 +207,8 @@ class Session:
             summary = run_baseline(arm, data, feedback, self.stop, **fields)
         else:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
-            after: After = partial(target.measure, arm) if target else lambda *_: None
-            summary = train(arm, data, rollouts, feedback, self.stop, after, **fields)
+            on_finished: OnFinished = partial(references.measure, arm) if references else lambda *_: None
+            summary = train(arm, data, rollouts, feedback, self.stop, on_finished, **fields)
         checkpoints = arm.run.folder / "checkpoints"
         shutil.rmtree(checkpoints, ignore_errors=True)  # tens of runs; the numbers stay
         return summary
@@ -240,12 +242,12 @@ class Session:
                 rates.append(wider)
         return scores, choose_lr(scores)
 
-    def run_arms(self, names: Sequence[str], chosen: dict[str, float], target: Target) -> None:
+    def run_arms(self, names: Sequence[str], chosen: dict[str, float], references: ReferenceResponses) -> None:
         """Run all methods seed by seed, so that a temporarily slower machine affects all methods."""
         config = self.arms.job.compare
         for seed, name in product(config.seeds, names):
             arm = self.arms.arm(name, seed, chosen.get(name))
-            self.run(name, arm, target)
+            self.run(name, arm, references)
         if not set(NOISY) <= set(names):
             return
         for noise, seed, name in product(config.noise, config.seeds, NOISY):
@@ -302,7 +304,7 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
         "posts": "reported" if search_data is data else SEARCH_POSTS,
     }
 
-    target: Target | None = None
+    references: ReferenceResponses | None = None
     results = Results(config)
     has_one_rate = len(config.lr_grid) == 1
     groups = engine_groups(arms) if config.seeds else []
@@ -310,7 +312,7 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     for names, is_group_made in zip(groups, is_made, strict=True):
         trained = [name for name in names if arms.methods[name].is_trained]
         # The first group has the engines of the reference, which measures the runs of the others as well.
-        if is_group_made and (target or all(is_made)):
+        if is_group_made and (references or all(is_made)):
             if names:
                 print(f"{', '.join(names)}: all runs are in {config.results}, and are not made again")
             chosen |= dict.fromkeys(trained, config.lr_grid[0])
@@ -318,12 +320,12 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
 
         with Fleets() as fleets:
             session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets, results=results)
-            target = target or Target(arms, data, fleets)
+            references = references or ReferenceResponses(arms, data, fleets)
             for name in trained:
                 scores_by_lr, chosen[name] = session.find_lr(name)
                 if scores_by_lr:
                     scores[name] = scores_by_lr
-            session.run_arms(names, chosen, target)
+            session.run_arms(names, chosen, references)
     return search
 
 
@@ -360,7 +362,7 @@ def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[st
     for model, job_by_seed in jobs.items():
         metrics[model] = {}
         for seed, job in job_by_seed.items():
-            metrics[model][seed] = once(job.run.folder, job, partial(run_arm, demo, job))
+            metrics[model][seed] = load_or_run(job.run.folder, job, partial(run_arm, demo, job))
     return metrics
 
 

@@ -84,7 +84,7 @@ class FeedbackScores:
                 return await source.judge(prompt, text)
             return SpanFeedback(critique="", spans=(), status="empty", source=source.name, version="", reason=NO_ANSWER)
 
-        async def ask(key: str, item: tuple[Prompt, list[str]]) -> JudgedResponses:
+        async def make_row(key: str, item: tuple[Prompt, list[str]]) -> JudgedResponses:
             prompt, texts = item
             feedbacks = await gather_all(judge_one(prompt, text) for text in texts)
             records: list[AnnotatedRecord] = []
@@ -98,7 +98,7 @@ class FeedbackScores:
         limit = judging_concurrency(self.feedback)
         drain_s = drain_seconds(self.feedback)
         rows = collect(
-            path, JudgedResponses, f"feedback on {name}", items, ask, limit, drain_s, stop,
+            path, JudgedResponses, f"feedback on {name}", items, make_row, limit, drain_s, stop,
             is_final=lambda row: row.is_complete,
         )  # fmt: skip
         self._check_failures(name, rows)

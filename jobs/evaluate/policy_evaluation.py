@@ -228,14 +228,14 @@ class Evaluation:
         sampling = make_sampling(config, "eval", 0, num_samples=rollout.samples_per_prompt)
         sampling = replace(sampling, temperature=config.temperatures.get(name, rollout.temperature))
 
-        async def ask(key: str, prompt: Prompt) -> Answers:
+        async def make_row(key: str, prompt: Prompt) -> Answers:
             if source:
                 rollouts = await source.sample(prompt, sampling)
                 answers = [(rollout.answer, rollout.finish_reason) for rollout in rollouts]
             else:
                 client = self._find_client(self.config.endpoints[name])
                 requests = [self._to_server(prompt, sampling, index) for index in range(sampling.num_samples)]
-                replies = await gather_all(map(client.ask, requests))
+                replies = await gather_all(map(client.request, requests))
                 answers = [(reply.text, reply.finish_reason) for reply in replies]
             responses = tuple(Response(text=text, cut=reason == "length") for text, reason in answers)
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
@@ -247,7 +247,7 @@ class Evaluation:
         if far := config.endpoints.get(name):
             concurrency = far.concurrency
             drain_s = config.timeout_s
-        collect(path, Answers, f"responses of {name}", prompts, ask, concurrency, drain_s, stop)
+        collect(path, Answers, f"responses of {name}", prompts, make_row, concurrency, drain_s, stop)
 
     def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> ChatRequest:
         seed = sample_seed(sampling.seed, prompt.prompt_id, index)
@@ -280,8 +280,8 @@ class Evaluation:
             return Scores(prompt_id=prompt.prompt_id, key=key, scores=tuple(scores))
 
         path = self.folder / SCORES / f"{name}.jsonl"
-        ask = partial(asyncio.to_thread, measure)
-        return collect(path, Scores, f"scores of {name}", items, ask, config.concurrency, DRAIN_S, stop)
+        make_row = partial(asyncio.to_thread, measure)
+        return collect(path, Scores, f"scores of {name}", items, make_row, config.concurrency, DRAIN_S, stop)
 
     def lacks_feedback(self) -> bool:
         """Return whether the feedback source has responses to judge."""
@@ -318,14 +318,14 @@ class Evaluation:
                 key = content_key(about, llm.url, llm.model, request)
                 items[key] = Judgement(key=key, **about), request
 
-        async def ask(key: str, item: tuple[Judgement, ChatRequest]) -> Judgement:
+        async def make_row(key: str, item: tuple[Judgement, ChatRequest]) -> Judgement:
             row, request = item
-            answer = await self._find_client(llm).ask(request)
+            answer = await self._find_client(llm).request(request)
             return row.model_copy(update=read_verdict(answer.text))
 
         path = self.folder / JUDGEMENTS
         drain_s = self.config.timeout_s
-        return collect(path, Judgement, f"judge {name}", items, ask, llm.concurrency, drain_s, stop)
+        return collect(path, Judgement, f"judge {name}", items, make_row, llm.concurrency, drain_s, stop)
 
     def _report(
         self,

@@ -110,11 +110,11 @@ class BareLearner:
             with torch.no_grad():
                 reference = rows.token_outputs(self._reference, 1.0).logprobs
             now = rows.token_outputs(self._policy, 1.0).logprobs
-            weights = rows.numbers("weights")
+            weights = rows.column("weights")
             gap = reference - now
             ratio = (now - now.detach()).exp()
             kl = gap.exp() - gap - 1
-            loss = -ratio * rows.numbers("advantages") + 0.05 * kl
+            loss = -ratio * rows.column("advantages") + 0.05 * kl
             (loss * weights).sum().backward()
         torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.policy.max_grad_norm)
         self._adamw.step()

@@ -46,14 +46,14 @@ async def measure(bench: Bench) -> list[Record]:
     records: list[Record] = []
     with Fleets() as fleets:
         fleet = fleets.feedback(config, task, bench.config)
-        for name, guide, ask in (
+        for name, guide, request in (
             ("reward, with the grammar", {"grammar": grammar}, fleet.judge),
             ("reward, without", None, fleet.judge_unguided),
         ):
             sides: dict[str, Side] = {
                 "bare vLLM": partial(bare_side, guide),
                 "engine alone": partial(alone_side, guide),
-                "fleet": partial(ask_fleet, fleet, prompts, ask),
+                "fleet": partial(ask_fleet, fleet, prompts, request),
             }
             race = Race(name=name, unit="answers", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
             records.append(await bench.race(race))

@@ -67,7 +67,7 @@ from t2g.types import Prompt, TrainSequence
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-After = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
+OnFinished = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 IMITATION = "imitation"  # folder of ilf's training
 TIMES = {"steps_s": STEP_S, "evaluations_s": EVAL_S}  # in the summary: sums of metrics
@@ -153,24 +153,24 @@ def train(
     rollouts: RolloutFleet,
     feedback: FeedbackSource,
     stop: StopFlag,
-    after: After = lambda *_: None,
-    **more: Any,
+    on_finished: OnFinished = lambda *_: None,
+    **identity_extras: Any,
 ) -> dict[str, Any]:
     """Make one run on running fleets, with a learner group that ends with this call; return the written summary.
 
     Args:
         rollouts: Engines of the same model.
-        after: Called after the last step, while the learner lives and the engines have its weights. A run whose `after`
-            did not return is not finished.
-        more: See `Identity.from_config`.
+        on_finished: Called after the last step, while the learner lives and the engines have its weights. A run
+            whose `on_finished` did not return is not finished.
+        identity_extras: See `Identity.from_config`.
 
     Raises:
         Stopped: `stop` ended the run at a checkpoint; the same call resumes it.
     """
     steering = Steering(config, rollouts, feedback)  # one for all learners: its picture of the run stays
-    attempt = partial(run_with_learner, config, data, rollouts, feedback, steering, stop, after)
+    attempt = partial(run_with_learner, config, data, rollouts, feedback, steering, stop, on_finished)
     with run_folder.sole_process(config.run.folder):
-        run_folder.begin_folder(config, **more)
+        run_folder.begin_folder(config, **identity_extras)
         state = with_restarts(attempt, config.learner, stop)
     if state.step < config.num_steps:
         raise Stopped
@@ -209,7 +209,7 @@ def run_with_learner(
     feedback: FeedbackSource,
     steering: Steering,
     stop: StopFlag,
-    after: After,
+    on_finished: OnFinished,
     lost_at: float | None,
 ) -> TrainerState:
     """Continue the run from its last checkpoint, with a new learner group. Raises LearnerLost."""
@@ -257,7 +257,7 @@ def run_with_learner(
         if state.step == config.num_steps:
             with log_duration("writing the policy"):
                 learner.export(folder / "policy")
-            after(rollouts, journaled, learner)
+            on_finished(rollouts, journaled, learner)
         return state
 
 
@@ -342,7 +342,7 @@ def run_baseline(
     *,
     procedure: str,
     reviser: str | None = None,
-    **more: Any,
+    **identity_extras: Any,
 ) -> dict[str, Any]:
     """Make a baseline run in `job.run.folder` from its beginning, and return its summary.
 
@@ -351,7 +351,7 @@ def run_baseline(
     Args:
         job: See `baselines.check`.
         reviser: A model folder or hub name; None for the policy itself.
-        more: See `Identity.from_config`.
+        identity_extras: See `Identity.from_config`.
 
     Raises:
         UserError: The folder belongs to another run.
@@ -360,7 +360,7 @@ def run_baseline(
     folder = job.run.folder
     started = time.monotonic()
     with run_folder.sole_process(folder), closing(RunLog(folder, job.log)) as log:
-        run_folder.begin_folder(job, procedure=procedure, reviser=reviser, **more)
+        run_folder.begin_folder(job, procedure=procedure, reviser=reviser, **identity_extras)
         log.truncate(0)
         for leftover in (POLICY, f"{POLICY}.part", IMITATION):
             shutil.rmtree(folder / leftover, ignore_errors=True)
@@ -391,12 +391,12 @@ def with_engines(
     job: PolicyJob,
     model: ModelConfig,
     rollout: RolloutConfig,
-    ask: Callable[[RolloutSource], Coroutine[Any, Any, Any]],
+    use_engines: Callable[[RolloutSource], Coroutine[Any, Any, Any]],
 ) -> Any:
-    """Start engines of `model`, return the result of `ask` on them, and end them."""
+    """Start engines of `model`, return the result of `use_engines` on them, and end them."""
     with Fleets() as own:
         source = own.rollouts(model, rollout, job)
-        return asyncio.run(ask(source))
+        return asyncio.run(use_engines(source))
 
 
 def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics:
@@ -476,12 +476,12 @@ def find_steps_done(*configs: PolicyJob, should_save: bool = True) -> list[tuple
     return steps
 
 
-def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
+def finished(config: PolicyJob, **identity_extras: Any) -> dict[str, Any] | None:
     """Return the summary of a run that already has all its steps; None for others and for a smoke run.
 
     See `run_folder.check_folder` for `more` and errors.
     """
-    run_folder.check_folder(config, SUMMARY_FILE, **more)
+    run_folder.check_folder(config, SUMMARY_FILE, **identity_extras)
     if config.run.smoke:
         return None
     content = read_regular(config.run.folder / SUMMARY_FILE)

@@ -58,13 +58,13 @@ class Rows:
         sequences = torch.arange(len(lengths))
         return sequences.repeat_interleave(lengths).to(self.device)
 
-    def numbers(self, name: str) -> torch.Tensor:
+    def column(self, name: str) -> torch.Tensor:
         """Return a field of the sequences, [R] each, as one tensor [N] float32."""
         arrays = [getattr(sequence, name) for sequence in self.sequences]
         joined = np.concatenate([np.zeros(0), *arrays])
         return torch.tensor(joined, dtype=torch.float32, device=self.device)
 
-    def table(self, name: str, width: int) -> torch.Tensor:
+    def matrix(self, name: str, width: int) -> torch.Tensor:
         """Return a field of the sequences, [R, width] each, as one tensor [N, width]."""
         arrays = [getattr(sequence, name) for sequence in self.sequences]
         joined = np.concatenate(arrays) if arrays else np.zeros((0, width), np.float32)

@@ -40,17 +40,19 @@ DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 Fits = Sequence[tuple[PodGroup, Estimate]]
 
 
-def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings | None = None) -> tuple[list[str], str]:
+def check_config(
+    config: JobConfig, *, gpu: str = "A100-80GB", preflight_findings: Findings | None = None
+) -> tuple[list[str], str]:
     """Return the problems, a sentence each, and the report: pods, GPU memory of each role, problems and warnings.
 
     Args:
         gpu: A name of `memory.GPUS`, or GiB.
-        found: Findings of a preflight, added to the report.
+        preflight_findings: Findings of a preflight, added to the report.
 
     Raises:
         UserError: The GPU is unknown, or a worker fits into no pod.
     """
-    found = found or Findings()
+    preflight_findings = preflight_findings or Findings()
     gpu_gib = gib_of(gpu)
     groups = pod_groups(config)
     shapes, remarks = _shapes(config)
@@ -59,7 +61,7 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
         if group.role.gpus and group.name in shapes:
             fit = _fit(config, group, shapes[group.name], gpu_gib * GIB)
             fits.append((group, fit))
-    problems = [*found.wrong, *_problems(config, shapes, fits, gpu_gib)]
+    problems = [*preflight_findings.wrong, *_problems(config, shapes, fits, gpu_gib)]
     warnings = _warnings(config, groups, shapes, fits)
 
     lines = [_pod_line(group) for group in groups]
@@ -68,7 +70,7 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
     lines += [*remarks, ""]
     findings = [f"problem: {text}" for text in problems]
     findings += [f"warning: {text}" for text in warnings]
-    findings += [f"not here: {text}" for text in found.missing]
+    findings += [f"not here: {text}" for text in preflight_findings.missing]
     lines += findings or ["no problems found"]
     return problems, "\n".join(lines)
 

@@ -65,7 +65,7 @@ class Findings:
     missing: list[str] = field(default_factory=list)  # files, packages and resources that this machine lacks
     usable: set[str] = field(default_factory=set)  # "task", and keys of models and data
 
-    def of(self, check: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
+    def collect(self, check: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
         """Return the result of a check, or None if it raises a UserError, whose lines are added to the problems."""
         try:
             return check(*arguments, **options)
@@ -106,34 +106,34 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     Args:
         have: The resources of this machine, with Ray's names; None for a cluster of unknown resources.
     """
-    found = Findings()
+    findings = Findings()
     artifacts = find_artifacts(job)
     if have is not None:
         if lack := shortfall(job.roles(), have):
-            found.missing.append(f"this machine is too small: {lack}")
+            findings.missing.append(f"this machine is too small: {lack}")
         _warn_of_emulated_dtypes(job)
-    task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
-    found.usable.update(["task"] if task else [])
+    task = findings.collect(get_task, job.task) if isinstance(job, JobConfig) else None
+    findings.usable.update(["task"] if task else [])
     for model in models(job):
-        if not is_made_later(model.name, artifacts) and found.of(_check_model, model):
-            found.usable.add(model.key)
+        if not is_made_later(model.name, artifacts) and findings.collect(_check_model, model):
+            findings.usable.add(model.key)
     for key in DATA_KEYS:
         data = getattr(job, key, None)
         if data is None or any(is_made_later(path, artifacts) for path in data.paths):
             continue
-        if found.of(_check_data, key, data):
-            found.usable.add(key)
-    if isinstance(job, PolicyJob | SFTJob) and "model.policy" in found.usable:
-        found.of(_check_memory, job)
+        if findings.collect(_check_data, key, data):
+            findings.usable.add(key)
+    if isinstance(job, PolicyJob | SFTJob) and "model.policy" in findings.usable:
+        findings.collect(_check_memory, job)
     if isinstance(job, JobConfig) and task is not None:
-        _check_sources(found, job, task)
+        _check_sources(findings, job, task)
     log = getattr(job, "log", LogConfig())
     if log.wandb_project is not None and find_spec("wandb") is None:
-        found.missing.append(
+        findings.missing.append(
             f"log.wandb_project={log.wandb_project!r} needs the package wandb, which is not installed: "
             "install the extra `wandb`, or leave the field out"
         )
-    return found
+    return findings
 
 
 def _warn_of_emulated_dtypes(job: AnyJob) -> None:
@@ -145,7 +145,7 @@ def _warn_of_emulated_dtypes(job: AnyJob) -> None:
         )  # fmt: skip
 
 
-def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Result | None:
+def read_inputs(findings: Findings, job: Job, read: Callable[[Job], Result]) -> Result | None:
     """Return what `read` reads for the job, or None if inputs are wrong, missing or created later.
 
     Without the policy's tokenizer the records are read nevertheless, so that all problems are reported at once.
@@ -154,16 +154,16 @@ def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Res
     needed = {"task", *inputs}
     if any(model.key == "model.policy" for model in models(job)):
         needed.add("model.policy")
-    if needed <= found.usable:
+    if needed <= findings.usable:
         with log_duration("reading the data"):
-            return found.of(read, job)
-    for key in inputs & found.usable:
-        records = found.of(load_records, getattr(job, key), key)
-        if records and isinstance(job, PolicyJob) and "task" in found.usable:
+            return findings.collect(read, job)
+    for key in inputs & findings.usable:
+        records = findings.collect(load_records, getattr(job, key), key)
+        if records and isinstance(job, PolicyJob) and "task" in findings.usable:
             task = get_task(job.task)
-            prompts = found.of(make_prompts, records, task, None, 0)
+            prompts = findings.collect(make_prompts, records, task, None, 0)
             if prompts and key == "data":
-                found.of(OutcomeRewards, job, task, prompts)
+                findings.collect(OutcomeRewards, job, task, prompts)
     return None
 
 
@@ -350,18 +350,18 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
         raise UserError(f"{key} is {memory_gib:g}: a rank that loads its models needs {need / GIB:.1f}")
 
 
-def _check_sources(found: Findings, job: JobConfig, task: Task) -> None:
+def _check_sources(findings: Findings, job: JobConfig, task: Task) -> None:
     """Check the feedback sources: signature of a function, API key, file of annotations, model card, sandbox."""
     for section, feedback in job.feedback_sections.items():
         absent = [path for path in human_paths(feedback) if not path.is_file()]
         if feedback.source == "human" and absent:
-            found.missing.append(f"{section}.human_file={absent[0]}: there is no such file")
+            findings.missing.append(f"{section}.human_file={absent[0]}: there is no such file")
         elif feedback.source not in ("llm", "reward_model", *(["human"] if feedback.engine_model else [])):
-            found.of(make_local_source, feedback, task, section=section)
-        is_usable = f"{section}.reward_model" in found.usable
+            findings.collect(make_local_source, feedback, task, section=section)
+        is_usable = f"{section}.reward_model" in findings.usable
         if is_usable and not isinstance(job, ScoreJob):  # a ScoreJob takes task and style from the card
-            found.of(check_card, Path(str(feedback.reward_model)), make_card(task, feedback.style))
+            findings.collect(check_card, Path(str(feedback.reward_model)), make_card(task, feedback.style))
     for server in servers(job):
-        found.of(EndpointChat, server)
+        findings.collect(EndpointChat, server)
     if isinstance(job, PolicyEvaluationJob) and job.task == "code" and (lack := available(job.sandbox.require)):
-        found.missing.append(lack)
+        findings.missing.append(lack)

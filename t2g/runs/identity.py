@@ -71,20 +71,20 @@ class Identity(Section):
     defaults: dict[str, Any] = Field({}, exclude=True)  # of keys that an earlier version of this program did not have
 
     @classmethod
-    def from_config(cls, config: BaseModel, **more: Any) -> Self:
+    def from_config(cls, config: BaseModel, **identity_extras: Any) -> Self:
         """Return the identity of the result of `config`; reads the content behind each local path.
 
         A path that does not exist yet, such as a later artifact, has no content to compare.
 
         Args:
-            more: JSON values and paths that decide the result and are not in the config: `method="dpo"`.
+            identity_extras: JSON values and paths that decide the result and are not in the config: `method="dpo"`.
         """
-        settings = identity_values(config) | more
+        settings = identity_values(config) | identity_extras
         if isinstance(config, PolicyJob):
             settings[SCHEDULE] = config.schedule_steps
 
         contents: dict[str, str] = {}
-        for key, values in _find_locations(config, more).items():
+        for key, values in _find_locations(config, identity_extras).items():
             if key in settings and all(_is_local(value) for value in values):
                 del settings[key]
                 contents[key] = content_hash(*map(Path, values))
@@ -122,13 +122,13 @@ class Identity(Section):
         return settings, changes
 
 
-def _find_locations(config: BaseModel, more: Mapping[str, Any]) -> dict[str, list[str]]:
+def _find_locations(config: BaseModel, identity_extras: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the values of each key that may name local files."""
     locations: dict[str, list[str]] = {}
     for key, values in paths(config):
         if values:
             locations[key] = [str(value) for value in values]
-    for key, value in more.items():
+    for key, value in identity_extras.items():
         if os.path.isabs(str(value)):
             locations[key] = [value]
     return locations

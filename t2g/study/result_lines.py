@@ -57,18 +57,18 @@ class Results:
             raise UserError(f"compare.results={config.results}: its folder cannot be made: {error}") from error
         self._lines = {line.key: line for line in read_journal(config.results, ResultLine)}
 
-    def find(self, arm: PolicyJob, **more: Any) -> Run | None:
-        """Return the figures of a run, or None. more: See `Identity.from_config`."""
+    def find(self, arm: PolicyJob, **identity_extras: Any) -> Run | None:
+        """Return the figures of a run, or None. identity_extras: See `Identity.from_config`."""
         if not self._lines:  # the key would hash the run's data
             return None
-        line = self._lines.get(self.make_key(arm, **more))
+        line = self._lines.get(self.make_key(arm, **identity_extras))
         return line.run if line else None
 
-    def append(self, method: str, arm: PolicyJob, run: Run, *, seconds: float, **more: Any) -> None:
-        """Append the line of a finished run, if there is a file. more: See `Identity.from_config`."""
+    def append(self, method: str, arm: PolicyJob, run: Run, *, seconds: float, **identity_extras: Any) -> None:
+        """Append the line of a finished run, if there is a file. identity_extras: See `Identity.from_config`."""
         if self._config.results is None:
             return
-        key = self.make_key(arm, **more)
+        key = self.make_key(arm, **identity_extras)
         today = now().date().isoformat()
         line = ResultLine(
             method=method,
@@ -83,9 +83,9 @@ class Results:
         with closing(Journal(self._config.results)) as journal:
             journal.append(line)
 
-    def make_key(self, arm: PolicyJob, **more: Any) -> str:
+    def make_key(self, arm: PolicyJob, **identity_extras: Any) -> str:
         """Return a hash of what decides a run's figures."""
-        identity = Identity.from_config(arm, **more)
+        identity = Identity.from_config(arm, **identity_extras)
         contents = {key: digest for key, digest in identity.contents.items() if key != MODEL}
         retention = self._config.retention
         texts = retention and (Path(retention.name).name, retention.columns, retention.limit)

@@ -97,7 +97,7 @@ def test_without_sequences_there_is_a_gradient_of_nothing(chunked: bool) -> None
     if chunked:
         install_chunked_head(model)
     rows = Rows([], CPU)
-    assert rows.numbers("weights").shape == rows.sequence_ids.shape == (0,)
+    assert rows.column("weights").shape == rows.sequence_ids.shape == (0,)
     for grad in torch.autograd.grad(rows.token_outputs(model, 1.0).logprobs.sum(), list(model.parameters())):
         assert not grad.any()
 
@@ -126,5 +126,5 @@ def test_values_are_of_the_state_before_the_token() -> None:
 
 def test_numbers_and_segments_follow_the_response_tokens() -> None:
     made = [TrainSequence(prompt_ids=[1], response_ids=[2] * n, weights=np.arange(n) + 10.0 * n) for n in (2, 0, 1)]
-    assert Rows(made, CPU).numbers("weights").tolist() == [20, 21, 10]
+    assert Rows(made, CPU).column("weights").tolist() == [20, 21, 10]
     assert Rows(made, CPU).sequence_ids.tolist() == [0, 0, 2]

@@ -71,9 +71,9 @@ def test_phases_are_reported_with_the_reason_of_the_last(tmp_path: Path) -> None
     def words() -> str:
         return format_status("own", read_status(tmp_path), done=False, now=now())
 
-    with pytest.raises(UserError), publish_phases(tmp_path, 9) as say:  # noqa: PT012 the phases in between are tested
+    with pytest.raises(UserError), publish_phases(tmp_path, 9) as publish_phase:  # noqa: PT012 the phases in between are tested
         assert words().splitlines()[1] == "starting"
-        say("loading")
+        publish_phase("loading")
         assert words().splitlines()[1] == "loading"
         write_status(tmp_path, STATUS)  # the steering's pictures, while it goes on
         assert "running" not in words()

@@ -139,7 +139,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     rows = Rows(normalize_weights(examples), torch.device("cpu"))
 
     def loss_fn(engine: Any, rows: Rows) -> tuple[torch.Tensor, dict[str, float]]:
-        return supervised_loss(logprobs=rows.token_outputs(engine, 1.0).logprobs, weights=rows.numbers("weights"))
+        return supervised_loss(logprobs=rows.token_outputs(engine, 1.0).logprobs, weights=rows.column("weights"))
 
     def start() -> Any:
         torch.manual_seed(0)

@@ -18,8 +18,8 @@ from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
 from jobs.compare.__main__ import check, describe, run
 from jobs.compare.comparison_runs import (
+    ReferenceResponses,
     Session,
-    Target,
     engine_groups,
     finish,
     has_all,
@@ -286,9 +286,9 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     scores = {("scalar", 1): 0.2, ("scalar", 2): 0.3, ("span", 1): 0.5, ("span", 2): 0.7}
     for (method, seed), score in scores.items():
         pretend(first, first.arm(method, seed, 0.1), 0.1, *[score] * 3)
-    target = SimpleNamespace(measure=lambda *_: None)
-    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, target)
-    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, target)  # adds no line
+    references = SimpleNamespace(measure=lambda *_: None)
+    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)
+    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)  # adds no line
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(row["method"], row["seed"], row["minutes"]) for row in rows] == [
         (*key, 2.0) for key in sorted(scores, key=lambda key: key[1])
@@ -390,29 +390,29 @@ def test_the_reference_is_made_once_and_kept(tmp_path: Path) -> None:
     data = PolicyData(task=LetterTask(), tokenizer=tokenizer, prompts=[], eval_prompts=prompts)
     fleets = FakeFleets(FakeRollouts(tokenizer))
     arms = arms_of(tmp_path / "runs", "compare.reference_prompts=5")
-    made = Target(arms, data, fleets).responses
+    made = ReferenceResponses(arms, data, fleets).responses
     fleets.rollouts.logits[:, 0] = 9.0  # another policy by now: what is kept must not change with it
-    again = Target(arms, data, fleets).responses
+    again = ReferenceResponses(arms, data, fleets).responses
     assert fleets.asked == 1 and len(made) == 5
     assert [(p, r.response_text, f) for p, r, f in again] == [(p, r.response_text, f) for p, r, f in made]
     with pytest.raises(UserError, match=r"reference was made with other inputs: eval\.num_prompts"):
-        Target(arms_of(tmp_path / "runs", "compare.reference_prompts=6"), data, fleets)
+        ReferenceResponses(arms_of(tmp_path / "runs", "compare.reference_prompts=6"), data, fleets)
 
 
 def test_targeting_is_measured_on_the_responses_of_the_base(tmp_path: Path) -> None:
     tokenizer, prompts = letter_tokenizer(tmp_path), letter_prompts(6)
     data = PolicyData(task=LetterTask(), tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts)
     arms, rollouts = arms_of(tmp_path / "runs", "compare.reference_prompts=6"), FakeRollouts(tokenizer)
-    target = Target(arms, data, FakeFleets(rollouts))
+    references = ReferenceResponses(arms, data, FakeFleets(rollouts))
     arm = arms.arm("span", 1, 1e-3)
     begin_folder(arm)
 
     def measured() -> dict[str, Any]:
-        target.measure(arm, rollouts, FakeFeedback(), ShiftedLearner())
+        references.measure(arm, rollouts, FakeFeedback(), ShiftedLearner())
         return json.loads((arm.run.folder / "targeting.json").read_text())
 
     still = measured()
-    texts = [r.response_text for _, r, _ in target.responses]
+    texts = [r.response_text for _, r, _ in references.responses]
     places = {letter: [i for text in texts for i, one in enumerate(text) if one == letter] for letter in "abc"}
     assert all(places.values())
     assert still["criticised"] == pytest.approx(-0.1 * np.mean(places["b"]))

@@ -83,8 +83,8 @@ def function(name: str) -> dict[str, str]:
     return {"source": f"preflight_functions:{name}"}
 
 
-def all_of(found: Findings) -> list[str]:
-    return [*found.wrong, *found.missing]
+def all_of(findings: Findings) -> list[str]:
+    return [*findings.wrong, *findings.missing]
 
 
 def test_a_run_that_can_start(model: Path, data: str) -> None:
@@ -112,12 +112,12 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
     ],
 )
 def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
-    found = preflight(policy(model, data, **sections), None)
-    assert len(found.wrong) == 1, found
-    assert words in found.wrong[0], found
-    assert found.missing == [], found
+    findings = preflight(policy(model, data, **sections), None)
+    assert len(findings.wrong) == 1, findings
+    assert words in findings.wrong[0], findings
+    assert findings.missing == [], findings
     with pytest.raises(UserError) as refused:
-        found.refuse()
+        findings.refuse()
     assert words in str(refused.value)
 
 
@@ -143,10 +143,10 @@ def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any
     ],
 )
 def test_what_is_not_on_this_machine(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
-    found = preflight(policy(model, data, **sections), None)
-    assert len(found.missing) == 1, found
-    assert words in found.missing[0], found
-    assert found.wrong == [], found
+    findings = preflight(policy(model, data, **sections), None)
+    assert len(findings.missing) == 1, findings
+    assert words in findings.missing[0], findings
+    assert findings.wrong == [], findings
 
 
 def test_bfloat16_is_emulated_on_a_cpu_without_its_instructions(model: Path, data: str) -> None:
@@ -159,9 +159,9 @@ def test_bfloat16_is_emulated_on_a_cpu_without_its_instructions(model: Path, dat
 def test_a_reward_function_is_checked_even_where_the_model_is_missing(data: str) -> None:
     objective = {"outcome_rewards": [{"source": "preflight_functions:of_one"}, {"source": "preflight_functions:pays"}]}
     job = policy("./my-modle", data, objective=objective)
-    found = preflight(job, None)
-    assert read_inputs(found, job, read_data) is None
-    (sentence,) = found.wrong
+    findings = preflight(job, None)
+    assert read_inputs(findings, job, read_data) is None
+    (sentence,) = findings.wrong
     assert sentence.startswith("objective.outcome_rewards: preflight_functions:of_one cannot be called with prompts, ")
 
 
@@ -195,9 +195,9 @@ def test_an_unknown_data_set_is_requested_once(
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unknown)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     mistyped = {"path": "openai/gsm8kk", "revision": "abc", "subset": "main"}
-    found = preflight(policy(model, "unused", data=mistyped), None)
-    (sentence,) = found.missing
-    assert "data.path=openai/gsm8kk: there is no folder of that name" in sentence and found.wrong == []
+    findings = preflight(policy(model, "unused", data=mistyped), None)
+    (sentence,) = findings.missing
+    assert "data.path=openai/gsm8kk: there is no folder of that name" in sentence and findings.wrong == []
     assert requests == [("openai/gsm8kk", "abc", 5)]
     (tmp_path / "datasets--openai--gsm8kk").mkdir()  # fetched before
     assert preflight(policy(model, "unused", data=mistyped), None) == Findings(usable=USABLE)
@@ -210,11 +210,11 @@ def test_an_unknown_data_set_is_requested_once(
 
 def test_all_faults_are_reported_together(tmp_path: Path) -> None:
     job = policy(tmp_path / "no", "no.jsonl", feedback=function("of_one"), task="nothing")
-    found = preflight(job, {"CPU": 0.5, "GPU": 0, "memory": 64 * GIB})
-    assert [words.partition(":")[0] for words in found.missing] == [
+    findings = preflight(job, {"CPU": 0.5, "GPU": 0, "memory": 64 * GIB})
+    assert [words.partition(":")[0] for words in findings.missing] == [
         "this machine is too small", f"model.policy={tmp_path / 'no'}", "data.path=no.jsonl",
     ]  # fmt: skip
-    assert len(found.wrong) == 1, "a task that is unknown has no feedback function"
+    assert len(findings.wrong) == 1, "a task that is unknown has no feedback function"
 
 
 def test_a_module_that_ends_the_process_while_it_is_imported(model: Path, data: str, tmp_path: Path) -> None:
@@ -236,36 +236,36 @@ def lengths(job: PolicyJob) -> tuple[int, int]:
 def test_all_records_are_read_before_a_start(model: Path, data: str, tmp_path: Path) -> None:
     many = write_records(tmp_path / "many.jsonl", *({"prompt": f"Why {i}?"} for i in range(20)))
     job = policy(model, many, eval_data={"path": data})
-    found = preflight(job, ROOMY)
-    assert read_inputs(found, job, lengths) == (20, 1)
-    assert all_of(found) == []
+    findings = preflight(job, ROOMY)
+    assert read_inputs(findings, job, lengths) == (20, 1)
+    assert all_of(findings) == []
     wrong = ({"prompt": "Why?"}, {"text": "b"}, {"prompt": "Who?"}, *[{"prompt": 4}] * 3)
     job = policy(model, many, eval_data={"path": write_records(tmp_path / "wrong.jsonl", *wrong)})
-    found = preflight(job, ROOMY)
-    assert read_inputs(found, job, lengths) is None
-    first, *_, last = found.wrong
+    findings = preflight(job, ROOMY)
+    assert read_inputs(findings, job, lengths) is None
+    first, *_, last = findings.wrong
     assert first.startswith("eval_data record 2 (wrong.jsonl:2): ")
     assert last == "1 more records are wrong"
-    assert len(found.wrong) == 4
+    assert len(findings.wrong) == 4
 
 
 def test_wrong_records_are_reported_with_a_missing_model_and_a_function_of_another_signature(tmp_path: Path) -> None:
     path = write_records(tmp_path / "wrong.jsonl", {"prompt": "Why?"}, {"text": "b"})
     job = policy("/no/model", path, feedback=function("of_three"))
-    found = preflight(job, ROOMY)
-    assert read_inputs(found, job, lengths) is None
-    assert found.missing == ["model.policy=/no/model: there is no folder of that name"]
-    signature, record = found.wrong
+    findings = preflight(job, ROOMY)
+    assert read_inputs(findings, job, lengths) is None
+    assert findings.missing == ["model.policy=/no/model: there is no folder of that name"]
+    signature, record = findings.wrong
     assert "of_three(prompt, response, style)" in signature and record.startswith("data record 2 (wrong.jsonl:2): ")
     with pytest.raises(UserError, match=r"^3 problems:\n- feedback.source=.*\n- data record 2 .*\n- model.policy="):
-        found.refuse()
+        findings.refuse()
 
 
 def test_nothing_is_read_that_is_yet_to_be_made(data: str) -> None:
     job = policy("${artifacts}/base/model", data)
-    found = preflight(job, ROOMY)
-    assert read_inputs(found, job, lengths) is None
-    assert all_of(found) == []
+    findings = preflight(job, ROOMY)
+    assert read_inputs(findings, job, lengths) is None
+    assert all_of(findings) == []
 
 
 def test_heads_of_a_size_that_the_cpu_kernels_lack(model: Path, data: str, tmp_path: Path) -> None:

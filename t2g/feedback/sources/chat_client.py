@@ -153,7 +153,7 @@ class ChatClient:
         self.num_tokens += completion.prompt_tokens + completion.output_tokens
         return completion
 
-    async def ask(self, request: ChatRequest) -> Completion:
+    async def request(self, request: ChatRequest) -> Completion:
         """Wait for a slot and return the answer. Raises as `complete` and `record_failure`."""
         async with self.slot():
             try:

@@ -52,8 +52,8 @@ def sequences(reference: Any) -> list[PairedSequence]:
 def our_loss(model: Any, both: tuple[PairedSequence, ...]) -> tuple[torch.Tensor, dict[str, float]]:
     rows = Rows(both, CPU)
     return dpo_loss(
-        logprobs=rows.token_outputs(model, 1.0).logprobs, ref_logprobs=rows.numbers("ref_logprobs"),
-        weights=rows.numbers("weights"), sequence_ids=rows.sequence_ids, num_pairs=len(both) // 2, beta=DPO_BETA,
+        logprobs=rows.token_outputs(model, 1.0).logprobs, ref_logprobs=rows.column("ref_logprobs"),
+        weights=rows.column("weights"), sequence_ids=rows.sequence_ids, num_pairs=len(both) // 2, beta=DPO_BETA,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def rows_of(examples: list[TrainSequence]) -> Rows:
 
 def loss_of(model: Any, rows: Rows) -> torch.Tensor:
     loss, metrics = supervised_loss(
-        logprobs=rows.token_outputs(model, 1.0).logprobs, weights=rows.numbers("weights") / 100
+        logprobs=rows.token_outputs(model, 1.0).logprobs, weights=rows.column("weights") / 100
     )
     assert loss.item() == metrics["policy/loss"]
     return loss

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from configs import differing
-from jobs.artifacts.stages import demo_of, once, reward_job
+from jobs.artifacts.stages import demo_of, load_or_run, reward_job
 from jobs.compare import comparison_runs
 from jobs.compare.comparison_runs import arm_job, relabel, write_dense
 from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
@@ -52,9 +52,9 @@ def test_each_model_differs_in_one_thing_from_the_demos(tmp_path: Path) -> None:
 def test_another_style_of_labels_is_another_run(tmp_path: Path) -> None:
     arms, demo = study(tmp_path)
     job = arm_job(arms, demo, "span", 1)
-    once(job.run.folder, job, dict)
+    load_or_run(job.run.folder, job, dict)
     with pytest.raises(UserError, match=r"plain-1 was made with other inputs: style\.labels"):
-        once(job.run.folder, job.model_copy(update={"style": StyleConfig(labels="dense")}), dict)
+        load_or_run(job.run.folder, job.model_copy(update={"style": StyleConfig(labels="dense")}), dict)
 
 
 def test_dense_records_are_those_of_the_dense_feedback_function(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from actors.cluster import placement
 from configs import differing
 from jobs.artifacts import stages
-from jobs.artifacts.stages import demo_of, make_stages, once, sft_job
+from jobs.artifacts.stages import demo_of, make_stages, load_or_run, sft_job
 from jobs.common.fleets import Fleets
 from jobs.demo.__main__ import PURPOSES, arm_job, run, select_facts, table
 from t2g.config import DemoJob, Placement, PolicyJob, SFTJob, WorldConfig, loading
@@ -90,15 +90,15 @@ def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(
         return {"records": 7.0}
 
     with pytest.raises(RuntimeError, match="killed"):
-        once(tmp_path / "world", WorldConfig(seed=3), make)
-    first = once(tmp_path / "world", WorldConfig(seed=3), make)
-    assert once(tmp_path / "world", WorldConfig(seed=3), make) == first
+        load_or_run(tmp_path / "world", WorldConfig(seed=3), make)
+    first = load_or_run(tmp_path / "world", WorldConfig(seed=3), make)
+    assert load_or_run(tmp_path / "world", WorldConfig(seed=3), make) == first
     assert (len(made), first["records"]) == (2, 7.0) and first["seconds"] >= 0
     purpose = f"phase world: {stages.PURPOSES['world']} ..."
     kept = "phase world: kept, it took 0 s in an earlier start"
     assert capsys.readouterr().err.splitlines() == [purpose, purpose, "phase world: 0 s", kept]
     with pytest.raises(UserError, match=r"world was made with other inputs: seed \(3 -> 4\)"):
-        once(tmp_path / "world", WorldConfig(seed=4), make)
+        load_or_run(tmp_path / "world", WorldConfig(seed=4), make)
 
 
 def test_a_demo_that_was_moved_goes_on_with_its_stages_and_no_other_contents(tmp_path: Path) -> None:
@@ -114,16 +114,16 @@ def test_a_demo_that_was_moved_goes_on_with_its_stages_and_no_other_contents(tmp
     for file in (Path(here.model.policy) / "model.safetensors", Path(here.data.path)):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
-    first = once(here.run.folder, here, make)
+    first = load_or_run(here.run.folder, here, make)
     (tmp_path / "here").rename(tmp_path / "there")
-    assert once(there.run.folder, there, make) == first and made == [1]
+    assert load_or_run(there.run.folder, there, make) == first and made == [1]
 
     Path(there.data.path).write_text("{ }")
     with pytest.raises(UserError, match=r"base was made with other inputs: the content of data\.path") as error:
-        once(there.run.folder, there, make)
+        load_or_run(there.run.folder, there, make)
     (token,) = re.findall(r"data:[0-9a-f]{16}", str(error.value))
     accepted = base("there", f"run.accept=[{token}]")
-    assert once(accepted.run.folder, accepted, make) == once(there.run.folder, there, make) == first
+    assert load_or_run(accepted.run.folder, accepted, make) == load_or_run(there.run.folder, there, make) == first
 
 
 def test_the_log_gives_the_purpose_of_every_phase() -> None:
