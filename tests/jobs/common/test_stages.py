@@ -12,7 +12,7 @@ import pytest
 from actors.cluster import placement
 from configs import differing
 from jobs.artifacts import stages
-from jobs.artifacts.stages import demo_of, make_stages, load_or_run, sft_job
+from jobs.artifacts.stages import demo_of, load_or_run, make_stages, sft_job
 from jobs.common.fleets import Fleets
 from jobs.demo.__main__ import PURPOSES, arm_job, run, select_facts, table
 from t2g.config import DemoJob, Placement, PolicyJob, SFTJob, WorldConfig, loading
