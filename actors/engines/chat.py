@@ -7,7 +7,7 @@ import numpy as np
 import ray
 
 from actors.engines.engine import Engine
-from actors.fleet.fleet import TRIES, Fleet
+from actors.fleet.fleet import REQUEST_TRIES, Fleet
 from t2g.config import SourceConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
@@ -65,7 +65,8 @@ class ChatFleet(Fleet):
             )
         self.model = f"{config.llm.model}@{config.llm.revision or 'local'}"
         self.name = f"{config.llm.model} on own engines"
-        self._timeout_s = min(config.llm.request_timeout_s, config.timeout_s / TRIES)  # the caller waits for timeout_s
+        attempt_s = config.timeout_s / REQUEST_TRIES  # the caller waits for timeout_s
+        self._timeout_s = min(config.llm.request_timeout_s, attempt_s)
         arguments = {"config": config, "seed": seed}
         super().__init__(arguments, config.engine, placement_timeout_s=placement_timeout_s)
 

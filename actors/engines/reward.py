@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from actors.engines.engine import Engine
-from actors.fleet.fleet import TRIES, Fleet
+from actors.fleet.fleet import REQUEST_TRIES, Fleet
 from t2g.config import RewardEngineConfig, SourceConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.card import check_card, make_card
@@ -135,7 +135,7 @@ class RewardFleet(Fleet):
         self._writes_critiques = config.style.critique
         engine = config.engine
         caller_timeout_s = engine.timeout_scale * config.timeout_s
-        self._timeout_s = min(engine.deadline_s, caller_timeout_s / TRIES)
+        self._timeout_s = min(engine.deadline_s, caller_timeout_s / REQUEST_TRIES)
         # By prompt, response and critique: ids are no key, since held-out prompts may have the ids of others.
         self._cache: dict[tuple[str, str, str | None], SpanFeedback] = {}
         arguments = {"config": config, "task": task, "seed": seed, "version": self.version}

@@ -41,7 +41,7 @@ TICK_S = 0.5  # between two ticks
 MEASURE_S = 2.0  # timeout of the engines' statistics
 MAX_LOSSES = 6  # losses that the error at the end of a run lists
 CatchUp = Callable[[Member], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
-TRIES = 3  # attempts of one request, each on another worker if there is one
+REQUEST_TRIES = 3  # attempts of one request, each on another worker if there is one
 
 
 class _Answers:
@@ -228,14 +228,14 @@ class Fleet:
             on_answer: Called once with each answer as soon as it is final: a later loss of the worker keeps it.
 
         Raises:
-            SamplingFailed: No answer after TRIES attempts.
+            SamplingFailed: No answer after REQUEST_TRIES attempts.
             RunStopped: No worker is left.
             UserError: The worker raised it.
         """
         answers = _Answers(len(submits), on_answer)
         reasons: list[str] = []
         member: Member | None = None
-        for _ in range(TRIES):
+        for _ in range(REQUEST_TRIES):
             self._tick_if_due(time.monotonic())  # not every job calls `supervise`
             open_ = answers.find_missing()
             member = await self._admission.enter(len(open_), avoid=member)

@@ -24,7 +24,7 @@ from t2g.errors import RunStopped
 from t2g.files import read_regular, write_json
 from t2g.types import WeightSyncResult
 
-TRIES = 2  # pushes of a version that no worker verified
+PUSH_TRIES = 2  # pushes of a version that no worker verified
 TARGET_POLL_S = 0.2
 
 
@@ -88,7 +88,7 @@ class WeightSync:
                 previous=previous,
             )
             gaps = await self._record_baseline_gap(version) if policy_version == 0 else []
-            for _ in range(TRIES):
+            for _ in range(PUSH_TRIES):
                 started_targets = await self._wait_for_targets()
                 targets = [target for target in started_targets if target not in version.verified]
                 if targets:

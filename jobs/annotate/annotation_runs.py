@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jobs.common.cli import StopFlag
 from jobs.common.journals import drain_seconds, judging_concurrency, run_until_stopped
-from jobs.common.run_folder import begin_folder, check_folder, sole_process
+from jobs.common.run_folder import SMOKE_INPUTS, begin_folder, check_folder, sole_process
 from t2g.config import AnnotateConfig, AnnotateJob, ModelConfig, SourceConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
@@ -45,7 +45,6 @@ ANNOTATED_FILE = "annotated.jsonl"
 DONE_FILE = "annotated.json"
 TRAIN_FILE = "train.jsonl"
 HELDOUT_FILE = "heldout.jsonl"
-SMOKE_PROMPTS = 8
 Records = dict[str, AnnotatedRecord]  # by Sample.key
 
 
@@ -173,7 +172,7 @@ def _first_samples(config: AnnotateJob, samples: Sequence[Sample]) -> list[Sampl
     """Return the samples of a smoke run."""
     samples_per_prompt = config.rollout.samples_per_prompt if config.annotate.responses == "policy" else 1
     judged = [sample for sample in samples if not sample.is_left_out]
-    return judged[: SMOKE_PROMPTS * samples_per_prompt]
+    return judged[: SMOKE_INPUTS * samples_per_prompt]
 
 
 def _feedback_source(config: AnnotateJob, fleets: "Fleets | None") -> FeedbackSource:

@@ -22,7 +22,7 @@ from typing import Any
 from actors.engines.rollout import sample_seed
 from jobs.common.cli import StopFlag
 from jobs.common.journals import DRAIN_S, collect, read_rows
-from jobs.common.run_folder import begin_folder
+from jobs.common.run_folder import SMOKE_PROMPTS, begin_folder
 from jobs.evaluate.feedback_scores import FeedbackScores, JudgedResponses, ServeFeedback, find_feedback
 from t2g.concurrency import gather_all
 from t2g.config import LLMConfig, ModelConfig, PolicyEvaluationJob, StyleConfig
@@ -61,7 +61,6 @@ SCORES = "scores"
 JUDGEMENTS = "judgements.jsonl"
 MERGED = "merged"
 ADAPTER_FILE = "adapter_config.json"
-SMOKE_PROMPTS = 3
 MAX_SEED = 2**31 - 1  # that every server takes
 
 Questions = tuple[Task, Sequence[Record], Sequence[Prompt]]
@@ -177,11 +176,8 @@ class Evaluation:
         records = [*self._records.values()]
         prompts = make_prompts(records, self.task, tokenizer, room, too_long=too_long)
 
-        version: list[Any] = [
-            served_version(self.config.policies[name]),
-            False,
-            *temperature,
-        ]  # False: as in old journals
+        served = served_version(self.config.policies[name])
+        version: list[Any] = [served, False, *temperature]  # False: as in the keys of earlier journals
         if (tags := find_thinking_tags(tokenizer, model.thinking_tags)) is not None:
             version.append(tags)
         for prompt in prompts:

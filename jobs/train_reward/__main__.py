@@ -17,7 +17,7 @@ from t2g.config import RewardJob
 def run(config: RewardJob, data: Any) -> None:
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import check_folder
-    from jobs.train_reward.reward_models import REPORT_FILE, train_reward
+    from jobs.train_reward.reward_models import REWARD_FILE, train_reward
     from jobs.train_sft.supervised import LEFTOVERS, MODEL
 
     check_folder(config, *LEFTOVERS)
@@ -25,7 +25,7 @@ def run(config: RewardJob, data: Any) -> None:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     figures = [f"{name} {value:.3f}" for name, value in metrics.items()]
     print(" ".join(figures))
-    print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / REPORT_FILE)
+    print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / REWARD_FILE)
 
 
 if __name__ == "__main__":

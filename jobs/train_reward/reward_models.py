@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from actors.learner.lora import check_adapters
 from jobs.annotate.annotation_runs import DONE_FILE
 from jobs.common.fleets import Fleets, on_cluster
+from jobs.common.run_folder import SMOKE_PROMPTS
 from jobs.train_sft.supervised import MODEL, supervise
 from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, ScoreJob, StyleConfig, with_overrides
 from t2g.errors import UserError
@@ -27,8 +28,7 @@ from t2g.types import TrainSequence
 
 Served = TypeVar("Served", bound=ScoreJob)
 
-REPORT_FILE = "reward.json"
-SMOKE_RECORDS = 3
+REWARD_FILE = "reward.json"
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -85,7 +85,7 @@ def train_reward(config: RewardJob, data: RewardData, fleets: Fleets, *, tokeniz
     """Train and measure on the connected Ray; return the content of reward.json. Spans are compared on `tokenizer`."""
     judged = train_and_judge(config, data, fleets, tokenizer=tokenizer)
     metrics = reward_metrics(judged)
-    write_json(config.run.folder / REPORT_FILE, metrics)
+    write_json(config.run.folder / REWARD_FILE, metrics)
     return metrics
 
 
@@ -123,7 +123,7 @@ def evaluate_reward(
     config: EvaluateJob, records: Sequence[AnnotatedRecord], model: ServedModel, tokenizer: Any, folder: Path
 ) -> dict[str, float]:
     """Let `model` judge the records, a smoke run's first ones, write the report into `folder`, return its metrics."""
-    records = records[:SMOKE_RECORDS] if config.run.smoke else records
+    records = records[:SMOKE_PROMPTS] if config.run.smoke else records
     judged = judge_all(model, records, tokenizer)
     about = {
         "reward_model": config.feedback.reward_model,

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from t2g.study.tables import t_quantile
+
 NUM_DRAWS = 10_000
 _BLOCK = 1_000  # draws that are in memory as float64 at one time
-_LEVEL = 0.95
 _POWER = 0.8
 
 Figure = Callable[[np.ndarray], np.ndarray]  # sums over all prompts [..., K] -> the figure [...]
@@ -22,15 +23,14 @@ Figure = Callable[[np.ndarray], np.ndarray]  # sums over all prompts [..., K] ->
 class Draws:
     """Resamples of N prompts and random signs for them, shared by all figures of an evaluation.
 
-    Memory: three bytes per draw and prompt.
+    Memory: three bytes per draw and prompt. The prompts may be records of another kind.
     """
 
     def __init__(self, num_prompts: int, *, seed: int, num_draws: int = NUM_DRAWS) -> None:
         """Draw.
 
         Args:
-            num_prompts: 2 or more.
-            num_draws: A multiple of 1,000.
+                num_draws: A multiple of 1,000.
         """
         self.num_prompts = num_prompts
         self.num_draws = num_draws
@@ -43,7 +43,7 @@ class Draws:
         self._signs = [block * np.int8(2) - np.int8(1) for block in bits]
 
     def resampled(self, columns: np.ndarray) -> np.ndarray:
-        """Return sums over prompts drawn with replacement. columns [N, K] -> [B, K] float64"""
+        """Return sums over prompts drawn with replacement. columns [N] or [N, K] -> [B] or [B, K]"""
         return np.concatenate([counts.astype(float) @ columns for counts in self._counts])
 
     def flipped(self, columns: np.ndarray) -> np.ndarray:
@@ -67,22 +67,13 @@ def interval(drawn: np.ndarray, num_prompts: int) -> tuple[np.ndarray, np.ndarra
     """
     expansion = sqrt(num_prompts / (num_prompts - 1))
     tail = NormalDist().cdf(-expansion * t_quantile(num_prompts - 1))
+    return percentile_interval(drawn, tail)
+
+
+def percentile_interval(drawn: np.ndarray, tail: float = 0.025) -> tuple[np.ndarray, np.ndarray]:
+    """Return the figures, over resamples [B, ...], between which all but a share `tail` at either end lie."""
     low, high = np.quantile(drawn, [tail, 1 - tail], axis=0)
     return low, high
-
-
-def t_quantile(freedom: int) -> float:
-    """Return the .975 quantile of Student's t, to three digits from 9 degrees of freedom f on (Cornish-Fisher).
-
-    z + (z^3 + z) / 4f + (5 z^5 + 16 z^3 + 3 z) / 96f^2, with z the same quantile of the normal distribution.
-
-    >>> round(t_quantile(9), 2), round(t_quantile(49), 3), round(t_quantile(999), 3)
-    (2.26, 2.01, 1.962)
-    """
-    z = NormalDist().inv_cdf(0.5 + _LEVEL / 2)
-    first_order = (z**3 + z) / (4 * freedom)
-    second_order = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    return z + first_order + second_order
 
 
 def with_interval(drawn: np.ndarray, value: np.ndarray, num_prompts: int) -> dict[str, float]:

@@ -14,6 +14,8 @@ import numpy as np
 
 from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.rewards import token_rewards
+from t2g.feedback.sources.votes import kappa_of_counts
+from t2g.study.paired import Draws, percentile_interval
 from t2g.types import LABELS, Prompt, Span, SpanFeedback
 
 CLASSES = LABELS | {"neutral": 0}
@@ -156,18 +158,15 @@ def arm_metrics(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], 
 def bootstrap_intervals(records: Sequence[JudgedRecord], *, seed: int) -> dict[str, tuple[float, float]]:
     """Return the 95 % interval of every ratio in `reward_metrics`: percentiles over bootstrap resamples of the records.
 
-    A resample is represented by how often each record was drawn, so that its totals are one matrix product with the
-    counts by record (Efron, "Bootstrap methods", Annals of Statistics 1979, section 2).
+    Ratios that a resample does not define are left out.
     """
-    num_records = len(records)
-    rng = np.random.default_rng(seed)
-    draws = rng.multinomial(num_records, [1 / num_records] * num_records, NUM_RESAMPLES)
-    totals = {name: draws @ column for name, column in _columns(records).items()}
+    draws = Draws(len(records), seed=seed, num_draws=NUM_RESAMPLES)
+    totals = {name: draws.resampled(column) for name, column in _columns(records).items()}
     intervals: dict[str, tuple[float, float]] = {}
     for name, values in _ratios(totals).items():
         defined = values[~np.isnan(values)]
         if len(defined):
-            low, high = np.percentile(defined, [2.5, 97.5])
+            low, high = percentile_interval(defined)
             intervals[name] = (float(low), float(high))
     return intervals
 
@@ -245,7 +244,9 @@ def _ratios(counts: Columns) -> dict[str, np.ndarray]:
         ratios[f"{name}_recall"] = _ratio(hits, gold[name])
         ratios[f"{name}_f1"] = _ratio(2 * hits, gold[name] + predicted[name])
         ratios |= _span_ratios(counts, name)
-    ratios["kappa"] = _kappa(counts, gold, predicted)
+    num_same = sum(counts[name, name] for name in CLASSES)
+    kappa = kappa_of_counts(num_same, [(gold[name], predicted[name]) for name in CLASSES])
+    ratios["kappa"] = np.nan_to_num(kappa, nan=0.0)
     ratios["located_rate"] = _ratio(counts["all", "located"], counts["all", "quotes"])
     ratios["parse_rate"] = _ratio(counts["all", "parse"], counts["all", "records"])
     ratios["usable_rate"] = _ratio(counts["all", "usable"], counts["all", "records"])
@@ -259,15 +260,6 @@ def _span_ratios(counts: Columns, label: str) -> dict[str, np.ndarray]:
     exact = _ratio(2 * counts[label, "exact"], spans)
     overlapping = _ratio(2 * counts[label, "overlapping"], spans)
     return {f"{label}_span_exact_f1": exact, f"{label}_span_overlap_f1": overlapping}
-
-
-def _kappa(counts: Columns, gold: Mapping[str, Any], predicted: Mapping[str, Any]) -> np.ndarray:
-    """Return Cohen's kappa; gold and predicted are the numbers of tokens by class."""
-    num_tokens = sum(gold.values())
-    # p, e and 1, each times the squared number of tokens: integers, without rounding
-    agreement = num_tokens * sum(counts[name, name] for name in CLASSES)
-    by_chance = sum(gold[name] * predicted[name] for name in CLASSES)
-    return _ratio(agreement - by_chance, num_tokens * num_tokens - by_chance)
 
 
 def _ratio(part: Any, total: Any, *, empty: float = 0.0) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, groupby
 from statistics import median_low
+from typing import Any
 
 import numpy as np
 
@@ -59,14 +60,26 @@ def kappa(first: np.ndarray, second: np.ndarray) -> float | None:
 
     kappa([1, 1, -1, 0], [1, 0, -1, 0]) == (3/4 - 5/16) / (1 - 5/16)
     """
-    first = np.asarray(first)
-    second = np.asarray(second)
-    same = float(np.mean(first == second))
-    chances = [float(np.mean(first == label) * np.mean(second == label)) for label in (-1, 0, 1)]
-    chance = sum(chances)
-    if chance == 1:
-        return None
-    return (same - chance) / (1 - chance)
+    num_same = np.count_nonzero(first == second)
+    counts = [(np.count_nonzero(first == label), np.count_nonzero(second == label)) for label in (-1, 0, 1)]
+    value = float(kappa_of_counts(num_same, counts))
+    return None if np.isnan(value) else value
+
+
+def kappa_of_counts(num_same: Any, counts: Sequence[tuple[Any, Any]]) -> np.ndarray:
+    """Return Cohen's kappa, NaN where it is not defined. All counts are numbers, or arrays of one shape.
+
+    Args:
+        num_same: Number of items with the same label of both annotators.
+        counts: For each label the numbers of items to which either annotator gave it.
+    """
+    # p, e and 1, each times the squared number of items: integers, without rounding
+    num_items = sum(first for first, _ in counts)
+    by_chance = sum(first * second for first, second in counts)
+    agreement = num_items * num_same - by_chance
+    largest = np.asarray(num_items * num_items - by_chance, float)
+    undefined = np.full(largest.shape, np.nan)
+    return np.divide(agreement, largest, out=undefined, where=largest != 0)
 
 
 def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, int]]:
