@@ -7,6 +7,7 @@ Every package may import this one; it imports pydantic, YAML, `t2g.files`, `t2g.
 A default that depends on another section is set by `resolve`, so that the config of a job is complete.
 """
 
+from t2g.config.base_jobs import AnyJob, JobConfig
 from t2g.config.common import (
     AlarmConfig,
     ClusterConfig,
@@ -38,11 +39,9 @@ from t2g.config.feedback import (
 )
 from t2g.config.jobs import (
     AnnotateJob,
-    AnyJob,
     CompareJob,
     DemoJob,
     EvaluateJob,
-    JobConfig,
     PolicyJob,
     RewardJob,
     ScoreJob,

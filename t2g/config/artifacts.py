@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config import loading
+from t2g.config.base_jobs import AnyJob
 from t2g.config.common import RunConfig, with_overrides, with_value_at
-from t2g.config.jobs import WINDOWS, AnyJob, DemoJob, PolicyJob
+from t2g.config.jobs import WINDOWS, DemoJob, PolicyJob
 from t2g.errors import UserError
 
 PLACEHOLDER = "${artifacts}"  # in a value of a config: the folder of the demo whose artifacts the job uses

@@ -1,23 +1,26 @@
 """Schema of jobs.evaluate --what policy: the policies, their sampling, and their judges."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from t2g.config import loading
+from t2g.config.base_jobs import JobConfig
 from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, set_derived, with_overrides
 from t2g.config.comparing import RunPart
 from t2g.config.describe import count, format_sampling
 from t2g.config.feedback import FeedbackConfig, RolloutConfig
 from t2g.config.field_marks import PathOrName, ResumeMutable
-from t2g.config.jobs import JobConfig
+from t2g.config.job_models import JobModel, SectionEngine, policy_model
 from t2g.config.language_model import LLMConfig
 from t2g.config.learning import RewardRuleConfig
 from t2g.config.validation_errors import errors_at, format_first_error
 from t2g.sandbox import SandboxConfig
 
 SAMPLING_KEYS = ("temperature", "max_new_tokens", "max_model_len")
+ADAPTER_FILE = "adapter_config.json"  # of a folder with adapters
 RUN_DEPTH = 3  # folders from a run to its policy: run/checkpoints/step-00000010/policy
 
 
@@ -84,6 +87,20 @@ class PolicyEvaluationJob(JobConfig):
         policies = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
         feedback = [f"feedback: {self.feedback.describe()}"] if self.feedback else []
         return [policies, f"{responses}, {format_sampling(self.rollout)}", *feedback]
+
+    def policy_models(self) -> Iterator[JobModel]:
+        engine = SectionEngine(section="rollout", config=self.rollout)
+        for name, model in self.policies.items():
+            is_adapter = (Path(model.policy) / ADAPTER_FILE).exists()  # it is merged into its base before
+            if not is_adapter:
+                yield policy_model(model, engine, key=f"policies.{name}.policy")
+
+    def servers(self) -> Iterator[LLMConfig]:
+        yield from (*self.endpoints.values(), *self.judges.values())
+        yield from super().servers()
+
+    def measuring_sandbox(self) -> SandboxConfig | None:
+        return self.sandbox if self.task == "code" else None
 
     @property
     def names(self) -> tuple[str, ...]:

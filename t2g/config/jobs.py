@@ -1,22 +1,22 @@
 """Schemas of the jobs, built from the sections of `t2g.config`. Imports no torch; `t2g.config.loading` reads files."""
 
+from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from t2g.config.base_jobs import JobConfig, SyncedJob
 from t2g.config.common import (
     AlarmConfig,
     CheckpointConfig,
-    ClusterConfig,
     DataConfig,
     EvalConfig,
     LogConfig,
     ModelConfig,
     ProcessConfig,
     RunConfig,
-    Section,
     WorldConfig,
 )
 from t2g.config.comparing import CompareConfig
@@ -25,7 +25,6 @@ from t2g.config.describe import (
     count,
     format_objective,
     format_process,
-    format_resources,
     format_sampling,
     format_sft,
     format_steps,
@@ -36,88 +35,13 @@ from t2g.config.feedback import (
     FeedbackConfig,
     RewardEngineConfig,
     RolloutConfig,
-    SourceConfig,
     StyleConfig,
 )
 from t2g.config.field_marks import PathOrName, ResumeMutable
-from t2g.config.gpus import check_gpus
-from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
-from t2g.config.resolve import resolve
-from t2g.config.validation_errors import errors_at
+from t2g.config.job_models import JobModel, SectionEngine, policy_model
+from t2g.config.learning import ObjectiveConfig, Placement, SFTOptions
 
-ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
-
-
-class AnyJob(Section):
-    """Base of every job."""
-
-    run: RunConfig = RunConfig()
-    cluster: ResumeMutable[ClusterConfig] = ClusterConfig()
-
-    @model_validator(mode="after")
-    def set_derived_defaults(self) -> Self:
-        resolve(self)
-        return self
-
-    @property
-    def feedback_sections(self) -> dict[str, SourceConfig]:
-        """Return the sections of the feedback sources, by key: feedback, or feedback.sources.facts."""
-        return {
-            f"{key}.sources.{name}" if name else key: source
-            for key, section in self
-            if isinstance(section, SourceConfig)
-            for name, source in section.named_sources.items()
-        }
-
-    def roles(self) -> dict[str, ProcessConfig]:
-        """Return the concurrent processes of the job by config section; {} if the job needs no Ray.
-
-        A PolicyJob with separate ranks for the critic and its own reward engines: rollout, learner,
-        learner.critic_ranks, feedback.engine.
-        """
-        sections = self.feedback_sections.items()
-        return {f"{name}.engine": section.engine for name, section in sections if section.engine_model}
-
-    def describe(self) -> str:
-        """Return the work of the job, the resources of its processes, and its run folder."""
-        return "\n".join([*self.describe_work(), *format_resources(self.roles()), f"run folder: {self.run.folder}"])
-
-    def describe_work(self) -> list[str]:
-        """Return the work of the job and its amount, one item per line."""
-        raise NotImplementedError
-
-
-class JobConfig(AnyJob):
-    """Base of the jobs with a task."""
-
-    task: str = Field(
-        "prompts", description="summarization, qa, code, prompts, tiny, tiny_code, findings, or pkg.mod:Class"
-    )
-
-
-class SyncedJob(AnyJob):
-    """Base of the jobs that push weights from ranks to engines."""
-
-    rollout: RolloutConfig = RolloutConfig()
-    learner: LearnerConfig = LearnerConfig()
-
-    @property
-    def reserved(self) -> tuple[RolloutConfig, LearnerConfig]:
-        """Return the rollout and learner sections with the GPU shares that Ray reserves."""
-        if self.cluster.gpu_sharing != "alternate":
-            return self.rollout, self.learner
-        return (  # not validated: an engine may use more GPU memory than its reserved share while ranks sleep
-            self.rollout.model_copy(update={"gpus": ENGINE_SHARE}),
-            self.learner.model_copy(update={"gpus": 1 - ENGINE_SHARE}),
-        )
-
-    @model_validator(mode="after")
-    def check_weight_transport(self) -> Self:
-        if self.cluster.gpu_sharing == "none":
-            with errors_at("learner"):
-                self.learner.check_one_rank_per_gpu()
-        check_gpus(self.rollout, self.learner, self.cluster.gpu_sharing)
-        return self
+CALLS_TO_FINISH = 3  # calls of the learner after a stop request: update, sync, checkpoint
 
 
 class PolicyJob(SyncedJob, JobConfig):
@@ -146,6 +70,25 @@ class PolicyJob(SyncedJob, JobConfig):
     def roles(self) -> dict[str, ProcessConfig]:
         rollout, learner = self.reserved
         return {"rollout": rollout, **learner.roles(self.objective), **super().roles()}
+
+    @property
+    def log_options(self) -> LogConfig:
+        return self.log
+
+    @property
+    def stop_deadline_s(self) -> float:
+        return CALLS_TO_FINISH * self.learner.step_timeout_s
+
+    def policy_models(self) -> Iterator[JobModel]:
+        engine = SectionEngine(section="rollout", config=self.rollout)
+        yield policy_model(self.model, engine, is_trained=True)
+
+    def identity_settings(self) -> dict[str, Any]:
+        return {"learner.schedule_steps": self.schedule_steps}
+
+    def reward_functions(self) -> list[str]:
+        sources = [entry.source for entry in self.objective.outcome_rewards]
+        return [source for source in sources if ":" in source and not source.startswith("metric:")]
 
     def describe_work(self) -> list[str]:
         evaluation = "none, there is no eval_data"
@@ -202,7 +145,18 @@ class SFTJob(JobConfig):
     log: ResumeMutable[LogConfig] = LogConfig()
 
     def roles(self) -> dict[str, ProcessConfig]:
-        return {"sft": self.sft}  # the engine of a reward model starts after the ranks have ended
+        return {"sft": self.sft}
+
+    @property
+    def log_options(self) -> LogConfig:
+        return self.log
+
+    @property
+    def stop_deadline_s(self) -> float:
+        return self.sft.timeout_s
+
+    def policy_models(self) -> Iterator[JobModel]:
+        yield policy_model(self.model, None, is_trained=True)
 
     def describe_work(self) -> list[str]:
         return [f"supervised: {format_sft(self.sft)}"]
@@ -221,6 +175,13 @@ class AnnotateJob(JobConfig):
     def roles(self) -> dict[str, ProcessConfig]:
         sampling = {"rollout": self.rollout} if self.annotate.responses == "policy" else {}
         return sampling | super().roles()
+
+    def policy_models(self) -> Iterator[JobModel]:
+        if self.model is None:
+            return
+        samples = self.annotate.responses == "policy"
+        engine = SectionEngine(section="rollout", config=self.rollout) if samples else None
+        yield policy_model(self.model, engine)
 
     def describe_work(self) -> list[str]:
         options = self.annotate
@@ -271,6 +232,13 @@ class RewardJob(SFTJob):
     criterion: str | None = Field(
         None, description="criterion that the model learns, of records that were judged by several"
     )
+
+    def later_roles(self) -> dict[str, ProcessConfig]:
+        return {"engine": self.engine}
+
+    def policy_models(self) -> Iterator[JobModel]:
+        engine = SectionEngine(section="engine", config=self.engine)
+        yield policy_model(self.model, engine, is_trained=True)
 
     @field_validator("style")
     @classmethod
@@ -361,6 +329,11 @@ class CompareJob(PolicyJob):
     run: RunConfig = RunConfig(name="compare")
     compare: ResumeMutable[CompareConfig] = CompareConfig()  # each run has a checked config of its own
 
+    def policy_models(self) -> Iterator[JobModel]:
+        yield from super().policy_models()
+        if self.compare.reviser:
+            yield JobModel(key="compare.reviser", name=self.compare.reviser)
+
     @model_validator(mode="after")
     def check_evaluation(self) -> "CompareJob":
         if self.eval_data is None:
@@ -389,6 +362,10 @@ class ScoreJob(JobConfig):
     """jobs.score: get the feedback of a span reward model on one prompt and response."""
 
     feedback: FeedbackConfig  # task and feedback.style default to those of the model's training
+
+    @property
+    def takes_card_settings(self) -> bool:
+        return True
 
     @model_validator(mode="after")
     def check_source(self) -> "ScoreJob":

@@ -1,11 +1,14 @@
 """Schema of jobs.serve: the policy, its engine, the address, and the command that uses it."""
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
+from t2g.config.base_jobs import AnyJob
 from t2g.config.common import ModelConfig, RunConfig, Section
 from t2g.config.feedback import EngineConfig
 from t2g.config.field_marks import ResumeMutable
-from t2g.config.jobs import AnyJob
+from t2g.config.job_models import JobModel, SectionEngine, policy_model
 
 
 class ServeConfig(Section):
@@ -26,6 +29,10 @@ class ServeJob(AnyJob):
     model: ModelConfig
     engine: ResumeMutable[EngineConfig] = EngineConfig()
     serve: ResumeMutable[ServeConfig] = ServeConfig()
+
+    def policy_models(self) -> Iterator[JobModel]:
+        engine = SectionEngine(section="engine", config=self.engine)
+        yield policy_model(self.model, engine)
 
     def describe_work(self) -> list[str]:
         serving = f"{self.serve.name}: {self.model.policy}, on {self.serve.host}"

@@ -8,7 +8,7 @@ from t2g.config import EngineConfig, JobConfig, PolicyJob, SFTJob
 from t2g.config.artifacts import find_artifacts, is_made_later
 from t2g.config.field_marks import paths
 from t2g.deploy.manifests import SHARED
-from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, shares_gpus
+from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups
 from t2g.errors import UserError
 from t2g.resources.memory import (
     BYTES,
@@ -27,7 +27,7 @@ from t2g.resources.memory import (
     store_gib,
 )
 from t2g.resources.model_shape import ModelShape, find_shape
-from t2g.resources.preflight import Findings, models, satisfies
+from t2g.resources.preflight import Findings, satisfies
 from t2g.sandbox import available
 from t2g.text.model_limits import find_uneven_heads
 
@@ -81,7 +81,7 @@ def _warnings(
     yield from _room_warnings(fits)
     num_pods = sum(group.pods.max for group in _own_gpus(config, groups))
     if num_pods > 1:  # else a single machine can run it
-        if not shares_gpus(config):
+        if not config.shares_gpus:
             yield from _group_warnings(groups)
         yield from _cluster_warnings(config, shapes.get("learner"))
         yield from path_warnings(config)
@@ -144,7 +144,7 @@ def _total_line(config: JobConfig, groups: Sequence[PodGroup]) -> str:
 
 def _own_gpus(config: JobConfig, groups: Sequence[PodGroup]) -> list[PodGroup]:
     """Return the groups without engines that run on the ranks' GPUs."""
-    return [group for group in groups if not (shares_gpus(config) and group.name == "rollout")]
+    return [group for group in groups if not (config.shares_gpus and group.name == "rollout")]
 
 
 def _count(count: float, noun: str) -> str:
@@ -155,7 +155,7 @@ def _shapes(config: JobConfig) -> tuple[dict[str, ModelShape], list[str]]:
     """Return shapes by pod group, and a warning for each model whose size is unknown on this machine."""
     shapes = dict[str, ModelShape]()
     remarks = []
-    for model in models(config):
+    for model in config.models():
         shape = find_shape(model.name, model.revision)
         is_policy = model.key.endswith("policy")
         if shape is None and "reward" in shapes:
@@ -241,7 +241,7 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
 def _coresident(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
     """Return pod group -> memory of the other role on a shared GPU; empty if no GPU is shared."""
     ranks = [fit for group, fit in fits if group.name == "learner"]
-    if not ranks or not isinstance(config, PolicyJob) or not shares_gpus(config):
+    if not ranks or not isinstance(config, PolicyJob) or not config.shares_gpus:
         return {}
     return coresident_bytes(ranks[0], config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
 
@@ -290,7 +290,7 @@ def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:
     yield f"lower {name}.tokens_per_microbatch"
     if not options.gradient_checkpointing:
         yield f"set {name}.gradient_checkpointing=true"
-    if shares_gpus(config):  # as many ranks as engines, and gpu_sharing=alternate forbids offload
+    if config.shares_gpus:  # as many ranks as engines, and gpu_sharing=alternate forbids offload
         yield "train adapters (learner.lora)" if config.learner.lora is None else "take a smaller model"
     else:
         yield f"raise {section}.workers"

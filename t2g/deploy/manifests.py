@@ -12,13 +12,12 @@ from typing import Any, Literal
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from t2g.config import JobConfig, LogConfig
+from t2g.config import JobConfig
 from t2g.config.validation_errors import format_value
-from t2g.deploy.pods import PodGroup, pod_groups, shares_gpus
+from t2g.deploy.pods import PodGroup, pod_groups
 from t2g.deploy.submission import Submission, submission
 from t2g.errors import UserError
 from t2g.resources.memory import store_gib
-from t2g.resources.preflight import servers
 
 Target = Literal["rayjob", "raycluster", "claim"]
 
@@ -66,7 +65,7 @@ def render_manifests(
     on_gpu = [group.section for group in groups if group.gpus]
     if cpu and on_gpu:
         raise UserError(f"a CPU-only cluster has no GPUs, and {on_gpu[0]}.gpus is not 0")
-    if shares_gpus(config):
+    if config.shares_gpus:
         raise UserError(f"cluster.gpu_sharing={config.cluster.gpu_sharing}: pods share no GPU; set it to none")
 
     job = driver(stage, config, config_path, overrides)
@@ -146,9 +145,8 @@ def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
 
 def keys_of(config: JobConfig) -> list[str]:
     """Return the environment variables with secrets that the driver needs."""
-    names = [server.key_env for server in servers(config)]
-    log = getattr(config, "log", LogConfig())
-    if log.wandb_project:
+    names = [server.key_env for server in config.servers()]
+    if config.log_options.wandb_project:
         names.append("WANDB_API_KEY")
     return list(dict.fromkeys(names))
 

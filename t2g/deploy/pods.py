@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil, gcd
 
-from t2g.config import EngineConfig, JobConfig, PolicyJob, ProcessConfig, RewardJob, WorkersConfig
+from t2g.config import EngineConfig, JobConfig, ProcessConfig, WorkersConfig
 from t2g.errors import UserError
 
 GPUS_PER_POD = 8  # GPUs of one node: pods do not span nodes
@@ -58,23 +58,20 @@ def pod_groups(config: JobConfig) -> tuple[PodGroup, ...]:
     Raises:
         UserError: A worker fits into no pod.
     """
-    roles = config.roles()
-    if isinstance(config, RewardJob):
-        roles["engine"] = config.engine
-    if shares_gpus(config):  # the config has fractions of a GPU; an engine and a rank together have one GPU
+    later_roles = config.later_roles()
+    roles = config.roles() | later_roles
+    if config.shares_gpus:  # the config has fractions of a GPU; an engine and a rank together have one GPU
         for section in ("rollout", "learner"):
             roles[section] = roles[section].model_copy(update={"gpus": 1})
     names = NAMES | {section: "reward" for section in roles if section.endswith(".engine")}
-    groups = [_group(name, section, roles[section]) for section, name in names.items() if section in roles]
+    groups = []
+    for section, name in names.items():
+        if section in roles:
+            groups.append(_group(name, section, roles[section], is_later=section in later_roles))
     return tuple(groups)
 
 
-def shares_gpus(config: JobConfig) -> bool:
-    """Return whether engines run on the ranks' GPUs."""
-    return isinstance(config, PolicyJob) and config.cluster.gpu_sharing != "none"
-
-
-def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:
+def _group(name: str, section: str, role: ProcessConfig, *, is_later: bool) -> PodGroup:
     if role.gpus > GPUS_PER_POD:
         raise UserError(f"{section}.gpus is {role.gpus:g}, and a pod has at most {GPUS_PER_POD}; lower it")
     for key, value in role.labels.items():
@@ -87,7 +84,7 @@ def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:
         count = role.num_processes
         workers = WorkersConfig(initial=count, min=count, max=count)
     per_pod = workers_per_pod(workers, role.gpus)
-    return PodGroup(name=name, section=section, role=role, workers=workers, per_pod=per_pod, later=section == "engine")
+    return PodGroup(name=name, section=section, role=role, workers=workers, per_pod=per_pod, later=is_later)
 
 
 def workers_per_pod(workers: WorkersConfig, gpus: float) -> int:

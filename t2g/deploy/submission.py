@@ -28,8 +28,6 @@ from t2g.errors import UserError
 
 RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
 STOP_WAIT_KEY = "t2g_stop_wait_s"  # in a job's metadata: how long it may need after a stop request
-CALLS_TO_FINISH = 3  # calls of the learner after a stop request: update, sync, checkpoint
-LONGEST_ANSWER_S = 300  # time for paid requests in flight to finish
 MARGIN_S = 60
 
 MIB = 2**20
@@ -90,22 +88,13 @@ class Submission:
 def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[str]) -> Submission:
     """Return the job that runs `config`, read from `file` (relative to the upload) and `overrides`."""
     program = STAGES[stage].program
-    wait_s = int(seconds_to_stop(config)) + MARGIN_S
+    wait_s = int(config.stop_deadline_s) + MARGIN_S
     return Submission(
         name=config.run.name,
         arguments=(*program.split(), "--config", str(file), *overrides),
         stop_wait_s=wait_s,
         metadata={RUN_KEY: config.run.name, STOP_WAIT_KEY: str(wait_s)},
     )
-
-
-def seconds_to_stop(config: JobConfig) -> float:
-    """Return the seconds that a run may need after a stop request to save its state."""
-    if isinstance(config, PolicyJob):
-        return CALLS_TO_FINISH * config.learner.step_timeout_s
-    if isinstance(config, SFTJob):
-        return config.sft.timeout_s
-    return LONGEST_ANSWER_S
 
 
 def read_config(stage: str, file: Path, overrides: Sequence[str], root: Path, **how: Any) -> Any:

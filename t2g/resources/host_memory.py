@@ -32,7 +32,6 @@ from t2g.resources.memory import (
     sft_models,
 )
 from t2g.resources.model_shape import ModelShape, find_shape
-from t2g.resources.preflight import models as list_models
 
 PROCESS_BYTES = 0.6 * GIB  # a rank without a model: Python, torch, DeepSpeed, Ray
 ENGINE_PROCESS_BYTES = 2.0 * GIB  # a worker and its engine core without weights and KV cache; 0.7 shared with others
@@ -104,9 +103,9 @@ def estimate_roles(job: AnyJob) -> dict[str, float]:
     """Return the bytes of each process on a CPU, by the section of its role, where the model's shape is known."""
     shapes: dict[str, ModelShape | None] = {}
     artifacts = find_artifacts(job)
-    for model in list_models(job):
+    for model in job.models():
         if not is_made_later(model.name, artifacts):
-            section = model.engine[0] if model.engine else "engine"
+            section = model.engine.section if model.engine else "engine"
             shapes[section] = find_shape(model.name, model.revision)
             if model.key == "model.policy":
                 shapes["policy"] = shapes[section]

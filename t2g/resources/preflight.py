@@ -6,7 +6,7 @@ The checks read the config's models, import its feedback function and read the f
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,21 +14,14 @@ from typing import Any, TypeVar
 
 from t2g.config import (
     AnyJob,
-    CompareJob,
     DataConfig,
     EngineConfig,
-    FeedbackConfig,
-    JobConfig,
-    LLMConfig,
-    LogConfig,
-    ModelConfig,
-    PolicyEvaluationJob,
     PolicyJob,
     ProcessConfig,
-    ScoreJob,
     SFTJob,
 )
 from t2g.config.artifacts import find_artifacts, is_made_later
+from t2g.config.job_models import JobModel
 from t2g.data.load import check_path, load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import MissingLocally, UserError
@@ -47,8 +40,6 @@ from t2g.text.model_limits import check_head_size, check_heads, check_positions,
 from t2g.text.policy_chat import set_template_defaults
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
-ADAPTER_FILE = "adapter_config.json"
-DATA_KEYS = ("data", "eval_data")
 RANK_LEVERS = "tokens_per_microbatch (or set gradient_checkpointing=true)"  # of the memory of a rank
 BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")  # CPU instructions that multiply bfloat16
 Job = TypeVar("Job", bound=AnyJob)
@@ -88,18 +79,6 @@ class Findings:
             raise UserError(sentences[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model of the config: its key, and the section and config of the engine that serves it."""
-
-    key: str
-    name: str
-    revision: str | None = None
-    chat: ModelConfig | None = None  # of a policy: the options of its chat template
-    engine: tuple[str, EngineConfig] | None = None
-    is_trained: bool = False
-
-
 def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     """Check a job. Artifacts, and ${rewards}, may be made later and are not checked.
 
@@ -112,22 +91,21 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
         if lack := shortfall(job.roles(), have):
             findings.missing.append(f"this machine is too small: {lack}")
         _warn_of_emulated_dtypes(job)
-    task = findings.collect(get_task, job.task) if isinstance(job, JobConfig) else None
+    task = None if job.task_name is None else findings.collect(get_task, job.task_name)
     findings.usable.update(["task"] if task else [])
-    for model in models(job):
+    for model in job.models():
         if not is_made_later(model.name, artifacts) and findings.collect(_check_model, model):
             findings.usable.add(model.key)
-    for key in DATA_KEYS:
-        data = getattr(job, key, None)
-        if data is None or any(is_made_later(path, artifacts) for path in data.paths):
+    for key, data in job.data_sections.items():
+        if any(is_made_later(path, artifacts) for path in data.paths):
             continue
         if findings.collect(_check_data, key, data):
             findings.usable.add(key)
     if isinstance(job, PolicyJob | SFTJob) and "model.policy" in findings.usable:
         findings.collect(_check_memory, job)
-    if isinstance(job, JobConfig) and task is not None:
+    if task is not None:
         _check_sources(findings, job, task)
-    log = getattr(job, "log", LogConfig())
+    log = job.log_options
     if log.wandb_project is not None and find_spec("wandb") is None:
         findings.missing.append(
             f"log.wandb_project={log.wandb_project!r} needs the package wandb, which is not installed: "
@@ -150,66 +128,21 @@ def read_inputs(findings: Findings, job: Job, read: Callable[[Job], Result]) -> 
 
     Without the policy's tokenizer the records are read nevertheless, so that all problems are reported at once.
     """
-    inputs = {key for key in DATA_KEYS if getattr(job, key, None)}
+    inputs = job.data_sections.keys()
     needed = {"task", *inputs}
-    if any(model.key == "model.policy" for model in models(job)):
+    if any(model.key == "model.policy" for model in job.models()):
         needed.add("model.policy")
     if needed <= findings.usable:
         with log_duration("reading the data"):
             return findings.collect(read, job)
     for key in inputs & findings.usable:
-        records = findings.collect(load_records, getattr(job, key), key)
+        records = findings.collect(load_records, job.data_sections[key], key)
         if records and isinstance(job, PolicyJob) and "task" in findings.usable:
             task = get_task(job.task)
             prompts = findings.collect(make_prompts, records, task, None, 0)
             if prompts and key == "data":
                 findings.collect(OutcomeRewards, job, task, prompts)
     return None
-
-
-def models(job: AnyJob) -> Iterator[Model]:
-    """Yield the models of the config, each with the engine that serves it."""
-    if model := getattr(job, "model", None):
-        section = "rollout" if "rollout" in job.roles() else "engine"
-        engine = getattr(job, section, None)
-        is_trained = not {"learner", "sft"}.isdisjoint(job.roles())
-        yield _policy("model.policy", model, (section, engine) if engine else None, is_trained=is_trained)
-    if isinstance(job, PolicyEvaluationJob):
-        for name, model in job.policies.items():
-            if not (Path(model.policy) / ADAPTER_FILE).exists():  # an adapter is merged into its base before
-                yield _policy(f"policies.{name}.policy", model, ("rollout", job.rollout))
-    if isinstance(job, CompareJob) and job.compare.reviser:
-        yield Model(key="compare.reviser", name=job.compare.reviser)
-    for section, feedback in job.feedback_sections.items():
-        if feedback.engine_model:
-            yield _feedback_model(section, feedback)
-
-
-def _policy(
-    key: str, model: ModelConfig, engine: tuple[str, EngineConfig] | None, *, is_trained: bool = False
-) -> Model:
-    return Model(
-        key=key, name=model.policy, revision=model.revision, chat=model, engine=engine, is_trained=is_trained
-    )  # fmt: skip
-
-
-def _feedback_model(section: str, feedback: FeedbackConfig) -> Model:
-    """Return the model of a feedback section that our own engines serve."""
-    engine = (f"{section}.engine", feedback.engine)
-    if feedback.engine_model == "llm":
-        llm = feedback.llm
-        return Model(key=f"{section}.llm.model", name=str(llm.model), revision=llm.revision, engine=engine)
-    name = str(feedback.reward_model)
-    return Model(key=f"{section}.reward_model", name=name, revision=feedback.reward_revision, engine=engine)
-
-
-def servers(job: AnyJob) -> Iterator[LLMConfig]:
-    """Yield the models behind external servers, which need an API key."""
-    if isinstance(job, PolicyEvaluationJob):
-        yield from (*job.endpoints.values(), *job.judges.values())
-    for feedback in job.feedback_sections.values():
-        if "llm" in feedback.models and feedback.llm.url:
-            yield feedback.llm
 
 
 def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
@@ -274,7 +207,7 @@ def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     return True
 
 
-def _check_model(model: Model) -> bool:
+def _check_model(model: JobModel) -> bool:
     """Return True.
 
     Raises:
@@ -289,7 +222,8 @@ def _check_model(model: Model) -> bool:
     check_vision(*source, model.key, is_trained=model.is_trained, has_engine=model.engine is not None)
     check_finite_weights(model.key, model.name)
     if model.engine is not None:
-        section, engine = model.engine
+        section = model.engine.section
+        engine = model.engine.config
         check_positions(*source, f"{section}.max_model_len", engine.max_model_len)
         check_heads(*source, f"{section}.gpus", engine.tensor_parallel)
         if model.is_trained:
@@ -300,7 +234,7 @@ def _check_model(model: Model) -> bool:
     return True
 
 
-def _check_weights_fit(model: Model, section: str, engine: EngineConfig) -> None:
+def _check_weights_fit(model: JobModel, section: str, engine: EngineConfig) -> None:
     """Check that the weights of a model fit in the host memory of an engine on a CPU."""
     shape = find_shape(model.name, model.revision)
     if shape is None:
@@ -350,7 +284,7 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
         raise UserError(f"{key} is {memory_gib:g}: a rank that loads its models needs {need / GIB:.1f}")
 
 
-def _check_sources(findings: Findings, job: JobConfig, task: Task) -> None:
+def _check_sources(findings: Findings, job: AnyJob, task: Task) -> None:
     """Check the feedback sources: signature of a function, API key, file of annotations, model card, sandbox."""
     for section, feedback in job.feedback_sections.items():
         absent = [path for path in human_paths(feedback) if not path.is_file()]
@@ -359,9 +293,10 @@ def _check_sources(findings: Findings, job: JobConfig, task: Task) -> None:
         elif feedback.source not in ("llm", "reward_model", *(["human"] if feedback.engine_model else [])):
             findings.collect(make_local_source, feedback, task, section=section)
         is_usable = f"{section}.reward_model" in findings.usable
-        if is_usable and not isinstance(job, ScoreJob):  # a ScoreJob takes task and style from the card
+        if is_usable and not job.takes_card_settings:
             findings.collect(check_card, Path(str(feedback.reward_model)), make_card(task, feedback.style))
-    for server in servers(job):
+    for server in job.servers():
         findings.collect(EndpointChat, server)
-    if isinstance(job, PolicyEvaluationJob) and job.task == "code" and (lack := available(job.sandbox.require)):
+    sandbox = job.measuring_sandbox()
+    if sandbox is not None and (lack := available(sandbox.require)):
         findings.missing.append(lack)

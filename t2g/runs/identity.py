@@ -27,7 +27,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
-from t2g.config import AnyJob, PolicyJob, Section
+from t2g.config import AnyJob, Section
 from t2g.config.field_marks import paths
 from t2g.config.loading import default_values, identity_values
 from t2g.config.validation_errors import REMOVED_DEFAULTS, format_value
@@ -79,9 +79,10 @@ class Identity(Section):
         Args:
             identity_extras: JSON values and paths that decide the result and are not in the config: `method="dpo"`.
         """
+        job = config if isinstance(config, AnyJob) else None
         settings = identity_values(config) | identity_extras
-        if isinstance(config, PolicyJob):
-            settings[SCHEDULE] = config.schedule_steps
+        if job is not None:
+            settings |= job.identity_settings()
 
         contents: dict[str, str] = {}
         for key, values in _find_locations(config, identity_extras).items():
@@ -91,11 +92,11 @@ class Identity(Section):
         for key, value in settings.items():
             if IMPORTED.fullmatch(key) and ":" in str(value):
                 contents[key] = source_hash(value)
-        if isinstance(config, PolicyJob):
-            contents |= _hash_outcome_rewards(config)
+        for function in job.reward_functions() if job is not None else ():
+            contents[f"objective.outcome_rewards.{function}"] = source_hash(function)  # imports its module
 
         known_contents = {key: digest for key, digest in contents.items() if digest}
-        accept = config.run.accept if isinstance(config, AnyJob) else ()
+        accept = job.run.accept if job is not None else ()
         return cls(config=settings, contents=known_contents, accept=accept, defaults=default_values(type(config)))
 
     def differences_from(self, saved: "Identity") -> tuple[list[str], list[ContentChange]]:
@@ -136,15 +137,6 @@ def _find_locations(config: BaseModel, identity_extras: Mapping[str, Any]) -> di
 
 def _is_local(location: str) -> bool:
     return os.path.isabs(location) or os.path.exists(location)
-
-
-def _hash_outcome_rewards(config: PolicyJob) -> dict[str, str]:
-    """Return the hashes of the functions that give outcome rewards, by config key."""
-    hashes: dict[str, str] = {}
-    for entry in config.objective.outcome_rewards:
-        if ":" in entry.source and not entry.source.startswith("metric:"):  # hashing imports a module
-            hashes[f"objective.outcome_rewards.{entry.source}"] = source_hash(entry.source)
-    return hashes
 
 
 def save_identity(folder: Path, identity: Identity) -> None:
