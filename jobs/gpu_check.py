@@ -184,7 +184,7 @@ async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
     figures["fleet_tokens_per_s"] = await rate(lambda prompt: fleet.sample(prompt, sampling))
     killed = time.monotonic()
     ray.kill(first.handle)
-    while not [member for member in fleet.serving() if member is not first]:
+    while not [worker for worker in fleet.serving() if worker is not first]:
         await asyncio.sleep(0.5)  # the fleet's supervision has the deadline
     return figures | {"successor_s": time.monotonic() - killed}
 

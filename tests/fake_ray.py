@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.cluster import placement
 from actors.fleet import fleet as fleet_module
-from actors.fleet import member as member_module
+from actors.fleet import fleet_worker as fleet_worker_module
 
 
 class Died(BaseException):
@@ -87,7 +87,7 @@ class ActorClass:
 
 
 class FakeRay:
-    """The functions of `ray` and of `placement` that fleet and member call; every place is there at once."""
+    """The functions of `ray` and of `placement` that fleet and worker call; every place is there at once."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -123,7 +123,7 @@ class FakeRay:
         handle.die()
 
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of Ray, for fleets and their members."""
+        """Of Ray, for fleets and their workers."""
         places = SimpleNamespace(
             reserve=lambda roles, timeout_s: [object() for c in roles.values() for _ in range(c.num_processes)],
             request_placement=lambda config: object(),
@@ -131,7 +131,7 @@ class FakeRay:
             actor_options=lambda config, place: {},
             describe_requirements=placement.describe_requirements,
         )
-        for module in (fleet_module, member_module):
+        for module in (fleet_module, fleet_worker_module):
             monkeypatch.setattr(module, "placement", places)
             monkeypatch.setattr(module, "ray", self)
-        monkeypatch.setattr(member_module, "remove_placement_group", lambda place: None)
+        monkeypatch.setattr(fleet_worker_module, "remove_placement_group", lambda place: None)

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.engines.rollout import RolloutFleet, check_window
-from actors.fleet.member import RequestTimedOut
+from actors.fleet.fleet_worker import RequestTimedOut
 from t2g.config import RolloutConfig
 from t2g.environments.converse import converse, make_encoder
 from t2g.environments.environment import Environment

@@ -15,8 +15,8 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from actors.cluster.fanout import first_line
 from actors.engines.engine import Engine
 from actors.fleet.fleet import Fleet
+from actors.fleet.fleet_worker import DIED, FleetWorker, describe_loss
 from actors.fleet.health import State
-from actors.fleet.member import DIED, Member, describe_loss
 from actors.weights.probe import Gap
 from actors.weights.weight_receiver import WeightReceiver
 from t2g.config import RolloutConfig
@@ -88,7 +88,7 @@ RolloutActor = ray.remote(RolloutWorker)
 
 
 class RolloutFleet(Fleet):
-    """Rollout workers as a source of rollouts, and as the targets of a weight sync."""
+    """Rollout workers as a source of rollouts, and as the workers of a weight sync."""
 
     role = "rollout"
     actor = RolloutActor
@@ -146,8 +146,8 @@ class RolloutFleet(Fleet):
         )
         return logprobs[len(prompt.prompt_ids) - 1 :]
 
-    def _should_restart(self, member: Member) -> bool:
-        return self.gpu_user == "engines" and super()._should_restart(member)  # a start would fail on a rank's GPU
+    def _should_restart(self, worker: FleetWorker) -> bool:
+        return self.gpu_user == "engines" and super()._should_restart(worker)  # a start would fail on a rank's GPU
 
     def _check_min_workers(self, now: float) -> None:
         if self.gpu_user == "engines":
@@ -156,18 +156,18 @@ class RolloutFleet(Fleet):
     @property
     def is_starting(self) -> bool:
         """Return whether a worker waits for its placement or loads its model."""
-        return any(member.health.state is State.STARTING for member in self._members)
+        return any(worker.health.state is State.STARTING for worker in self._workers)
 
-    def targets(self) -> list[Member]:
-        """Return the targets of the next weight sync. An unreachable worker misses it, and catches up later."""
-        for member in self.started():
-            member.end_sync()  # for a worker that failed while a push replaced its catch-up
-        for member in self.serving():
-            if not member.health.reachable:
-                self.record_missed_sync(member, "could not be reached")
-        return [member for member in self.started() if member.health.reachable]
+    def sync_workers(self) -> list[FleetWorker]:
+        """Return the workers of the next weight sync. An unreachable worker misses it, and catches up later."""
+        for worker in self.started():
+            worker.end_sync()  # for a worker that failed while a push replaced its catch-up
+        for worker in self.serving():
+            if not worker.health.reachable:
+                self.record_missed_sync(worker, "could not be reached")
+        return [worker for worker in self.started() if worker.health.reachable]
 
-    async def request(self, target: Member, submit: Callable[[Any], Any], what: str) -> Any:
+    async def request(self, worker: FleetWorker, submit: Callable[[Any], Any], what: str) -> Any:
         """Make one call of a weight sync on one worker.
 
         Raises:
@@ -175,11 +175,11 @@ class RolloutFleet(Fleet):
             LearnerLost: A bucket is lost.
         """
         try:
-            return await submit(target.handle)
+            return await submit(worker.handle)
         except RayTaskError as error:  # before DIED: for a lost argument Ray raises an error of both types
             if isinstance(error.cause, ObjectLostError):
                 raise LearnerLost(f"{what} was lost with the node of learner rank 0") from error
             raise MissedSync(f"refused {what}: {first_line(error.cause)}") from error
         except DIED as error:
-            self.record_failure(target, error)
+            self.record_failure(worker, error)
             raise MissedSync(f"{describe_loss(error)} during {what}") from error

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from actors.fleet.fleet_worker import FleetWorker
 from actors.fleet.health import State
-from actors.fleet.member import Member
 
 QUEUE = 0.25  # share of max_num_seqs that is queued in a worker, so that it never waits for the driver
 
@@ -24,24 +24,24 @@ class Waiter:
     """Requests that are sent to one worker together."""
 
     load: int
-    avoid: Member | None
-    assigned: "asyncio.Future[Member]"
+    avoid: FleetWorker | None
+    assigned: "asyncio.Future[FleetWorker]"
 
 
 class Admission:
-    """Assign requests to the members of a fleet."""
+    """Assign requests to the workers of a fleet."""
 
     def __init__(
-        self, members: list[Member], *, room: int, on_waiting: Callable[[], Coroutine[Any, Any, None]]
+        self, workers: list[FleetWorker], *, room: int, on_waiting: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         """Start without requests.
 
         Args:
-            members: The workers; their owner changes this list.
+            workers: The workers; their owner changes this list.
             room: Number of requests at which a worker gets no more.
             on_waiting: Runs while requests wait.
         """
-        self._members = members
+        self._workers = workers
         self._room = room
         self._on_waiting = on_waiting
         self._waiting: deque[Waiter] = deque()
@@ -52,7 +52,7 @@ class Admission:
     def waiting(self) -> bool:
         return bool(self._waiting)
 
-    async def enter(self, load: int, *, avoid: Member | None) -> Member:
+    async def enter(self, load: int, *, avoid: FleetWorker | None) -> FleetWorker:
         """Return the worker with the least load for its capacity, once it has room for a request; first in, first out.
 
         Call `leave` for each of the `load` requests.
@@ -77,30 +77,30 @@ class Admission:
                     self.leave(waiter.assigned.result())
             raise
 
-    def leave(self, member: Member) -> None:
-        if member.load == 1:
-            self.idle.account(self._members, time.monotonic())
-        member.load -= 1
+    def leave(self, worker: FleetWorker) -> None:
+        if worker.load == 1:
+            self.idle.account(self._workers, time.monotonic())
+        worker.load -= 1
         if self._waiting:  # no other worker has more room than before
-            prefers_others = member.health.suspect or self._waiting[0].avoid is member
-            self.admit(None if prefers_others else [member])
+            prefers_others = worker.health.suspect or self._waiting[0].avoid is worker
+            self.admit(None if prefers_others else [worker])
 
-    def admit(self, among: Sequence[Member] | None = None) -> None:
+    def admit(self, among: Sequence[FleetWorker] | None = None) -> None:
         """Assign waiting requests while the best of these workers, by default of all, has room."""
         while self._waiting:
             waiter = self._waiting[0]
-            workers = among or self._members
+            workers = among or self._workers
             able = [worker for worker in workers if worker.health.state is State.SERVING and worker.health.reachable]
-            member = min(able, key=partial(_rank, avoid=waiter.avoid), default=None)
-            if member is None or member.load >= self._room:
+            worker = min(able, key=partial(_rank, avoid=waiter.avoid), default=None)
+            if worker is None or worker.load >= self._room:
                 return
             self._waiting.popleft()
             if waiter.assigned.done():  # cancelled, but not removed yet
                 continue
-            if member.load == 0:
-                self.idle.account(self._members, time.monotonic())
-            member.load += waiter.load
-            waiter.assigned.set_result(member)
+            if worker.load == 0:
+                self.idle.account(self._workers, time.monotonic())
+            worker.load += waiter.load
+            waiter.assigned.set_result(worker)
 
     def refuse(self, error: Exception) -> None:
         """Raise it in every waiting request."""
@@ -110,9 +110,9 @@ class Admission:
                 waiter.assigned.set_exception(error)
 
 
-def _rank(member: Member, *, avoid: Member | None) -> tuple[bool, bool, float]:
+def _rank(worker: FleetWorker, *, avoid: FleetWorker | None) -> tuple[bool, bool, float]:
     """Return the key by which the best worker for a request comes first."""
-    return member.health.suspect, member is avoid, member.load / member.capacity
+    return worker.health.suspect, worker is avoid, worker.load / worker.capacity
 
 
 class IdleClock:
@@ -122,17 +122,17 @@ class IdleClock:
         self._at = time.monotonic()
         self._idle_s = self._all_s = 0.0
 
-    def account(self, members: Sequence[Member], now: float) -> None:
+    def account(self, workers: Sequence[FleetWorker], now: float) -> None:
         """Add the time since the last call; the loads must not have changed in it."""
         passed = now - self._at
         self._at = now
-        loads = [member.load for member in members if member.health.state in (State.STALE, State.SERVING)]
+        loads = [worker.load for worker in workers if worker.health.state in (State.STALE, State.SERVING)]
         self._all_s += passed * len(loads)
         self._idle_s += passed * loads.count(0)
 
-    def share(self, members: Sequence[Member], now: float) -> float:
+    def share(self, workers: Sequence[FleetWorker], now: float) -> float:
         """Return the idle share since the last call of `share`; 0 without workers."""
-        self.account(members, now)
+        self.account(workers, now)
         share = self._idle_s / self._all_s if self._all_s else 0.0
         self._idle_s = self._all_s = 0.0
         return share

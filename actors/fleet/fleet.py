@@ -19,18 +19,18 @@ from ray.exceptions import RayTaskError
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
 from actors.fleet.admission import QUEUE, Admission
-from actors.fleet.health import Event, State, apply_event, describe_overdue, restarts_left
-from actors.fleet.member import (
+from actors.fleet.fleet_worker import (
     DIED,
     UNREACHABLE,
+    FleetWorker,
     Interrupted,
-    Member,
     RequestTimedOut,
     describe_error,
     describe_loss,
     find_missed_deadline_s,
     unwrap_error,
 )
+from actors.fleet.health import Event, State, apply_event, describe_overdue, restarts_left
 from actors.fleet.meter import EngineStats, summary
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.5  # between two ticks
 MEASURE_S = 2.0  # timeout of the engines' statistics
 MAX_LOSSES = 6  # losses that the error at the end of a run lists
-CatchUp = Callable[[Member], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
+CatchUp = Callable[[FleetWorker], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
 REQUEST_TRIES = 3  # attempts of one request, each on another worker if there is one
 
 
@@ -87,13 +87,13 @@ class Fleet:
         self.target_size = config.workers.initial
         self.is_ready = False  # whether `wait_ready` has returned
         self.started_with: Any = None  # the result of the workers' `start`, the same for all
-        self._members: list[Member] = []
-        self._unreplaced: list[Member] = []  # lost workers that wait for their restart budget
+        self._workers: list[FleetWorker] = []
+        self._unreplaced: list[FleetWorker] = []  # lost workers that wait for their restart budget
         self._history: deque[str] = deque(maxlen=MAX_LOSSES)  # the last losses, for the error at the end of a run
         self._failure: RunStopped | None = None  # of a catch-up; the next tick raises it
         self._numbers = iter(range(1_000_000))
         room = math.ceil((1 + QUEUE) * config.max_num_seqs)
-        self._admission = Admission(self._members, room=room, on_waiting=self._watch_waiting)
+        self._admission = Admission(self._workers, room=room, on_waiting=self._watch_waiting)
         self._ticked_at = 0.0
         self._start_error: Exception | None = None  # of the last start that failed, while no worker has started
         self._has_started = False  # whether any worker has started
@@ -125,7 +125,7 @@ class Fleet:
         self.is_ready = True
 
     def _has_starting(self) -> bool:
-        return any(member.health.state is State.STARTING for member in self._members)
+        return any(worker.health.state is State.STARTING for worker in self._workers)
 
     async def supervise(self) -> None:
         """Call `tick` until cancelled. Raises RunStopped as `tick`, LearnerLost as `catch_up`."""
@@ -141,12 +141,12 @@ class Fleet:
             self.target_size = number
             self._unreplaced = []  # a new target size does not wait for restart budgets
 
-    def serving(self) -> list[Member]:
-        return [member for member in self._members if member.health.state is State.SERVING]
+    def serving(self) -> list[FleetWorker]:
+        return [worker for worker in self._workers if worker.health.state is State.SERVING]
 
-    def started(self) -> list[Member]:
-        """Return the workers with a loaded model that are not leaving: the targets of a weight sync."""
-        return [member for member in self._members if member.health.state in (State.STALE, State.SERVING)]
+    def started(self) -> list[FleetWorker]:
+        """Return the workers with a loaded model that are not leaving: the workers of a weight sync."""
+        return [worker for worker in self._workers if worker.health.state in (State.STALE, State.SERVING)]
 
     @property
     def expected(self) -> int:
@@ -155,11 +155,11 @@ class Fleet:
 
     @property
     def joining(self) -> bool:
-        return any(member.health.state in (State.STARTING, State.STALE) for member in self._members)
+        return any(worker.health.state in (State.STARTING, State.STALE) for worker in self._workers)
 
     def report(self) -> dict[str, Any]:
         """Return the fleet as JSON, for status.json, with lost workers that wait for their restart budget."""
-        workers = [member.report() for member in (*self._members, *self._unreplaced)]
+        workers = [worker.report() for worker in (*self._workers, *self._unreplaced)]
         return {
             "role": self.role,
             "target_size": self.target_size,
@@ -174,35 +174,35 @@ class Fleet:
             metrics["recovery_s"] = max(self._recoveries)
         self._recoveries = []
         self._restarts = 0
-        metrics["idle"] = self._admission.idle.share(self._members, time.monotonic())
+        metrics["idle"] = self._admission.idle.share(self._workers, time.monotonic())
         return metrics
 
     async def engine_metrics(self) -> dict[str, float]:
-        """Return the engines' own statistics since the last call, and update the members' capacities.
+        """Return the engines' own statistics since the last call, and update the workers' capacities.
 
         Engines that do not answer within MEASURE_S are left out.
         """
-        members = [member for member in self.serving() if member.health.reachable]
-        refs = [member.handle.measure.remote() for member in members]
+        workers = [worker for worker in self.serving() if worker.health.reachable]
+        refs = [worker.handle.measure.remote() for worker in workers]
         answers = [asyncio.wrap_future(ref.future()) for ref in refs]
         if answers:
             await asyncio.wait(answers, timeout=MEASURE_S)
 
-        measured: list[tuple[Member, EngineStats]] = []
-        for member, answer in zip(members, answers, strict=True):
+        measured: list[tuple[FleetWorker, EngineStats]] = []
+        for worker, answer in zip(workers, answers, strict=True):
             answer.cancel()
             if not answer.cancelled() and answer.exception() is None:
-                measured.append((member, answer.result()))
+                measured.append((worker, answer.result()))
         max_tokens = max((stats.cache_tokens for _, stats in measured), default=0)
-        for member, stats in measured:
-            member.capacity = stats.cache_tokens / max_tokens if stats.cache_tokens else 1.0
+        for worker, stats in measured:
+            worker.capacity = stats.cache_tokens / max_tokens if stats.cache_tokens else 1.0
         return summary([stats for _, stats in measured])
 
     def close(self) -> None:
         """End every worker; their engine cores end with them."""
-        for member in self._members:
-            member.remove()
-        self._members.clear()
+        for worker in self._workers:
+            worker.remove()
+        self._workers.clear()
 
     # ------------------------------------------------------------------------------------------------- for requests
     async def call(self, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
@@ -234,48 +234,48 @@ class Fleet:
         """
         answers = _Answers(len(submits), on_answer)
         reasons: list[str] = []
-        member: Member | None = None
+        worker: FleetWorker | None = None
         for _ in range(REQUEST_TRIES):
             self._tick_if_due(time.monotonic())  # not every job calls `supervise`
             open_ = answers.find_missing()
-            member = await self._admission.enter(len(open_), avoid=member)
+            worker = await self._admission.enter(len(open_), avoid=worker)
             try:
                 requests = {number: submits[number] for number in open_}
-                futures = await member.answers(requests, timeout_s, self._admission.leave, answers.keep)
-                failures = [self._explain_failure(member, future, timeout_s) for future in futures]
+                futures = await worker.answers(requests, timeout_s, self._admission.leave, answers.keep)
+                failures = [self._explain_failure(worker, future, timeout_s) for future in futures]
             except Interrupted:
                 futures = []
-                failures = [f"{member.name} {member.health.reason or 'stopped serving'}"]
+                failures = [f"{worker.name} {worker.health.reason or 'stopped serving'}"]
             for number, future, failure in zip(open_, futures, failures, strict=False):
                 if not failure:
                     answers.keep(number, future.result())
             if not answers.find_missing():
                 if futures:
-                    self._apply_event(member, "request_answered")
+                    self._apply_event(worker, "request_answered")
                 return answers.in_order()
             reason = next(filter(None, failures))
             reasons.append(reason)
             late_s = max((find_missed_deadline_s(future, timeout_s) for future in futures), default=0.0)
             if late_s:  # several late requests count as one failure
                 logger.warning("%s: %s", what, reason)
-                self._apply_event(member, "request_failed", f"did not answer within {late_s:g} s")
+                self._apply_event(worker, "request_failed", f"did not answer within {late_s:g} s")
         raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
 
-    def _explain_failure(self, member: Member, answer: "asyncio.Future[Any]", timeout_s: float) -> str:
+    def _explain_failure(self, worker: FleetWorker, answer: "asyncio.Future[Any]", timeout_s: float) -> str:
         """Return why a request has no answer, "" if it has one. Raises the worker's UserError or RunStopped."""
         if answer.cancelled():
-            return f"no answer from {member.name} within {timeout_s:g} s"
+            return f"no answer from {worker.name} within {timeout_s:g} s"
         error = answer.exception()
         if isinstance(error, RequestTimedOut):
-            return f"no answer from {member.name} within {error.timeout_s:g} s"
+            return f"no answer from {worker.name} within {error.timeout_s:g} s"
         if isinstance(error, RayTaskError):
             raised = unwrap_error(error)
             if isinstance(raised, UserError | RunStopped):
                 raise raised from None
-            return f"{member.name} failed: {first_line(raised)}"
+            return f"{worker.name} failed: {first_line(raised)}"
         if isinstance(error, DIED):
-            self.record_failure(member, error)
-            return f"{member.name} {describe_loss(error)}"
+            self.record_failure(worker, error)
+            return f"{worker.name} {describe_loss(error)}"
         if error is not None:
             raise error
         return ""
@@ -289,7 +289,7 @@ class Fleet:
             try:
                 self._tick_if_due(now)
                 self._admission.admit()
-                if any(member.health.reachable for member in self.serving()):
+                if any(worker.health.reachable for worker in self.serving()):
                     reached_at = now
                 elif now - reached_at > self._replacement_timeout_s:
                     limit = f"within {self._replacement_timeout_s:g} s"
@@ -308,163 +308,163 @@ class Fleet:
             raise self._failure
         now = time.monotonic()
         self._ticked_at = now
-        self._admission.idle.account(self._members, now)
-        for member in list(self._members):
-            self._supervise_member(member, now)
-        restartable = [member for member in self._unreplaced if self._should_restart(member)]
-        for member in restartable:
-            self._unreplaced.remove(member)
-            self._add(placement.request_placement(self.config), predecessor=member)
+        self._admission.idle.account(self._workers, now)
+        for worker in list(self._workers):
+            self._supervise_worker(worker, now)
+        restartable = [worker for worker in self._unreplaced if self._should_restart(worker)]
+        for worker in restartable:
+            self._unreplaced.remove(worker)
+            self._add(placement.request_placement(self.config), predecessor=worker)
         self._resize()
         self._check_min_workers(now)
 
-    def _supervise_member(self, member: Member, now: float) -> None:
-        if member.handle is None:
-            if placement.is_ready(member.placement_group):
-                member.start_process(self.actor, self._arguments)
-            elif not member.has_warned and now - member.health.since > self._placement_timeout_s:
-                member.has_warned = True
+    def _supervise_worker(self, worker: FleetWorker, now: float) -> None:
+        if worker.handle is None:
+            if placement.is_ready(worker.placement_group):
+                worker.start_process(self.actor, self._arguments)
+            elif not worker.has_warned and now - worker.health.since > self._placement_timeout_s:
+                worker.has_warned = True
                 requirements = placement.describe_requirements(self.config)
-                logger.warning("%s waits for a placement: %s", member.name, requirements)
+                logger.warning("%s waits for a placement: %s", worker.name, requirements)
             return
-        if member.health.state is State.STARTING:
-            self._check_start(member)
+        if worker.health.state is State.STARTING:
+            self._check_start(worker)
         else:
-            self._check_health(member, now)
-        overdue = describe_overdue(member.health, now=now, config=self.config)
+            self._check_health(worker, now)
+        overdue = describe_overdue(worker.health, now=now, config=self.config)
         if overdue:
-            self._apply_event(member, "died", overdue)
-        elif member.health.state is State.DRAINING and member.load == 0:
-            self._apply_event(member, "drained", "left")
-        elif member.health.state is State.STALE and member.health.reachable and self.catch_up is not None:
-            member.start_catch_up(self._catch_up)
+            self._apply_event(worker, "died", overdue)
+        elif worker.health.state is State.DRAINING and worker.load == 0:
+            self._apply_event(worker, "drained", "left")
+        elif worker.health.state is State.STALE and worker.health.reachable and self.catch_up is not None:
+            worker.start_catch_up(self._catch_up)
 
-    async def _catch_up(self, member: Member) -> None:
+    async def _catch_up(self, worker: FleetWorker) -> None:
         assert self.catch_up is not None
         try:
-            await self.catch_up(member)
+            await self.catch_up(worker)
         except RunStopped as error:
             self._failure = error
 
-    def _check_start(self, member: Member) -> None:
-        done, _ = ray.wait([member.starting], timeout=0)
+    def _check_start(self, worker: FleetWorker) -> None:
+        done, _ = ray.wait([worker.starting], timeout=0)
         if not done:
             return
         try:
-            self.started_with = ray.get(member.starting)
+            self.started_with = ray.get(worker.starting)
         except DIED as error:
-            self._apply_event(member, "died", f"died in its start ({describe_error(error)})")
+            self._apply_event(worker, "died", f"died in its start ({describe_error(error)})")
         except RayTaskError as error:
             raised = unwrap_error(error)
             if not self._has_started:
                 self._start_error = raised if isinstance(raised, UserError | RunStopped) else error  # has a traceback
-            self._apply_event(member, "died", f"could not start ({first_line(raised)})")
+            self._apply_event(worker, "died", f"could not start ({first_line(raised)})")
         else:
             self._has_started = True
             self._start_error = None
-            self._apply_event(member, "started")
+            self._apply_event(worker, "started")
             if self.catch_up is None:
-                self._apply_event(member, "weights_verified")
+                self._apply_event(worker, "weights_verified")
 
-    def _check_health(self, member: Member, now: float) -> None:
+    def _check_health(self, worker: FleetWorker, now: float) -> None:
         try:
-            if member.poll_health_check(now):
-                self._apply_event(member, "check_passed")
+            if worker.poll_health_check(now):
+                self._apply_event(worker, "check_passed")
         except TimeoutError:
             limit_s = self.config.health.check_timeout_s
-            self._apply_event(member, "check_failed", f"did not answer a health check within {limit_s:g} s")
+            self._apply_event(worker, "check_failed", f"did not answer a health check within {limit_s:g} s")
         except (RayTaskError, *UNREACHABLE) as error:
-            self._apply_event(member, "check_failed", f"failed a health check ({describe_error(error)})")
+            self._apply_event(worker, "check_failed", f"failed a health check ({describe_error(error)})")
         except DIED as error:
-            self.record_failure(member, error)
+            self.record_failure(worker, error)
 
-    def _apply_event(self, member: Member, event: Event, reason: str = "") -> None:
+    def _apply_event(self, worker: FleetWorker, event: Event, reason: str = "") -> None:
         """Update the health of a worker after an event, and act on its new state."""
-        before = member.health.state
+        before = worker.health.state
         now = time.monotonic()
-        member.health = apply_event(member.health, event, now=now, config=self.config.health, reason=reason)
-        state = member.health.state
+        worker.health = apply_event(worker.health, event, now=now, config=self.config.health, reason=reason)
+        state = worker.health.state
         if state is before:
             return
         if state is State.SERVING:
-            if member.lost_at is not None:
-                self._recoveries.append(now - member.lost_at)
-                member.lost_at = None
+            if worker.lost_at is not None:
+                self._recoveries.append(now - worker.lost_at)
+                worker.lost_at = None
             self._admission.admit()
         if state in (State.STALE, State.DEAD) and before is not State.STARTING:
-            member.interrupt()
+            worker.interrupt()
         if state is State.DEAD:
-            self._remove(member, is_replaced=before is not State.DRAINING and event != "dismissed")
+            self._remove(worker, is_replaced=before is not State.DRAINING and event != "dismissed")
 
-    def _remove(self, member: Member, *, is_replaced: bool) -> None:
+    def _remove(self, worker: FleetWorker, *, is_replaced: bool) -> None:
         """Kill a worker: if it came back, it would serve old weights. `is_replaced`: it gets a successor."""
-        self._members.remove(member)
-        member.remove()
+        self._workers.remove(worker)
+        worker.remove()
         if not is_replaced:
             return
         self._restarts += 1
-        self._history.append(f"{member.name} {member.health.reason}")
-        logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
-        self._unreplaced.append(member)
+        self._history.append(f"{worker.name} {worker.health.reason}")
+        logger.warning("%s %s; %d left", worker.name, worker.health.reason, len(self.started()))
+        self._unreplaced.append(worker)
 
-    def _should_restart(self, member: Member) -> bool:
+    def _should_restart(self, worker: FleetWorker) -> bool:
         """Return whether a lost worker gets a successor now.
 
         If a second start is refused for the same reason while no worker has started, the config is at fault.
         """
-        if isinstance(self._start_error, UserError) and member.health.reason == member.predecessor_reason:
+        if isinstance(self._start_error, UserError) and worker.health.reason == worker.predecessor_reason:
             return False
-        num_left = restarts_left(member.restart_times, now=time.monotonic(), config=self.config.health)
+        num_left = restarts_left(worker.restart_times, now=time.monotonic(), config=self.config.health)
         return num_left > 0
 
-    def record_failure(self, member: Member, error: Exception) -> None:
+    def record_failure(self, worker: FleetWorker, error: Exception) -> None:
         """Record that a call of the worker ended in an error of DIED."""
         event = "unreachable" if isinstance(error, UNREACHABLE) else "died"
-        self._apply_event(member, event, f"{describe_loss(error)} ({describe_error(error)})")
+        self._apply_event(worker, event, f"{describe_loss(error)} ({describe_error(error)})")
 
-    def record_verified(self, member: Member, version: int) -> None:
+    def record_verified(self, worker: FleetWorker, version: int) -> None:
         """Record that the worker verified this version: it serves."""
-        member.version = version
-        self._apply_event(member, "weights_verified")
-        member.end_sync()
+        worker.version = version
+        self._apply_event(worker, "weights_verified")
+        worker.end_sync()
 
-    def record_missed_sync(self, member: Member, reason: str, *, timed_out: bool = False) -> None:
+    def record_missed_sync(self, worker: FleetWorker, reason: str, *, timed_out: bool = False) -> None:
         """Record a missed weight sync: the worker is STALE, and its requests go to other workers.
 
         Args:
             timed_out: Whether it did not answer in time; it is then unreachable until it passes a health check.
         """
-        logger.warning("%s missed a weight sync: %s", member.name, reason)
+        logger.warning("%s missed a weight sync: %s", worker.name, reason)
         if timed_out:
-            self._apply_event(member, "unreachable", reason)
-        self._apply_event(member, "sync_missed", f"missed a weight sync ({reason})")
-        member.end_sync()
+            self._apply_event(worker, "unreachable", reason)
+        self._apply_event(worker, "sync_missed", f"missed a weight sync ({reason})")
+        worker.end_sync()
 
     def _resize(self) -> None:
         """Add or dismiss workers towards the target size."""
-        living = [member for member in self._members if member.health.state is not State.DRAINING]
+        living = [worker for worker in self._workers if worker.health.state is not State.DRAINING]
         for _ in range(self.expected - len(living)):
             self._add(placement.request_placement(self.config))
         num_surplus = max(0, len(living) - self.target_size)
-        for member in sorted(living, key=Member.dismissal_order)[:num_surplus]:
-            if not member.syncing:  # its answers would count before its weights are verified; dismiss it later
-                self._apply_event(member, "dismissed", "was scaled down")
+        for worker in sorted(living, key=FleetWorker.dismissal_order)[:num_surplus]:
+            if not worker.syncing:  # its answers would count before its weights are verified; dismiss it later
+                self._apply_event(worker, "dismissed", "was scaled down")
 
-    def _add(self, placement_group: Any, *, predecessor: Member | None = None) -> Member:
+    def _add(self, placement_group: Any, *, predecessor: FleetWorker | None = None) -> FleetWorker:
         name = predecessor.name if predecessor else f"{self.role} worker {next(self._numbers)}"
-        member = Member(name, placement_group, self.config)
+        worker = FleetWorker(name, placement_group, self.config)
         if predecessor:
             now = time.monotonic()
-            member.restart_times = (*predecessor.restart_times, now)
-            member.lost_at = predecessor.lost_at or now
-            member.predecessor_reason = predecessor.health.reason
-        self._members.append(member)
-        return member
+            worker.restart_times = (*predecessor.restart_times, now)
+            worker.lost_at = predecessor.lost_at or now
+            worker.predecessor_reason = predecessor.health.reason
+        self._workers.append(worker)
+        return worker
 
     def _check_min_workers(self, now: float) -> None:
         """Raise RunStopped, or the error of a worker's start, if fewer than workers.min are left."""
         minimum = min(self.config.workers.min, self.target_size)
-        num_starting = sum(member.health.state is State.STARTING for member in self._members)
+        num_starting = sum(worker.health.state is State.STARTING for worker in self._workers)
         num_started = len(self.started())
         if num_started >= minimum:
             self._short_since = None
@@ -484,5 +484,5 @@ class Fleet:
 
     def _describe_workers(self) -> str:
         """Describe the lost workers with their reasons, and the state of the others."""
-        living = [f"{member.name} is {member.health.state}" for member in self._members]
+        living = [f"{worker.name} is {worker.health.state}" for worker in self._workers]
         return "; ".join([*self._history, *living])

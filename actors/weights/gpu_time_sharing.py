@@ -8,7 +8,7 @@ take the GPUs for a weight push, for sampling, or after a checkpoint.
 import asyncio
 from typing import Any, Protocol
 
-from actors.weights.round import EngineFleet, SyncTarget
+from actors.weights.round import EngineFleet, SyncWorker
 from t2g.errors import MissedSync, RunStopped
 from t2g.interfaces import GpuUser
 
@@ -51,7 +51,7 @@ class GpuTimeSharing:
         while user == "learner" and self._fleet.is_starting:  # it cannot sleep yet; the fleet limits its start
             await asyncio.sleep(START_POLL_S)
         should_sleep = user == "learner"
-        switches = [self._switch(target, should_sleep) for target in self._fleet.targets()]
+        switches = [self._switch(worker, should_sleep) for worker in self._fleet.sync_workers()]
         errors = await asyncio.gather(*switches)
         failures = [error for error in errors if error]
         if failures:
@@ -60,20 +60,20 @@ class GpuTimeSharing:
             await asyncio.to_thread(self.learner.reload_states)
         self._fleet.gpu_user = user
 
-    async def _switch(self, target: SyncTarget, should_sleep: bool) -> str:
+    async def _switch(self, worker: SyncWorker, should_sleep: bool) -> str:
         """Have one engine sleep or wake up; return what failed, "" if nothing."""
         what = "its sleep" if should_sleep else "its wake-up"
 
-        def submit(worker: Any) -> Any:
+        def submit(handle: Any) -> Any:
             if should_sleep:
-                return worker.sleep.remote()
-            return worker.wake_up.remote()
+                return handle.sleep.remote()
+            return handle.wake_up.remote()
 
         try:
-            request = self._fleet.request(target, submit, what)
+            request = self._fleet.request(worker, submit, what)
             await asyncio.wait_for(request, self._timeout_s)
         except MissedSync as error:
-            return f"{target.name} {error}"
+            return f"{worker.name} {error}"
         except TimeoutError:
-            return f"{target.name} timed out: {what} took more than {self._timeout_s:g} s"
+            return f"{worker.name} timed out: {what} took more than {self._timeout_s:g} s"
         return ""

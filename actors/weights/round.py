@@ -55,7 +55,7 @@ class WeightSource(Protocol):
         """
 
 
-class SyncTarget(Protocol):
+class SyncWorker(Protocol):
     """A rollout worker of the fleet."""
 
     name: str
@@ -76,10 +76,10 @@ class EngineFleet(Protocol):
     def is_starting(self) -> bool:
         """Return whether a worker waits for its placement or loads its model."""
 
-    def targets(self) -> Sequence[SyncTarget]:
+    def sync_workers(self) -> Sequence[SyncWorker]:
         """Return the workers that have started and can be reached."""
 
-    def request(self, target: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
+    def request(self, worker: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
         """Return the result of submit(handle).
 
         Raises:
@@ -87,14 +87,14 @@ class EngineFleet(Protocol):
             LearnerLost: A bucket is lost.
         """
 
-    def record_verified(self, target: Any, version: int) -> None:
+    def record_verified(self, worker: Any, version: int) -> None:
         """Record that the worker verified this version."""
 
-    def record_missed_sync(self, target: Any, reason: str, *, timed_out: bool = False) -> None:
+    def record_missed_sync(self, worker: Any, reason: str, *, timed_out: bool = False) -> None:
         """Record that the worker missed the sync.
 
         Args:
-            timed_out: Whether it timed out. It is no target until it passes a health check or answers a request.
+            timed_out: Whether it timed out. It takes part in no sync until it passes a check or answers a request.
         """
 
 
@@ -110,7 +110,7 @@ class Version:
     engine_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # by worker name
     previous: "Version | None" = None  # the version sent before, without its buckets
     buckets: list[Any] = field(default_factory=list)  # references; none with ipc and nccl
-    verified: list[SyncTarget] = field(default_factory=list)  # the workers that have it
+    verified: list[SyncWorker] = field(default_factory=list)  # the workers that have it
     missed: dict[str, str] = field(default_factory=dict)  # worker name -> why it missed the version the last time
     num_calls: int = 1  # of workers and of the learner; the first was `get_manifest`
     timings: dict[str, float] = field(default_factory=dict)  # seconds of work, of the slowest worker
@@ -120,10 +120,10 @@ class Version:
 
 
 @dataclass
-class Group:
+class BroadcastGroup:
     """The current process group of nccl."""
 
-    participants: Sequence[SyncTarget] = ()
+    workers: Sequence[SyncWorker] = ()
     rendezvous: Rendezvous | None = None
 
 
@@ -135,9 +135,9 @@ class Round:
     fleet: EngineFleet
     config: LearnerConfig
     version: Version
-    participants: list[SyncTarget]  # the workers that have all buckets sent so far
+    workers: list[SyncWorker]  # the workers that have all buckets sent so far
     deadline: float  # of time.monotonic, for the whole round
-    group: Group
+    group: BroadcastGroup
     id: str = field(default_factory=lambda: uuid.uuid4().hex)  # workers refuse late calls of another round
 
     @property
@@ -146,7 +146,7 @@ class Round:
         return self.config.sync_transport == "nccl" and not self.config.is_replayable
 
     async def deliver(self) -> list[float]:
-        """Send all buckets to the participants; return the probe gap of each worker that verified them."""
+        """Send all buckets to the workers; return the probe gap of each worker that verified them."""
         version = self.version
         engine = self.fleet.config
         # Without replay the next bucket overwrites the memory of this one.
@@ -207,7 +207,7 @@ class Round:
     async def _buckets(self) -> AsyncGenerator[Any, None]:
         """Yield the stored buckets, or else stream them from the learner and store them if they are replayable.
 
-        The stream continues when no participant is left, since the ranks are inside a collective call. All participants
+        The stream continues when no worker is left, since the ranks are inside a collective call. All workers
         are dropped if the learner updated its weights meanwhile.
         """
         version = self.version
@@ -236,18 +236,18 @@ class Round:
 
         The learner must join it next. A group whose members have not changed is reused, without tasks.
         """
-        if self.group.rendezvous is not None and self.group.participants == self.participants:
+        if self.group.rendezvous is not None and self.group.workers == self.workers:
             return self.group.rendezvous, []
         self.version.num_calls += 1
         host, port = await asyncio.to_thread(self.learner.address)
         gpus = self.fleet.config.tensor_parallel  # per engine: each GPU is a rank; rank 0 is the learner's
         ranks: dict[Any, int] = {}  # the first of each engine
         members = ["the learner"]
-        for target in self.participants:
-            ranks[target.handle] = len(members)
-            members += [target.name] * gpus
+        for worker in self.workers:
+            ranks[worker.handle] = len(members)
+            members += [worker.name] * gpus
         rendezvous = Rendezvous(id=self.id, host=host, port=port, members=tuple(members))
-        self.group.participants = list(self.participants)
+        self.group.workers = list(self.workers)
         self.group.rendezvous = rendezvous
 
         def join_group(worker: Any) -> Any:
@@ -281,24 +281,24 @@ class Round:
         self.version.add_seconds("verify", time.monotonic() - started)
         return gaps
 
-    def accept(self, answers: Sequence[tuple[SyncTarget, np.ndarray]]) -> list[float]:
+    def accept(self, answers: Sequence[tuple[SyncWorker, np.ndarray]]) -> list[float]:
         """Record each worker whose logprobs of the probe agree with the learner's; return their gaps."""
         gaps: list[float] = []
         learner = self.version.learner_logprobs
         assert learner is not None
-        for target, engine in answers:
+        for worker, engine in answers:
             gap = compute_gap(engine, learner)
-            mismatch = self._find_mismatch(target, engine, learner, gap)
+            mismatch = self._find_mismatch(worker, engine, learner, gap)
             if mismatch:
-                self._drop(target, mismatch)
+                self._drop(worker, mismatch)
                 continue
             gaps.append(gap.largest)
-            self.version.engine_logprobs[target.name] = engine
-            self.version.verified.append(target)
-            self.fleet.record_verified(target, self.version.number)
+            self.version.engine_logprobs[worker.name] = engine
+            self.version.verified.append(worker)
+            self.fleet.record_verified(worker, self.version.number)
         return gaps
 
-    def _find_mismatch(self, target: SyncTarget, engine: np.ndarray, learner: np.ndarray, gap: Gap) -> str:
+    def _find_mismatch(self, worker: SyncWorker, engine: np.ndarray, learner: np.ndarray, gap: Gap) -> str:
         baseline_gap = self.fleet.baseline_gap
         tolerance = self.config.resolve_probe_tolerance(self.fleet.config)
         refusal = explain_refusal(gap, tolerance=tolerance, baseline_gap=baseline_gap)
@@ -306,15 +306,15 @@ class Round:
             return f"has other logprobs than the learner: {refusal}"
 
         previous = self.version.previous
-        if baseline_gap and previous and target.name in previous.engine_logprobs:
+        if baseline_gap and previous and worker.name in previous.engine_logprobs:
             assert previous.learner_logprobs is not None
-            of_engine = (previous.engine_logprobs[target.name], engine)
+            of_engine = (previous.engine_logprobs[worker.name], engine)
             of_learner = (previous.learner_logprobs, learner)
             if is_stuck(of_engine, of_learner, baseline_gap):
                 return f"did not apply the new weights: its logprobs are bitwise those of version {previous.number}"
         return ""
 
-    async def measure_baseline_gap(self) -> tuple[Gap | None, list[tuple[SyncTarget, np.ndarray]]]:
+    async def measure_baseline_gap(self) -> tuple[Gap | None, list[tuple[SyncWorker, np.ndarray]]]:
         """Measure the gap between engines and learner on the checkpoint.
 
         Returns:
@@ -330,22 +330,22 @@ class Round:
 
     async def _call_all(
         self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf
-    ) -> list[tuple[SyncTarget, Any]]:
-        """Call submit(handle) on all participants; return the answers, and drop the participants without one.
+    ) -> list[tuple[SyncWorker, Any]]:
+        """Call submit(handle) on all workers; return the answers, and drop the workers without one.
 
         The timeout is the round's deadline and at most timeout_s. After the first answer, or the first refusal in a
-        broadcast, the other participants have `compute_grace_s` seconds.
+        broadcast, the other workers have `compute_grace_s` seconds.
         """
         started = time.monotonic()
         until = min(self.deadline, started + timeout_s)
-        self.version.num_calls += len(self.participants)
-        requests: dict[asyncio.Future[Any], SyncTarget] = {}
-        for target in self.participants:
-            target.syncing = True  # set here: the task might start after the end of the sync
-            request = asyncio.ensure_future(self.fleet.request(target, submit, what))
-            requests[request] = target
+        self.version.num_calls += len(self.workers)
+        requests: dict[asyncio.Future[Any], SyncWorker] = {}
+        for worker in self.workers:
+            worker.syncing = True  # set here: the task might start after the end of the sync
+            request = asyncio.ensure_future(self.fleet.request(worker, submit, what))
+            requests[request] = worker
 
-        answers: list[tuple[SyncTarget, Any]] = []
+        answers: list[tuple[SyncWorker, Any]] = []
         pending = set(requests)
         try:
             while pending:
@@ -354,11 +354,11 @@ class Round:
                 if not done:
                     break
                 for task in done:
-                    target = requests[task]
+                    worker = requests[task]
                     try:
-                        answers.append((target, task.result()))
+                        answers.append((worker, task.result()))
                     except MissedSync as error:
-                        self._drop(target, str(error))
+                        self._drop(worker, str(error))
                 if answers or self._broadcasts:
                     took_s = time.monotonic() - started
                     until = min(until, started + took_s + compute_grace_s(took_s))
@@ -371,16 +371,16 @@ class Round:
         return answers
 
     def _drop_all(self, reason: str) -> None:
-        for target in list(self.participants):
-            self._drop(target, reason)
+        for worker in list(self.workers):
+            self._drop(worker, reason)
 
-    def _drop(self, target: SyncTarget, reason: str, *, timed_out: bool = False) -> None:
+    def _drop(self, worker: SyncWorker, reason: str, *, timed_out: bool = False) -> None:
         """Continue without this worker. A worker with two buckets in flight fails twice and is dropped once."""
-        if target in self.participants:
-            self.participants.remove(target)
+        if worker in self.workers:
+            self.workers.remove(worker)
             self.group.rendezvous = None
-            self.version.missed[target.name] = reason
-            self.fleet.record_missed_sync(target, reason, timed_out=timed_out)
+            self.version.missed[worker.name] = reason
+            self.fleet.record_missed_sync(worker, reason, timed_out=timed_out)
 
 
 def compute_grace_s(first_s: float) -> float:

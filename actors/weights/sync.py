@@ -18,7 +18,7 @@ import numpy as np
 
 from actors.weights.buckets import num_bytes
 from actors.weights.probe import PROBE_TOKENS, Gap, make_probe_ids
-from actors.weights.round import EngineFleet, Group, Round, SyncTarget, Version, WeightSource, compute_grace_s
+from actors.weights.round import BroadcastGroup, EngineFleet, Round, SyncWorker, Version, WeightSource, compute_grace_s
 from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
 from t2g.files import read_regular, write_json
@@ -58,7 +58,7 @@ class WeightSync:
             fleet.baseline_gap = Gap(**json.loads(baseline))
         self._sent: Version | None = None  # the last version that was sent
         self._push_s = 0.0  # duration of its push
-        self._group = Group()
+        self._group = BroadcastGroup()
         self.sending = asyncio.Lock()  # held by push and catch_up
         self._catching_up: tuple[Round, asyncio.Future[list[float]]] | None = None
 
@@ -89,19 +89,19 @@ class WeightSync:
             )
             gaps = await self._record_baseline_gap(version) if policy_version == 0 else []
             for _ in range(PUSH_TRIES):
-                started_targets = await self._wait_for_targets()
-                targets = [target for target in started_targets if target not in version.verified]
-                if targets:
-                    gaps += await self._round(version, targets).deliver()
+                started_workers = await self._wait_for_workers()
+                workers = [worker for worker in started_workers if worker not in version.verified]
+                if workers:
+                    gaps += await self._round(version, workers).deliver()
                 self._sent = version
                 self._push_s = time.monotonic() - started
                 if gaps:
-                    return self._make_result(version, max(gaps), was_sent=bool(targets))
+                    return self._make_result(version, max(gaps), was_sent=bool(workers))
         reasons = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
         raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {reasons}")
 
     def _make_result(self, version: Version, probe_gap: float, *, was_sent: bool) -> WeightSyncResult:
-        verified = {target.name for target in version.verified}
+        verified = {worker.name for worker in version.verified}
         missed = sorted(version.missed.keys() - verified)
         return WeightSyncResult(
             policy_version=version.number,
@@ -125,7 +125,7 @@ class WeightSync:
             RunStopped: The gap is so large that engines and learner cannot have the same model.
         """
         gaps: list[float] = []
-        fresh = [target for target in await self._wait_for_targets() if target.version is None]
+        fresh = [worker for worker in await self._wait_for_workers() if worker.version is None]
         if fresh:
             round_ = self._round(version, fresh)
             gap, answers = await round_.measure_baseline_gap()
@@ -158,10 +158,10 @@ class WeightSync:
         """
         if self._catching_up is not None and self._config.is_replayable:
             round_, delivery = self._catching_up
-            round_.participants.clear()  # no worker missed anything
+            round_.workers.clear()  # no worker missed anything
             delivery.cancel()
 
-    async def catch_up(self, target: SyncTarget) -> None:
+    async def catch_up(self, worker: SyncWorker) -> None:
         """Send a STALE worker the last pushed version, and report the outcome to the fleet.
 
         Does nothing before the first push, for a worker that a push has reached meanwhile, while a push waits, while
@@ -172,15 +172,15 @@ class WeightSync:
         """
         async with self.sending:
             version = self._sent
-            if version is None or target in version.verified or self._fleet.gpu_user == "learner":
+            if version is None or worker in version.verified or self._fleet.gpu_user == "learner":
                 return
             is_replayable = self._config.is_replayable
-            has_files = target.version is None and self._equals_model_files(version)
+            has_files = worker.version is None and self._equals_model_files(version)
             gathers_again = not is_replayable and self._learner.policy_version == version.learner_version
             if not (has_files or version.buckets or gathers_again):
                 return
             timeout_s = compute_grace_s(self._push_s) if is_replayable else math.inf
-            round_ = self._round(version, [target], timeout_s)
+            round_ = self._round(version, [worker], timeout_s)
             steps = round_.verify() if has_files else round_.deliver()
             delivery = asyncio.ensure_future(steps)
             self._catching_up = round_, delivery
@@ -191,14 +191,14 @@ class WeightSync:
             if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):  # by a push
                 raise outcome
 
-    def _round(self, version: Version, participants: Sequence[SyncTarget], timeout_s: float = math.inf) -> Round:
+    def _round(self, version: Version, workers: Sequence[SyncWorker], timeout_s: float = math.inf) -> Round:
         deadline = time.monotonic() + min(timeout_s, self._config.step_timeout_s)
-        return Round(self._learner, self._fleet, self._config, version, list(participants), deadline, self._group)
+        return Round(self._learner, self._fleet, self._config, version, list(workers), deadline, self._group)
 
-    async def _wait_for_targets(self) -> Sequence[SyncTarget]:
+    async def _wait_for_workers(self) -> Sequence[SyncWorker]:
         deadline = time.monotonic() + self._config.step_timeout_s
-        while not (targets := self._fleet.targets()):
+        while not (workers := self._fleet.sync_workers()):
             if time.monotonic() > deadline:
                 raise RunStopped(f"no rollout worker was up for weights within {self._config.step_timeout_s:g} s")
             await asyncio.sleep(TARGET_POLL_S)
-        return targets
+        return workers

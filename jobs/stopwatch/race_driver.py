@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.fleet.fleet import Fleet
+from actors.fleet.fleet_worker import FleetWorker
 from actors.fleet.health import Health, State
-from actors.fleet.member import Member
 from jobs.stopwatch.watch import Bench, Done, Race, Record
 from t2g.config import EngineConfig
 
@@ -40,7 +40,7 @@ async def samples(engines: int) -> Done:
 
 
 class StubFleet(Fleet):
-    """A fleet whose members serve without a process."""
+    """A fleet whose workers serve without a process."""
 
     role = "stub"
     actor = None
@@ -53,11 +53,11 @@ class StubFleet(Fleet):
         self.target_size = engines
         loop = asyncio.get_running_loop()
         for number in range(engines):
-            member: Any = Member(f"stub {number}", None, config)  # type: ignore[arg-type]
+            worker: Any = FleetWorker(f"stub {number}", None, config)  # type: ignore[arg-type]
             sample = SimpleNamespace(remote=partial(answer, loop))
-            member.handle = SimpleNamespace(sample=sample)
-            member.health = Health(since=0, state=State.SERVING)
-            self._members.append(member)
+            worker.handle = SimpleNamespace(sample=sample)
+            worker.health = Health(since=0, state=State.SERVING)
+            self._workers.append(worker)
 
 
 def answer(loop: asyncio.AbstractEventLoop) -> Any:

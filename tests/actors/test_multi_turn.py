@@ -14,7 +14,7 @@ from fleet_worker import Worker, make_fleet
 from actors.engines import multi_turn
 from actors.engines.multi_turn import Conversations
 from actors.engines.rollout import sample_seed
-from actors.fleet.member import RequestTimedOut
+from actors.fleet.fleet_worker import RequestTimedOut
 from t2g.config import EngineConfig, PolicyJob, WorkersConfig
 from t2g.environments import Reply
 from t2g.environments.environment import Environment
@@ -111,17 +111,17 @@ def converse(
     """
     fleet = make_fleet(ray.actor(Talker), {}, config, placement_timeout_s=20)
     fleet.wait_ready()
-    for number, (member, mood) in enumerate(zip(fleet.serving(), moods, strict=True)):
-        ray.get(member.handle.become.remote(f"worker {number}", mood))
+    for number, (worker, mood) in enumerate(zip(fleet.serving(), moods, strict=True)):
+        ray.get(worker.handle.become.remote(f"worker {number}", mood))
     job = job or policy_job(f"{__name__}:Again")
     source = Conversations(fleet, job.rollout, Environment(job, PromptsTask()), tokenizer)
     sampling = Sampling(num_samples=2, temperature=1.0, max_new_tokens=8, seed=5)
 
     async def run() -> list[list[Rollout]]:
         groups = await asyncio.gather(*(source.sample(prompt, sampling) for prompt in letter_prompts(3)))
-        assert all(member.load == 0 for member in fleet.serving())
+        assert all(worker.load == 0 for worker in fleet.serving())
         if failures is not None:
-            failures.extend(member.health.failed_requests for member in fleet.serving())
+            failures.extend(worker.health.failed_requests for worker in fleet.serving())
         return list(groups)
 
     try:
@@ -173,7 +173,7 @@ def test_the_time_of_the_environment_is_not_the_engines_and_a_late_turn_is(ray: 
 def test_a_turn_that_is_late_because_of_a_weight_sync_is_no_failure_of_its_engine(ray: FakeRay) -> None:
     fleet = make_fleet(ray.actor(Talker), {}, CONFIG, placement_timeout_s=20)
     fleet.wait_ready()
-    workers = {member.handle: member for member in fleet.serving()}
+    workers = {worker.handle: worker for worker in fleet.serving()}
     tries = list[Any]()
 
     async def ask(worker: Any) -> str:
@@ -186,7 +186,7 @@ def test_a_turn_that_is_late_because_of_a_weight_sync_is_no_failure_of_its_engin
 
     try:
         assert asyncio.run(fleet.call(ask, timeout_s=20, what="it")) == "answer"
-        assert [member.health.failed_requests for member in workers.values()] == [0, 0]
+        assert [worker.health.failed_requests for worker in workers.values()] == [0, 0]
         assert tries[0] != tries[1]
     finally:
         fleet.close()

@@ -46,8 +46,8 @@ def begin() -> Iterator[Callable[..., Fleet]]:
 def ready(fleet: Fleet) -> Fleet:
     fleet.wait_ready()
     assert fleet.started_with == 42
-    for member in fleet.started():
-        ray.get(member.handle.become.remote(member.name), timeout=PATIENCE_S)
+    for worker in fleet.started():
+        ray.get(worker.handle.become.remote(worker.name), timeout=PATIENCE_S)
     return fleet
 
 

@@ -56,7 +56,7 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
             await turns.switch_to(user)
 
     asyncio.run(rounds())
-    engines = [member.handle for member in fleet.serving()]
+    engines = [worker.handle for worker in fleet.serving()]
     ranks = group.models["policy"].workers
     events = []
     for who, handles in (("engine", engines), ("rank", ranks)):

@@ -390,11 +390,11 @@ class OneEngine:
     baseline_gap = None
 
     def __init__(self, worker: GlooWorker) -> None:
-        self.member = SimpleNamespace(name="w", handle=Remote(worker), syncing=False)
+        self.worker = SimpleNamespace(name="w", handle=Remote(worker), syncing=False)
         self.heard = []
 
-    def targets(self) -> list[SimpleNamespace]:
-        return [self.member]
+    def sync_workers(self) -> list[SimpleNamespace]:
+        return [self.worker]
 
     async def request(self, target: Any, submit: Callable[[Any], Any], what: str) -> Any:
         return await submit(target.handle)

@@ -47,7 +47,7 @@ def test_an_engine_has_all_its_gpus_in_one_process_on_one_node_and_the_clusters_
     fleet = make_fleet(ray.remote(Telling), {}, engine(GPUS, workers=2), placement_timeout_s=30)
     try:
         fleet.wait_ready()
-        told = [ray.get(member.starting) for member in fleet.started()]
+        told = [ray.get(worker.starting) for worker in fleet.started()]
     finally:
         fleet.close()
     expected = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "3"}

@@ -180,19 +180,19 @@ def test_an_engine_gets_supported_calls_and_its_successor_is_awaited(monkeypatch
 
     class Fleet:
         def __init__(self) -> None:
-            self.members = [SimpleNamespace(handle=Handle())]
+            self.workers = [SimpleNamespace(handle=Handle())]
 
         def serving(self) -> list[Any]:
-            return self.members
+            return self.workers
 
         async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Any]:
-            return [await self.members[0].handle.sample.remote(prompt.prompt_id, prompt.prompt_ids, sampling, 0)] * 4
+            return [await self.workers[0].handle.sample.remote(prompt.prompt_id, prompt.prompt_ids, sampling, 0)] * 4
 
     fleet = Fleet()
 
     def kill(handle: Any) -> None:
-        assert handle is fleet.members[0].handle
-        fleet.members = [SimpleNamespace(handle=Handle())]
+        assert handle is fleet.workers[0].handle
+        fleet.workers = [SimpleNamespace(handle=Handle())]
 
     monkeypatch.setattr(ray, "kill", kill)
     prompts = [Prompt(prompt_id=str(i), prompt_ids=np.arange(3, dtype=np.int32), prompt_text="", task="") for i in "ab"]

@@ -20,8 +20,8 @@ from fleet_worker import Worker, make_fleet
 
 from actors.fleet.admission import QUEUE, Admission
 from actors.fleet.fleet import Fleet
+from actors.fleet.fleet_worker import FleetWorker
 from actors.fleet.health import Health, State
-from actors.fleet.member import Member
 from t2g.config import EngineConfig, WorkersConfig
 
 SLOTS = 64
@@ -87,8 +87,8 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Fleet]]:
         config = EngineConfig(workers=WorkersConfig(initial=engines), max_num_seqs=SLOTS)
         fleet = make_fleet(fake.actor(Worker), {}, config, placement_timeout_s=9)
         fleet.wait_ready()
-        for member in fleet.serving():
-            member.handle = Slots()
+        for worker in fleet.serving():
+            worker.handle = Slots()
         return fleet
 
     yield begin
@@ -126,13 +126,13 @@ def test_with_a_backlog_that_never_ends_slots_are_in_use(begin: Callable[[int], 
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
 
-    engines = [member.handle for member in fleet.serving()]
+    engines = [worker.handle for worker in fleet.serving()]
     seconds = jump(work)
     in_use = sum(engine.busy_s for engine in engines) / (2 * SLOTS * seconds)
     print(f"slots in use: {in_use:.3f}")
     assert in_use >= 0.85
     assert max(engine.most_queued for engine in engines) <= QUEUE * SLOTS + GROUP
-    assert [member.load for member in fleet.serving()] == [0, 0], "who is cancelled gives its room back"
+    assert [worker.load for worker in fleet.serving()] == [0, 0], "who is cancelled gives its room back"
 
 
 def alone(lengths: np.ndarray, slots: int) -> float:
@@ -158,25 +158,25 @@ def test_a_step_takes_no_longer_than_its_own_samples_do(begin: Callable[[int], F
 
 
 def test_a_request_cancelled_before_its_call_returns_its_slot() -> None:
-    member = Member("one", None, EngineConfig())  # type: ignore[arg-type]
-    member.health = Health(since=0, state=State.SERVING)
+    worker = FleetWorker("one", None, EngineConfig())  # type: ignore[arg-type]
+    worker.health = Health(since=0, state=State.SERVING)
 
     async def care() -> None:
         await asyncio.sleep(60)
 
     async def run() -> None:
-        admission = Admission([member], room=1, on_waiting=care)
-        assert await admission.enter(3, avoid=None) is member
-        assert member.load == 3
+        admission = Admission([worker], room=1, on_waiting=care)
+        assert await admission.enter(3, avoid=None) is worker
+        assert worker.load == 3
         second = asyncio.ensure_future(admission.enter(2, avoid=None))
         third = asyncio.ensure_future(admission.enter(1, avoid=None))
         await asyncio.sleep(0)
         for _ in range(3):
-            admission.leave(member)
-        assert member.load == 2
+            admission.leave(worker)
+        assert worker.load == 2
         second.cancel()
-        assert (await asyncio.gather(second, third, return_exceptions=True))[1] is member
-        assert member.load == 1 and not admission.waiting
+        assert (await asyncio.gather(second, third, return_exceptions=True))[1] is worker
+        assert worker.load == 1 and not admission.waiting
 
     asyncio.run(run())
 
@@ -186,7 +186,7 @@ def test_a_free_slot_wakes_one_waiting_request_and_checks_one_worker() -> None:
     who has nothing left to do is an idle worker, which is counted.)"""
     looked: list[str] = []
 
-    class Watched(Member):
+    class Watched(FleetWorker):
         @property
         def health(self) -> Health:
             looked.append(self.name)
@@ -196,15 +196,15 @@ def test_a_free_slot_wakes_one_waiting_request_and_checks_one_worker() -> None:
         def health(self, value: Health) -> None:
             self.__dict__["health"] = value
 
-    members: list[Member] = [Watched(f"w{k}", None, EngineConfig()) for k in range(256)]  # type: ignore[arg-type]
-    for member in members:
-        member.health = Health(since=0, state=State.SERVING)
+    workers: list[FleetWorker] = [Watched(f"w{k}", None, EngineConfig()) for k in range(256)]  # type: ignore[arg-type]
+    for worker in workers:
+        worker.health = Health(since=0, state=State.SERVING)
 
     async def care() -> None:
         await asyncio.sleep(60)
 
     async def run() -> None:
-        admission = Admission(members, room=2, on_waiting=care)
+        admission = Admission(workers, room=2, on_waiting=care)
         woken = []
 
         async def one(number: int) -> None:
@@ -217,7 +217,7 @@ def test_a_free_slot_wakes_one_waiting_request_and_checks_one_worker() -> None:
         assert len(woken) == 512 and admission.waiting
         for step in range(3):
             looked.clear()
-            admission.leave(members[7])
+            admission.leave(workers[7])
             await asyncio.sleep(0)
             assert len(woken) == 513 + step, "first come, first served, and nobody else wakes"
             assert woken[-1] == 512 + step

@@ -14,8 +14,8 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.admission import IdleClock
 from actors.fleet.fleet import Fleet
+from actors.fleet.fleet_worker import FleetWorker
 from actors.fleet.health import Health, State
-from actors.fleet.member import Member
 from t2g.config import EngineConfig, HealthConfig, WorkersConfig
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
 
@@ -66,8 +66,8 @@ def ready(fleet: Fleet) -> Fleet:
 
 
 def name_them(fleet: Fleet) -> None:
-    for member in fleet.started():
-        become(member, member.name)
+    for worker in fleet.started():
+        become(worker, worker.name)
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def fleet(begin: Callable[..., Fleet]) -> Fleet:
     return ready(begin())
 
 
-def become(member: Member, name: str, mood: str = "") -> None:
-    member.handle.become.remote(name, mood).future().result(timeout=PATIENCE_S)
+def become(worker: FleetWorker, name: str, mood: str = "") -> None:
+    worker.handle.become.remote(name, mood).future().result(timeout=PATIENCE_S)
 
 
 def work(fleet: Fleet, *, seconds: float = 0.0, timeout_s: float = 20.0) -> Coroutine[Any, Any, str]:
@@ -205,9 +205,9 @@ def test_only_a_synced_worker_serves_and_a_failed_one_catches_up(
     fleet = ready(begin())
     brought: list[str] = []
 
-    async def catch_up(member: Member) -> None:
-        brought.append(member.name)
-        fleet.record_verified(member, 7)
+    async def catch_up(worker: FleetWorker) -> None:
+        brought.append(worker.name)
+        fleet.record_verified(worker, 7)
 
     async def run() -> list[str]:
         first, second = fleet.serving()  # what they loaded
@@ -252,7 +252,7 @@ def test_an_answer_is_delivered_at_once_and_survives_the_loss_of_its_worker(flee
     def on_answer(answer: str) -> None:
         delivered.append(answer)
         if len(delivered) == 1:  # the other request is still running there
-            next(member for member in fleet.serving() if member.name == answer).handle.die()
+            next(worker for worker in fleet.serving() if worker.name == answer).handle.die()
 
     submits = [lambda w: w.work.remote(), lambda w: w.work.remote(0.0 if delivered else 30.0)]
     answers = asyncio.run(fleet.calls(submits, timeout_s=20, what="work", on_answer=on_answer))
@@ -314,7 +314,7 @@ def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     first, second = fleet.serving()
     fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
     for _ in range(3):
-        assert RolloutFleet.targets(fleet) == [second]
+        assert RolloutFleet.sync_workers(fleet) == [second]
     assert first.health.state is State.STALE
     assert first.health.missed_syncs == 1
 
@@ -328,8 +328,8 @@ def test_a_worker_lost_between_catch_up_and_push_is_checked_and_gets_the_next_we
         fleet.record_missed_sync(first, "was behind")
         first.syncing = True
         fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
-        assert RolloutFleet.targets(fleet) == [second]
-        await until(fleet, lambda: RolloutFleet.targets(fleet) == [first, second])
+        assert RolloutFleet.sync_workers(fleet) == [second]
+        await until(fleet, lambda: RolloutFleet.sync_workers(fleet) == [first, second])
 
     asyncio.run(run())
     assert first.restarts == 0
@@ -341,17 +341,17 @@ def test_a_worker_that_timed_out_in_a_sync_gets_no_weights_until_it_passes_a_hea
     async def run() -> None:
         become(first, "zero", "deaf")
         fleet.record_missed_sync(first, "timed out", timed_out=True)
-        assert RolloutFleet.targets(fleet) == [second]
+        assert RolloutFleet.sync_workers(fleet) == [second]
         become(first, "zero")
-        await until(fleet, lambda: RolloutFleet.targets(fleet) == [first, second])
+        await until(fleet, lambda: RolloutFleet.sync_workers(fleet) == [first, second])
 
     asyncio.run(run())
     assert first.health.state is State.STALE and first.restarts == 0
 
 
 def test_no_worker_is_removed_during_a_weight_sync(fleet: Fleet) -> None:
-    for member in fleet.serving():
-        member.syncing = True
+    for worker in fleet.serving():
+        worker.syncing = True
     fleet.set_target_size(1)
     fleet.tick()
     assert len(fleet.serving()) == 2
@@ -365,13 +365,13 @@ def test_care_after_a_learner_was_made_again_counts_anew(fleet: Fleet) -> None:
     """Nobody looked after the fleet meanwhile: neither was anybody started, nor is what was lost still lost."""
     fleet._failure = LearnerLost("rank 0 died")
     fleet._short_since = -1e9
-    for member in fleet.serving():
-        fleet._apply_event(member, "died", "with its node")
+    for worker in fleet.serving():
+        fleet._apply_event(worker, "died", "with its node")
 
     async def run() -> None:
         care = asyncio.ensure_future(fleet.supervise())
         async with asyncio.timeout(PATIENCE_S):
-            while sum(member.restarts for member in fleet.serving()) < 2 and not care.done():
+            while sum(worker.restarts for worker in fleet.serving()) < 2 and not care.done():
                 await asyncio.sleep(0.05)
         assert not care.done()
         care.cancel()
@@ -385,7 +385,7 @@ def test_requests_supervise_an_unsupervised_fleet(fleet: Fleet) -> None:
 
     async def run() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while sum(member.restarts for member in fleet.serving()) < 1:
+            while sum(worker.restarts for worker in fleet.serving()) < 1:
                 await work(fleet)
                 await asyncio.sleep(0.05)
 
@@ -493,13 +493,13 @@ def test_a_worker_that_was_given_up_comes_back_when_the_window_has_passed(begin:
 
 
 def test_a_run_without_serving_workers_stops_and_names_them(begin: Callable[..., Fleet]) -> None:
-    async def in_vain(member: Member) -> None: ...
+    async def in_vain(worker: FleetWorker) -> None: ...
 
     fleet = ready(begin())
     fleet.catch_up = in_vain
     fleet._replacement_timeout_s = 2.0
-    for member in fleet.serving():
-        fleet.record_missed_sync(member, "was behind")
+    for worker in fleet.serving():
+        fleet.record_missed_sync(worker, "was behind")
     with pytest.raises(RunStopped, match=r"^no test worker became ready within 2 s: test worker 0 is stale; test wor"):
         asyncio.run(work(fleet))
 
@@ -517,8 +517,8 @@ def test_start_messages_reach_the_user_and_a_late_start_is_reported(
 
 def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
     clock = IdleClock()
-    busy = Member("busy", None, CONFIG)
-    idle = Member("idle", None, CONFIG)
+    busy = FleetWorker("busy", None, CONFIG)
+    idle = FleetWorker("idle", None, CONFIG)
     busy.load = 3
     idle.load = 0
     busy.health = idle.health = Health(since=0, state=State.SERVING)

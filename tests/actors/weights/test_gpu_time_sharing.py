@@ -34,11 +34,11 @@ class Fleet:
     def __init__(self, *engines: Engine) -> None:
         self.engines = engines
 
-    def targets(self) -> list[Engine]:
+    def sync_workers(self) -> list[Engine]:
         return list(self.engines)
 
-    async def request(self, target: Engine, submit: Callable[[Any], Any], what: str) -> Any:
-        return await submit(target)
+    async def request(self, worker: Engine, submit: Callable[[Any], Any], what: str) -> Any:
+        return await submit(worker)
 
 
 def share(fleet: Any, log: list[str], timeout_s: float = 5) -> GpuTimeSharing:

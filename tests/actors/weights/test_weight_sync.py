@@ -108,7 +108,7 @@ class FakeWorker:
         return np.full(len(ids) - 1, sum(self.weights), np.float32)
 
 
-class SyncTarget:
+class FakeSyncWorker:
     def __init__(self, name: str, handle: FakeWorker) -> None:
         self.name = name
         self.handle = handle
@@ -117,7 +117,7 @@ class SyncTarget:
 
 
 class FakeFleet:
-    """Who was late is no target any more."""
+    """Who was late is no worker any more."""
 
     config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(check_timeout_s=0.5, max_failures=2))
     vocab_size = 50
@@ -126,27 +126,27 @@ class FakeFleet:
     baseline_gap: Gap | None = None
 
     def __init__(self, **workers: FakeWorker) -> None:
-        self.members = [SyncTarget(name, worker) for name, worker in workers.items()]
+        self.workers = [FakeSyncWorker(name, worker) for name, worker in workers.items()]
         self.heard: list[tuple[str, Any]] = []  # (name, version that it has, or why it missed it); workers race
 
-    def targets(self) -> list[SyncTarget]:
-        return list(self.members)
+    def sync_workers(self) -> list[FakeSyncWorker]:
+        return list(self.workers)
 
-    async def request(self, target: SyncTarget, submit: Callable[[Any], Any], what: str) -> Any:
-        assert target.syncing
+    async def request(self, worker: FakeSyncWorker, submit: Callable[[Any], Any], what: str) -> Any:
+        assert worker.syncing
         try:
-            return await submit(target.handle)
+            return await submit(worker.handle)
         except ValueError as error:
             raise MissedSync(f"refused {what}: {error}") from error
 
-    def record_verified(self, target: SyncTarget, version: int) -> None:
-        target.version = version
-        self.heard.append((target.name, version))
+    def record_verified(self, worker: FakeSyncWorker, version: int) -> None:
+        worker.version = version
+        self.heard.append((worker.name, version))
 
-    def record_missed_sync(self, target: SyncTarget, reason: str, *, timed_out: bool = False) -> None:
-        self.heard.append((target.name, reason))
+    def record_missed_sync(self, worker: FakeSyncWorker, reason: str, *, timed_out: bool = False) -> None:
+        self.heard.append((worker.name, reason))
         if timed_out:
-            self.members = [member for member in self.members if member is not target]
+            self.workers = [other for other in self.workers if other is not worker]
 
 
 class Group:
@@ -235,7 +235,7 @@ def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
     learner = FakeLearner()
     result = push(fleet, learner)
-    assert [m.handle.log for m in fleet.members] == [ONCE, ONCE]
+    assert [m.handle.log for m in fleet.workers] == [ONCE, ONCE]
     assert result.policy_version == 3
     assert result.bytes == 3 * 2 * 4
     assert result.missed == ()
@@ -268,7 +268,7 @@ def test_engines_with_requests_are_not_paused_for_the_gather(max_staleness: int,
     fleet = FakeFleet(w0=Worker())
     fleet.config = fleet.config.model_copy(update={"max_staleness": max_staleness})  # type: ignore[misc]
     result = push(fleet, Slow())
-    assert fleet.members[0].handle.log == [num_gathered, *BUCKETS, "close"]
+    assert fleet.workers[0].handle.log == [num_gathered, *BUCKETS, "close"]
     assert (result.timings["pause"] < 0.3) == (max_staleness > 0)
     assert result.seconds > 0.3
 
@@ -276,14 +276,14 @@ def test_engines_with_requests_are_not_paused_for_the_gather(max_staleness: int,
 def test_a_worker_has_at_most_two_buckets_aboard() -> None:
     fleet = FakeFleet(w0=FakeWorker())
     push(fleet)
-    assert fleet.members[0].handle.most_aboard == 2
+    assert fleet.workers[0].handle.most_aboard == 2
 
 
 def test_a_worker_that_refuses_a_bucket_drops_out_and_the_others_go_on() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1)))
     result = push(fleet)
-    assert fleet.members[0].handle.log == ONCE
-    assert "close" not in fleet.members[1].handle.log
+    assert fleet.workers[0].handle.log == ONCE
+    assert "close" not in fleet.workers[1].handle.log
     assert fleet.heard == [("w1", "refused a bucket of weights: the bytes are other bytes"), ("w0", 3)]
     assert result.missed == ("w1",)
 
@@ -292,7 +292,7 @@ def test_a_worker_that_hangs_is_waited_for_no_longer_than_the_grace() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 0), hangs=True))
     result = push(fleet)
     assert result.seconds < 10 and result.missed == ("w1",)
-    assert fleet.members[0].handle.log == ONCE
+    assert fleet.workers[0].handle.log == ONCE
     (name, reason), verified = fleet.heard
     assert name == "w1" and reason.startswith("timed out: a bucket of weights took more than ")
     assert verified == ("w0", 3)
@@ -305,9 +305,9 @@ def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its
     async def replaced() -> Any:
         pushed = asyncio.create_task(WeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=HASTE)).push(3))
         async with asyncio.timeout(10):
-            while fleet.members:
+            while fleet.workers:
                 await asyncio.sleep(0.05)
-            fleet.members.append(SyncTarget("w0", FakeWorker()))
+            fleet.workers.append(FakeSyncWorker("w0", FakeWorker()))
             return await pushed
 
     assert asyncio.run(replaced()).missed == ()
@@ -319,7 +319,7 @@ def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() 
     fleet = FakeFleet(w0=FakeWorker(deaf=1), w1=FakeWorker(breaks=(1, 0)))
     learner = FakeLearner()
     result = push(fleet, learner)
-    deaf, broken = (m.handle for m in fleet.members)
+    deaf, broken = (m.handle for m in fleet.workers)
     assert deaf.log == ONCE + ONCE
     assert broken.log[-len(ONCE) :] == ONCE
     assert len(set(deaf.rounds)) == 2
@@ -408,7 +408,7 @@ def test_weights_that_are_not_finite_are_a_divergence() -> None:
 def test_a_late_joiner_catches_up_from_what_is_held() -> None:
     fleet = FakeFleet(w0=FakeWorker())
     learner = FakeLearner()
-    joiner = SyncTarget("w1", FakeWorker())
+    joiner = FakeSyncWorker("w1", FakeWorker())
 
     async def joins() -> None:
         sync = WeightSync(learner, fleet, CONFIG)
@@ -419,14 +419,14 @@ def test_a_late_joiner_catches_up_from_what_is_held() -> None:
         await sync.catch_up(joiner)  # asked for twice: it has it
 
     asyncio.run(joins())
-    assert joiner.handle.log == fleet.members[0].handle.log == ONCE
+    assert joiner.handle.log == fleet.workers[0].handle.log == ONCE
     assert fleet.heard == [("w0", 3), ("w1", 3)]
     assert learner.calls == ["get_manifest", "stream", "probe"]
 
 
 def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    joiner = SyncTarget("w1", FakeWorker(breaks=(1, 1), lost=True))
+    joiner = FakeSyncWorker("w1", FakeWorker(breaks=(1, 1), lost=True))
 
     async def joins() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -441,7 +441,7 @@ def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
 
 def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    joiner = SyncTarget("w1", FakeWorker())
+    joiner = FakeSyncWorker("w1", FakeWorker())
 
     async def meet() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -454,11 +454,11 @@ def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -
 
 def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    joiner = SyncTarget("w1", FakeWorker())
+    joiner = FakeSyncWorker("w1", FakeWorker())
     slept = list[list[Any]]()
 
     class Sleepers(FakeFleet):
-        def targets(self) -> list[SyncTarget]:
+        def sync_workers(self) -> list[FakeSyncWorker]:
             slept.append(list(joiner.handle.log))
             return []
 
@@ -484,7 +484,7 @@ def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_beh
 ) -> None:
     monkeypatch.setattr(rounds, "GRACE_S", 60)
     fleet = FakeFleet(w0=FakeWorker())
-    joiners = [SyncTarget("w1", FakeWorker(hangs_at_open=True)), SyncTarget("w2", FakeWorker())]
+    joiners = [FakeSyncWorker("w1", FakeWorker(hangs_at_open=True)), FakeSyncWorker("w2", FakeWorker())]
 
     async def meet() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -527,7 +527,7 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
         sync = WeightSync(learner, fleet, CONFIG)
         await sync.push(3)
         joining = (
-            asyncio.create_task(sync.catch_up(SyncTarget("w1", FakeWorker(hangs_at_open=True)))) if joins else None
+            asyncio.create_task(sync.catch_up(FakeSyncWorker("w1", FakeWorker(hangs_at_open=True)))) if joins else None
         )
         await asyncio.sleep(0.1)
         async with asyncio.timeout(5):
@@ -541,7 +541,7 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
 
 def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    joiner = SyncTarget("w1", FakeWorker(hangs_at_open=True))
+    joiner = FakeSyncWorker("w1", FakeWorker(hangs_at_open=True))
 
     async def join() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -561,7 +561,7 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
         pushed = asyncio.create_task(sync.push(3))
         await asyncio.sleep(0.1)
-        fleet.members.append(SyncTarget("w0", FakeWorker()))
+        fleet.workers.append(FakeSyncWorker("w0", FakeWorker()))
         assert (await pushed).policy_version == 3
 
     asyncio.run(late())
@@ -583,7 +583,7 @@ def joins(worker: FakeWorker) -> list[tuple[int, int]]:
 def test_with_nccl_a_group_has_the_learner_and_the_participants_of_the_round() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True))
     learner = FakeLearner()
-    first, second, hung = (m.handle for m in fleet.members)
+    first, second, hung = (m.handle for m in fleet.workers)
     result = push(fleet, learner, config=NCCL)
     assert [entry for entry in first.log if entry[0] != "join"] == ONCE
     assert first.log[1][0] == "join"
@@ -602,13 +602,13 @@ def test_each_gpu_of_an_engine_is_a_rank_of_the_process_group(monkeypatch: pytes
     monkeypatch.setattr(fleet, "config", fleet.config.model_copy(update={"gpus": 2}), raising=False)
     monkeypatch.setattr(Group, "at", classmethod(lambda cls, rendezvous: cls.made.setdefault(rendezvous.port, cls(3))))
     assert push(fleet, config=NCCL).missed == ()
-    assert [joins(member.handle) for member in fleet.members] == [[(1, 5)], [(3, 5)]]
+    assert [joins(worker.handle) for worker in fleet.workers] == [[(1, 5)], [(3, 5)]]
 
 
 def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
     learner = FakeLearner()
-    first, second = (member.handle for member in fleet.members)
+    first, second = (worker.handle for worker in fleet.workers)
 
     async def pushes() -> None:
         sync = WeightSync(learner, fleet, NCCL)
@@ -617,14 +617,14 @@ def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
         assert joins(first) == [(1, 3)]
         assert joins(second) == [(2, 3)]
         assert learner.calls.count("address") == 1
-        fleet.members.append(SyncTarget("w2", FakeWorker()))
+        fleet.workers.append(FakeSyncWorker("w2", FakeWorker()))
         await sync.push(5)
         assert joins(first) == [(1, 3), (1, 4)]
-        assert joins(fleet.members[2].handle) == [(3, 4)]
-        fleet.members[1] = SyncTarget("w1", FakeWorker())  # its successor, of the same name
+        assert joins(fleet.workers[2].handle) == [(3, 4)]
+        fleet.workers[1] = FakeSyncWorker("w1", FakeWorker())  # its successor, of the same name
         await sync.push(6)
         assert joins(first)[2:] == [(1, 4)]
-        assert joins(fleet.members[1].handle) == [(2, 4)]
+        assert joins(fleet.workers[1].handle) == [(2, 4)]
 
     asyncio.run(pushes())
     assert [heard for heard in fleet.heard if heard[0] == "w0"] == [("w0", version) for version in (3, 4, 5, 6)]
@@ -633,18 +633,18 @@ def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
 def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_group_without_it() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1)))
     learner = FakeLearner()
-    members = list(fleet.members)
+    workers = list(fleet.workers)
     lose = fleet.record_missed_sync
 
-    def record_missed_sync(target: SyncTarget, reason: str, *, timed_out: bool = False) -> None:
-        lose(target, reason, timed_out=timed_out)
-        if target.name == "w1":
-            fleet.members = members[:1]  # it is dead
+    def record_missed_sync(worker: FakeSyncWorker, reason: str, *, timed_out: bool = False) -> None:
+        lose(worker, reason, timed_out=timed_out)
+        if worker.name == "w1":
+            fleet.workers = workers[:1]  # it is dead
 
     fleet.record_missed_sync = record_missed_sync
     result = push(fleet, learner, config=NCCL)
-    assert joins(members[0].handle) == [(1, 3), (1, 2)]
-    assert joins(members[1].handle) == [(2, 3)]
+    assert joins(workers[0].handle) == [(1, 3), (1, 2)]
+    assert joins(workers[1].handle) == [(2, 3)]
     assert learner.calls == ["get_manifest", "address", "stream", "probe", "address", "stream"]
     assert result.missed == ("w1",)
     assert fleet.heard[-1] == ("w0", 3)
@@ -658,7 +658,7 @@ def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: 
     assert push(fleet, learner, config=config).missed == ()
     assert learner.calls.count("stream") == 2
     assert learner.calls.count("probe") == 1
-    assert [entry for entry in fleet.members[0].handle.log if entry[0] != "join"] == [OPEN, *ONCE]
+    assert [entry for entry in fleet.workers[0].handle.log if entry[0] != "join"] == [OPEN, *ONCE]
     hopeless = FakeFleet(w0=FakeWorker(deaf=2))
     with pytest.raises(RunStopped, match="sent twice: w0 has other logprobs"):
         push(hopeless, config=config)
@@ -668,7 +668,7 @@ def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: 
 def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> None:
     fleet = FakeFleet(w0=FakeWorker())
     learner = FakeLearner()
-    joiner = SyncTarget("w1", FakeWorker())
+    joiner = FakeSyncWorker("w1", FakeWorker())
 
     async def join() -> None:
         sync = WeightSync(learner, fleet, config)
@@ -685,12 +685,12 @@ def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> 
     assert learner.calls.count("stream") == 2
     assert learner.calls.count("probe") == 1
     assert joins(joiner.handle) == ([(1, 2)] if config is NCCL else [])
-    assert len(joins(fleet.members[0].handle)) <= 1, "who serves is not disturbed"
+    assert len(joins(fleet.workers[0].handle)) <= 1, "who serves is not disturbed"
 
 
 def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    joiner = SyncTarget("w1", FakeWorker())
+    joiner = FakeSyncWorker("w1", FakeWorker())
     learner = FakeLearner()
 
     async def join() -> None:
@@ -721,8 +721,8 @@ def test_a_worker_is_in_a_sync_from_its_request_on() -> None:
     seen: list[bool] = []
 
     class Fleet(FakeFleet):
-        def request(self, target: SyncTarget, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, None]:
-            seen.append(target.syncing)
+        def request(self, worker: FakeSyncWorker, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, None]:
+            seen.append(worker.syncing)
             return asyncio.sleep(60)
 
     with pytest.raises(RunStopped):
@@ -732,7 +732,7 @@ def test_a_worker_is_in_a_sync_from_its_request_on() -> None:
 
 def test_a_learner_lost_during_a_catch_up_is_reported_and_closes_its_stream() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    joiner = SyncTarget("w1", FakeWorker())
+    joiner = FakeSyncWorker("w1", FakeWorker())
     learner = FakeLearner()
 
     async def join() -> None:
@@ -780,21 +780,21 @@ def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_
 
 def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Path) -> None:
     fleet = FakeFleet(w0=Loaded(), w1=FakeWorker())
-    joiner = SyncTarget("w2", Loaded())
+    joiner = FakeSyncWorker("w2", Loaded())
     learner = FakeLearner()
-    fleet.members[1].version = 7  # of an earlier run
-    wrong = SyncTarget("w3", Loaded(off=0.5))
+    fleet.workers[1].version = 7  # of an earlier run
+    wrong = FakeSyncWorker("w3", Loaded(off=0.5))
 
     async def join() -> Any:
         sync = WeightSync(learner, fleet, CONFIG, baseline_file=tmp_path / "probe.json")
         result = await sync.push(0)
         learner.policy_version += 1  # the learner trains meanwhile
-        for target in (joiner, wrong):
-            await sync.catch_up(target)
+        for worker in (joiner, wrong):
+            await sync.catch_up(worker)
         return result
 
     result = asyncio.run(join())
-    assert [m.handle.log[1:] for m in (*fleet.members, joiner)] == [[], ONCE[1:], []]
+    assert [m.handle.log[1:] for m in (*fleet.workers, joiner)] == [[], ONCE[1:], []]
     assert result.bytes == 24
     assert fleet.heard[:3] == [("w0", 0), ("w1", 0), ("w2", 0)]
     assert "probe is 0.5 nats" in fleet.heard[3][1]
@@ -804,12 +804,12 @@ def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Pat
 def test_version_0_is_sent_where_the_files_hold_other_weights(learner: dict[str, Any]) -> None:
     fleet = FakeFleet(w0=Loaded())
     asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=learner)).push(0))
-    assert fleet.members[0].handle.log[1:] == ONCE[1:]
+    assert fleet.workers[0].handle.log[1:] == ONCE[1:]
 
 
 def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: Path) -> None:
     fleet = first_push(tmp_path / "a.json", Loaded())
-    fleet.members[0].handle.weights[0] = 50.0  # what the first run trained
+    fleet.workers[0].handle.weights[0] = 50.0  # what the first run trained
     asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "b.json").push(0))
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
 
@@ -818,7 +818,7 @@ def test_engines_of_another_model_are_refused_before_anything_is_sent(tmp_path: 
     fleet = FakeFleet(w0=Loaded(off=0.5))
     with pytest.raises(RunStopped, match=r"different models: .* 0\.5 nats, above learner\.probe_tolerance=0\.001$"):
         asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "probe.json").push(0))
-    assert fleet.members[0].handle.log == []
+    assert fleet.workers[0].handle.log == []
     assert not (tmp_path / "probe.json").exists()
 
 

@@ -56,7 +56,7 @@ class RequestTimedOut(Exception):
 
 
 def find_missed_deadline_s(answer: "asyncio.Future[Any]", timeout_s: float) -> float:
-    """Return the deadline in seconds that a finished request of `Member.answers` missed; 0: none."""
+    """Return the deadline in seconds that a finished request of `FleetWorker.answers` missed; 0: none."""
     if answer.cancelled():
         return timeout_s
     error = answer.exception()
@@ -103,7 +103,7 @@ class Notifier:
                 notified.set_result(None)
 
 
-class Member:
+class FleetWorker:
     """A worker from its placement request to its end. Its fleet decides; this class executes."""
 
     def __init__(self, name: str, placement_group: PlacementGroup, config: EngineConfig) -> None:
@@ -173,7 +173,7 @@ class Member:
         self,
         submits: Mapping[int, Callable[[Any], Any]],
         timeout_s: float,
-        leave: "Callable[[Member], None]",
+        leave: "Callable[[FleetWorker], None]",
         on_answer: Callable[[int, Any], None],
     ) -> list["asyncio.Future[Any]"]:
         """Return the answers once no weight sync is running, since the weights that made them may be refused.
@@ -182,7 +182,7 @@ class Member:
 
         Args:
             submits: The requests by number; each returns an ObjectRef, or a coroutine that makes several calls.
-            leave: Called with this member for each request that ends.
+            leave: Called with this worker for each request that ends.
             on_answer: Called with number and answer of each request that ends while no weight sync is running.
 
         Raises:
@@ -234,7 +234,7 @@ class Member:
         self._num_interrupts += 1
         self._changed.notify()
 
-    def start_catch_up(self, catch_up: "Callable[[Member], Coroutine[Any, Any, None]]") -> None:
+    def start_catch_up(self, catch_up: "Callable[[FleetWorker], Coroutine[Any, Any, None]]") -> None:
         """Start to bring the worker the current weights, unless this is already running."""
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.ensure_future(catch_up(self))
