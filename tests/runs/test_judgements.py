@@ -212,43 +212,52 @@ def test_a_resume_from_an_older_checkpoint_keeps_the_files_of_all_kept_checkpoin
     assert names() == [*(step for step in (5, 10) if step >= resumed), 12, 15, 20], "12 is not written completely yet"
 
 
-def judge_at_once(folder: Path, number: int) -> float:
-    """Judge responses in four rounds, and return the longest time without a turn of another task on the loop."""
-    longest = 0.0
+class SlowDisk:
+    """A disk whose syncs end when another task of the event loop has had 50 turns meanwhile."""
 
-    async def turn() -> None:
-        nonlocal longest
-        while True:
-            started = time.monotonic()
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.monotonic() - started)
+    def __init__(self) -> None:
+        self.num_syncs = 0
+        self._num_turns = 0
+        self._is_loop_running = False
 
-    async def run(journaled: JournaledFeedback) -> None:
-        turns = asyncio.create_task(turn())
+    def sync(self, file: int) -> None:
+        self.num_syncs += 1
+        last_turn = self._num_turns + 50
+        deadline = time.monotonic() + 20
+        while self._is_loop_running and self._num_turns < last_turn:
+            if time.monotonic() > deadline:
+                self._is_loop_running = False  # the further syncs need no wait
+                raise OSError(5, "the sync blocks the loop")
+            time.sleep(0.001)
+
+    async def judge_at_once(self, journaled: JournaledFeedback, number: int) -> None:
+        """Judge responses in four rounds."""
+        self._is_loop_running = True
+        turns = asyncio.create_task(self._count_turns())
         try:
             for part in range(4):
                 await asyncio.gather(*(journaled.judge(PROMPT, f"a {part} {i}") for i in range(number // 4)))
                 await asyncio.sleep(SYNC_S)
         finally:
             turns.cancel()
+            self._is_loop_running = False
 
-    with closing(JournaledFeedback(NumberedFeedback(), folder, IDENTITY, keep=1)) as journaled:
-        asyncio.run(run(journaled))
-    return longest
+    async def _count_turns(self) -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            self._num_turns += 1
 
 
 def test_a_slow_disk_syncs_many_judgements_at_once_beside_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    syncs: list[int] = []
-
-    def sync(file: int) -> None:
-        time.sleep(0.4)
-        syncs.append(file)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    assert judge_at_once(tmp_path, 64) < 0.3
-    assert 2 <= len(syncs) <= 6
+    disk = SlowDisk()
+    monkeypatch.setattr(os, "fsync", disk.sync)
+    started = time.monotonic()
+    with closing(JournaledFeedback(NumberedFeedback(), tmp_path, IDENTITY, keep=1)) as journaled:
+        asyncio.run(disk.judge_at_once(journaled, 64))
+    num_intervals = int((time.monotonic() - started) / SYNC_S)
+    assert 2 <= disk.num_syncs <= num_intervals + 2  # of 64 judgements; two at the end
 
 
 def test_a_failed_sync_ends_the_run_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

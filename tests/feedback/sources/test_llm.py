@@ -1,5 +1,6 @@
 """An annotator that gets no answer, what answers cost, several of them, and the same through a real socket."""
 
+import asyncio
 import json
 import os
 import threading
@@ -11,12 +12,14 @@ from unittest.mock import patch
 import pytest
 from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, config, judge, many, prompt, spans
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
+from loop_clock import LoopClock
 
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources.chat_client import MAX_LOST, ChatError, Completion
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.llm import LLMFeedback, estimate_cost
 from t2g.tasks.base import get_task
+from t2g.types import SpanFeedback
 
 DEADLINE_S = 30
 GONE = ChatError("HTTP 400", "gone")
@@ -188,11 +191,23 @@ def test_what_is_late_is_tried_again(server: FakeEndpoint) -> None:
 
 
 def test_a_server_that_asks_for_more_time_than_there_is(server: FakeEndpoint) -> None:
-    server.reply = lambda number, body: Reply(429, {"error": {"message": "later"}}, {"Retry-After": "20"})
+    later = Reply(429, {"error": {"message": "later"}}, {"Retry-After": "50"})
+    source = over(server, timeout_s=40)
+
+    async def judge_while_time_passes() -> SpanFeedback:
+        clock = LoopClock()
+
+        def reply(number: int, body: dict[str, Any]) -> Reply:
+            threading.Timer(0.3, clock.skip, [40]).start()  # the client waits by then
+            return later
+
+        server.reply = reply
+        return await source.judge(prompt(), RESPONSE)
+
     started = time.monotonic()
-    feedback = judge(over(server, timeout_s=0.5))
-    assert feedback.status == "failed" and "within timeout_s=0.5" in feedback.reason
-    assert time.monotonic() - started < 10
+    feedback = asyncio.run(judge_while_time_passes())
+    assert feedback.status == "failed" and "within timeout_s=40" in feedback.reason
+    assert time.monotonic() - started < 40
     assert len(server.requests) == 1
 
 

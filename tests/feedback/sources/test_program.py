@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loop_clock import LoopClock
 
 from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import RunStopped, UserError
@@ -28,6 +29,7 @@ PROMPT = Prompt(
     prompt_id="7", prompt_ids=np.zeros(0, np.int32), prompt_text="Hi?", task="prompts", payload={"fact": "phone"}
 )
 RUNNING: list[int] = []  # how many functions ran at once, seen by each
+CLOCKS: list[LoopClock] = []  # of the event loops, the last one runs
 
 
 def plain(prompt: str, response: str) -> tuple[str, list[str], list[tuple[str, int]]]:
@@ -102,11 +104,13 @@ def hanging_on_demand(prompt: str, response: str) -> Any:
 
 
 def slow(prompt: str, response: str) -> Any:
+    """Take 18 s of the event loop's clock, and say how many calls run."""
     RUNNING.append(1)
+    CLOCKS[-1].skip(18)
     time.sleep(0.02)
-    seen = len(RUNNING)
+    num_running = len(RUNNING)
     RUNNING.pop()
-    return str(seen), [], []
+    return str(num_running), [], []
 
 
 not_a_function = 3
@@ -333,10 +337,11 @@ def test_hangs_that_are_not_in_a_row_do_not_stop_the_run() -> None:
 
 
 def test_calls_come_one_at_a_time_and_their_time_counts_from_their_turn() -> None:
-    program = source("slow", timeout_s=0.5)
+    program = source("slow", timeout_s=30)
 
     async def many() -> list[SpanFeedback]:
-        return await asyncio.gather(*(program.judge(PROMPT, "x") for _ in range(40)))  # 0.8 s in all
+        CLOCKS.append(LoopClock())
+        return await asyncio.gather(*(program.judge(PROMPT, "x") for _ in range(5)))  # 90 s in all
 
     answers = asyncio.run(many())
     assert {answer.critique for answer in answers} == {"1"}

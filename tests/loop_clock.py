@@ -1,0 +1,21 @@
+"""A clock of an event loop that tests set forward: a deadline passes without a wait, and not before."""
+
+import asyncio
+import time
+
+
+class LoopClock:
+    """The clock of the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._skipped_s = 0.0
+        self._loop.time = self._time  # type: ignore[method-assign]
+
+    def _time(self) -> float:
+        return time.monotonic() + self._skipped_s
+
+    def skip(self, seconds: float) -> None:
+        """Set the clock forward, from any thread."""
+        self._skipped_s += seconds
+        self._loop.call_soon_threadsafe(lambda: None)  # the loop looks at its deadlines
