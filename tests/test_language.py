@@ -21,6 +21,13 @@ REPLACED = frozenset(
      "want", "weightowner", "whoever")
 )  # fmt: skip
 REPLACED_PARTS = ("in_words", "last_words", "summary_words", "smoke_words", "_crew", "_meeting", "patience")
+# One spelling, that of the libraries, in names and prose; `group_normalised` is a value of a config key.
+BRITISH = re.compile(
+    r"\w*(?:(?:summar|(?<!group_)normal|serial|initial|recogn|token|util|minim|maxim|optim|penal|random)is(?:e|ing|ation)"
+    r"|behaviour|colour|favour|neighbour|artefact|licence)\w*",
+    re.IGNORECASE,
+)
+SPEAKS_TO_MODELS = "t2g/tasks/tiny"  # generated posts and prompts: another spelling would be another world
 MAX_RIDDLES = 90  # whole words in all packages; some stand in prompts that a model reads
 RIDDLES = re.compile(r"\b(?:told|said|asked|whoever|nobody|one that|words)\b", re.IGNORECASE)
 # A docstring of a function begins with a verb, as "Return", and not with one of these.
@@ -92,3 +99,15 @@ def test_docstrings_of_functions_begin_with_a_verb(package: str) -> None:
 def test_riddles_are_rare() -> None:
     found = Counter({str(file.relative_to(ROOT)): len(RIDDLES.findall(file.read_text())) for file in FILES})
     assert found.total() < MAX_RIDDLES, found.most_common(20)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_spelling_is_american(package: str) -> None:
+    found: dict[str, list[str]] = {}
+    for file in FILES:
+        name = str(file.relative_to(ROOT))
+        if not name.startswith(f"{package}/") or name.startswith(SPEAKS_TO_MODELS):
+            continue
+        if words := BRITISH.findall(file.read_text(encoding="utf-8")):
+            found[name] = words
+    assert found == {}

@@ -311,7 +311,7 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
 
 
 def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeout_s: float) -> list[int]:
-    """Return the bundles of a ready placement group ordered by node and GPU, so that successive ranks are neighbours.
+    """Return the bundles of a ready placement group ordered by node and GPU, so that successive ranks are neighbors.
 
     Only a process in a bundle can see its GPU.
 

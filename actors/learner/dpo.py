@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al., arXiv 2305.18290): the learner's ranks with `losses.dpo_loss`.
+"""Direct preference optimization (Rafailov et al., arXiv 2305.18290): the learner's ranks with `losses.dpo_loss`.
 
 Log-probabilities are those of softmax(logits), as in the paper, for any sampling temperature of the pairs, and of the
 sampled ids.

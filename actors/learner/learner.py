@@ -125,10 +125,10 @@ class LearnerWorker:
         metrics = self.models[model].update(rank_batches, kl_coef=kl_coef, label=label)
         seconds = time.monotonic() - started
         metrics = metrics | {PEAK_MEMORY: _peak_gib(self.role)}
-        return metrics | self._utilisation(model, rank_batches, seconds)
+        return metrics | self._utilization(model, rank_batches, seconds)
 
-    def _utilisation(self, model: ModelName, rank_batches: Sequence[RankBatch], seconds: float) -> Metrics:
-        """Return this rank's model FLOPs utilisation; {} on a CPU, in float32, and for a model of unknown shape."""
+    def _utilization(self, model: ModelName, rank_batches: Sequence[RankBatch], seconds: float) -> Metrics:
+        """Return this rank's model FLOPs utilization; {} on a CPU, in float32, and for a model of unknown shape."""
         if not self.role.gpus:
             return {}
         peak = peak_flops(torch.cuda.get_device_name())

@@ -106,7 +106,7 @@ def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
 
 
 def show_one(folder: Path) -> None:
-    """Print a response of the last step with coloured spans, with feedback if there is any."""
+    """Print a response of the last step with colored spans, with feedback if there is any."""
     from rich.console import Console
 
     from t2g.report.run_page import examples

@@ -49,7 +49,7 @@ from t2g.runs.versions import collect_versions
 from t2g.sandbox import SandboxConfig
 from t2g.study import targeting
 from t2g.study.baselines import POLICY
-from t2g.study.comparison import Run, base_run, read_run, summarise, summarise_noise, tables
+from t2g.study.comparison import Run, base_run, read_run, summarize, summarize_noise, tables
 from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
 from t2g.study.result_lines import Results
 from t2g.study.retention import measure_retention, read_texts
@@ -468,8 +468,8 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
     """Write compare.json, compare.md, curves.svg and report.html; without seeds of policies the first two."""
     runs, noise = load_all(arms, search["chosen"])
     summary = {
-        "methods": summarise(runs),
-        "noise": summarise_noise(noise),
+        "methods": summarize(runs),
+        "noise": summarize_noise(noise),
         "rewards": rewards,
         "search": search,
         "config": arms.job.model_dump(mode="json"),

@@ -28,7 +28,7 @@ PURPOSES: dict[Placement, str] = {  # for the log
 }
 
 
-def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summarize(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return summary.json: held-out facts of the base and of each arm at equal samples."""
     from t2g.runs.versions import collect_versions
 
@@ -96,7 +96,7 @@ def run(demo: DemoJob) -> None:
                     rollouts, feedback = fleets.for_policy(job, data.task)
                     summary = train(job, data, rollouts, feedback, stop)
                 arms[arm] = summary
-    finish(demo, summarise(demo, stages, arms))
+    finish(demo, summarize(demo, stages, arms))
     print(f"all phases: {format_duration(time.monotonic() - started)}")
     print_outputs(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
 

@@ -47,7 +47,7 @@ from t2g.study.policy_eval import (
     bert_score,
     columns,
     content_key,
-    summarise,
+    summarize,
 )
 from t2g.tasks.base import Record, Task, describe_record, get_task
 from t2g.tasks.human_eval import convert_to_kodcode
@@ -340,7 +340,7 @@ class Evaluation:
                 response_scores = self._feedback.scores(rows)
                 measured[name] = add_feedback(measured[name], response_scores)
         judged = win_rates(judgements, answers, seed=seed)
-        summary = summarise(measured, seed=seed)
+        summary = summarize(measured, seed=seed)
 
         judge_by_program = self._make_judge()
         about = self._describe()

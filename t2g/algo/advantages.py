@@ -68,7 +68,7 @@ def gae(
 
 
 def group_advantages(
-    rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float | torch.Tensor, *, normalise: bool
+    rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float | torch.Tensor, *, normalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages without a critic, and returns: token returns less those of the prompt's other samples.
 
@@ -77,7 +77,7 @@ def group_advantages(
     A response that has ended continues with its last return. With a scalar reward (gamma 1) A_i is R_i less the mean
     of the others: RLOO (Ahmadian et al., arXiv 2402.14740).
 
-    normalise: A_i,t is G_i,t less the mean of the *whole* group, divided by s + 1e-6. s is the root mean square of
+    normalize: A_i,t is G_i,t less the mean of the *whole* group, divided by s + 1e-6. s is the root mean square of
     these differences over the group's samples and positions. With a scalar reward s is the standard deviation of the
     group's rewards: GRPO (Shao et al., arXiv 2402.03300). The deviation of the total returns does not work for spans:
     it is 0 if totals are equal and only the positions of the spans differ.
@@ -86,10 +86,10 @@ def group_advantages(
     in `gae`. A single sample gets 0. Returns two [B, R] tensors.
 
     >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, -1.0]])
-    >>> group_advantages(rewards, torch.ones(3, 2), torch.zeros(3), 1.0, normalise=False)[0].tolist()
+    >>> group_advantages(rewards, torch.ones(3, 2), torch.zeros(3), 1.0, normalize=False)[0].tolist()
     [[1.0, 1.5], [-0.5, 0.0], [-0.5, -1.5]]
     """
-    # In float64: otherwise normalising would amplify rounding errors between equal returns and their mean.
+    # In float64: otherwise normalizing would amplify rounding errors between equal returns and their mean.
     no_values = torch.zeros_like(rewards, dtype=torch.float64)
     returns, _ = gae(rewards.double(), no_values, mask, gamma, 1.0)
     advantages = torch.zeros_like(returns)
@@ -100,7 +100,7 @@ def group_advantages(
         positions = torch.arange(int(lengths.max()))
         extended = returns[rows].gather(1, positions.minimum(last_positions))
         difference = extended - extended.mean(0)
-        if normalise:
+        if normalize:
             deviation = difference.square().mean().sqrt()
             difference = difference / (deviation + 1e-6)
         else:

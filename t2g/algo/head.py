@@ -82,7 +82,7 @@ def token_columns(
 
 
 def compute_entropy(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return H = -sum_v p_v log p_v, nats, [...]. logprobs: [..., V], normalised.
+    """Return H = -sum_v p_v log p_v, nats, [...]. logprobs: [..., V], normalized.
 
     0 log 0 = 0 in value and gradient: a token of probability 0 has log-probability -inf, and 0 * inf would be NaN.
 

@@ -54,7 +54,7 @@ def top_k_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor
     the top-k loss of SDPO (arXiv 2601.20802). Differentiable in both.
 
     Args:
-        logprobs: Those of p, [N, k] float32, nats, normalised over the whole vocabulary.
+        logprobs: Those of p, [N, k] float32, nats, normalized over the whole vocabulary.
         ref_logprobs: Those of q for the same outcomes.
 
     Returns:

@@ -115,7 +115,7 @@ class ObjectiveConfig(FollowingSection):
     )
     whiten: Literal["full", "scale_only", "none"] = Field(
         default_factory=lambda data: "none" if data.get("advantages") == "group_normalised" else "full",
-        description="normalisation over the tokens of the step; default full, with group_normalised none",
+        description="normalization over the tokens of the step; default full, with group_normalised none",
     )
     clip_eps: float = Field(0.2, gt=0, lt=1)
     value_clip: float | None = Field(

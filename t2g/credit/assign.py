@@ -37,7 +37,7 @@ def assign_credit(
     *,
     rule: RewardRuleConfig = SPAN_ONCE,
     gamma: float = 1.0,
-    normalise: bool = False,
+    normalize: bool = False,
     whitening: Literal["full", "scale_only", "none"] = "full",
 ) -> Credit:
     """Return token rewards and advantages as `t2g train` computes them, for one *global* batch of B responses.
@@ -52,8 +52,8 @@ def assign_credit(
         groups: For each response its prompt, or any other value that is equal for responses to compare.
         rule: What a span pays and where.
         gamma: Discount of later token rewards.
-        normalise: Whether advantages are divided by the group's deviation; see `t2g.algo.advantages.group_advantages`.
-        whitening: Mode of `t2g.algo.advantages.whiten`; "none" is usual with `normalise`.
+        normalize: Whether advantages are divided by the group's deviation; see `t2g.algo.advantages.group_advantages`.
+        whitening: Mode of `t2g.algo.advantages.whiten`; "none" is usual with `normalize`.
 
     Raises:
         UserError: The lengths differ or are 0, a judgement has another form, a text is not in the decoded tokens, or
@@ -83,7 +83,7 @@ def assign_credit(
         group_numbers.append(group_of[group] if is_judged else -1 - number)
     rewards = pad_rows(rows)
     mask = pad_rows(keep)
-    advantages, _ = group_advantages(rewards, mask, torch.tensor(group_numbers), gamma, normalise=normalise)
+    advantages, _ = group_advantages(rewards, mask, torch.tensor(group_numbers), gamma, normalize=normalize)
     advantages = whiten(advantages, mask, whitening)
     return Credit(token_rewards=rewards, advantages=advantages)
 

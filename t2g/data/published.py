@@ -51,9 +51,9 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
     items = [(key, value) for key, value in _items(row, our_names) if value is not None]
     items.sort(key=lambda item: item[0] not in our_names)
     for key, value in items:
-        normalised = _normalise(key)
-        name = key if key in our_names else _NAMES.get(normalised)
-        severity = _SEVERITIES.get(normalised)
+        normalized = _normalize(key)
+        name = key if key in our_names else _NAMES.get(normalized)
+        severity = _SEVERITIES.get(normalized)
         if severity is not None:
             quotes = _check_list(key, value)
             severe += [{"quote": quote, "severity": severity} for quote in quotes]
@@ -154,11 +154,11 @@ def _is_span_list(value: Any) -> bool:
 
 
 def _is_known(key: str, our_names: Collection[str]) -> bool:
-    name = _normalise(key)
+    name = _normalize(key)
     return key in our_names or name in _NAMES or name in _SEVERITIES or name == "word_score_list"
 
 
-def _normalise(key: str) -> str:
+def _normalize(key: str) -> str:
     return key.lower().replace(" ", "_")
 
 

@@ -1,6 +1,6 @@
 """One conversation: the policy's turns, the environment's replies, and the rollout that they make.
 
-Sampled ids are never tokenised again. A reply is encoded as what the chat template adds for it to a fixed dummy
+Sampled ids are never tokenized again. A reply is encoded as what the chat template adds for it to a fixed dummy
 conversation: a template that rewrites earlier messages, as those of thinking models do, does not change what was
 sampled, and earlier thinking stays.
 """

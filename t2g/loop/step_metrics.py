@@ -234,7 +234,7 @@ def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, floa
 
     Returns:
         For each fault class the share that overlaps a poor span; `feedback/faults_praised` is the share of all faults
-        that overlaps a good span, which is rewarded instead of penalised.
+        that overlaps a good span, which is rewarded instead of penalized.
     """
     recalled: dict[str, list[bool]] = {}
     praised = []

@@ -161,7 +161,7 @@ def make_train_samples(
             batch.mask,
             _number_prompts(scored),
             batch.gamma,
-            normalise=objective.advantages == "group_normalised",
+            normalize=objective.advantages == "group_normalised",
         )
     advantages = whiten(advantages, batch.mask, objective.whiten)
 

@@ -66,7 +66,7 @@ def mean_curve(name: str, by_seed: Mapping[int, Run]) -> Series:
 
 
 def picture(chart: Markup, lines: Sequence[Series], level: str | None) -> str:
-    """Return a chart as a standalone SVG file: with its own colours, a white background, and a legend above it."""
+    """Return a chart as a standalone SVG file: with its own colors, a white background, and a legend above it."""
     entries = [(f"line {style}", name) for name, style in legend_entries(lines)]
     if level:
         entries.append(("level", level))

@@ -34,7 +34,7 @@ class Series:
 
     Attributes:
         low, high: Ends of a band around the line, finite, one for each point. Empty: no band.
-        style: Class of its colour, good or poor. Empty: s0..s7 by its index.
+        style: Class of its color, good or poor. Empty: s0..s7 by its index.
     """
 
     name: str
@@ -231,7 +231,7 @@ def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
-    """Return the ticks with their texts, with as many digits as neighbours need to differ.
+    """Return the ticks with their texts, with as many digits as neighbors need to differ.
 
     >>> [text for _, text in tick_labels([0.25, 0.26])], [text for _, text in tick_labels([1e8, 1.01e8])]
     (['0.25', '0.26'], ['1.00e8', '1.01e8'])

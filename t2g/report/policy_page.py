@@ -37,7 +37,7 @@ def write_policy_evaluation(
         about: What was evaluated, plain values.
         answers: policy -> responses by prompt.
         measured: policy -> measures by prompt.
-        summary: Result of `policy_eval.summarise`.
+        summary: Result of `policy_eval.summarize`.
         judged: Result of `pairwise.win_rates`.
         judge: Returns the feedback that the examples show with their spans, or None.
 

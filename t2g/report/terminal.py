@@ -15,14 +15,14 @@ MARKS = {(True, False): "+", (False, True): "-", (True, True): "±"}
 
 
 def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> None:
-    """Print the feedback on a response; spans are coloured, or between marks on a console without colours.
+    """Print the feedback on a response; spans are colored, or between marks on a console without colors.
 
-    Without colours "about a laptop by Ann." is "about a [-laptop-] by [+Ann+].", and "about a [-laptop-]{phone} by ..."
+    Without colors "about a laptop by Ann." is "about a [-laptop-] by [+Ann+].", and "about a [-laptop-]{phone} by ..."
     where the laptop has a fix.
     """
-    colours = console.color_system is not None and not console.no_color
+    colors = console.color_system is not None and not console.no_color
     critique = printable(feedback.critique) or "(no critique)"
-    lines = [critique, "", marked(response, feedback, colours), ""]
+    lines = [critique, "", marked(response, feedback, colors), ""]
     in_order = sorted(feedback.spans, key=lambda span: span.start)
     lines += [span_line(span, response, feedback) for span in in_order]
     if not feedback.spans:
@@ -34,12 +34,12 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> No
         console.print(line, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
 
-def marked(response: str, feedback: SpanFeedback, colours: bool) -> Text:
-    """Return the response with its good and poor spans in colours, or between marks, each followed by its fix."""
+def marked(response: str, feedback: SpanFeedback, colors: bool) -> Text:
+    """Return the response with its good and poor spans in colors, or between marks, each followed by its fix."""
     text = Text()
     for segment in segments(printable(response), feedback.spans):
         label = (segment.good, segment.poor)
-        if colours or label not in MARKS:
+        if colors or label not in MARKS:
             style = STYLES.get(label)
             if segment.is_struck:
                 style = f"{style} strike"

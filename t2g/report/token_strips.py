@@ -1,4 +1,4 @@
-"""Show the reward, advantage and ratio of each token of a response as a strip of coloured cells."""
+"""Show the reward, advantage and ratio of each token of a response as a strip of colored cells."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from typing_extensions import TypeIs
 from t2g.runs.log import SampleRecord
 from t2g.text.segments import printable
 
-LEVELS = 4  # colour levels for positive values, and as many for negative values
+LEVELS = 4  # color levels for positive values, and as many for negative values
 MAX_STRIPS = 6
 MAX_TOKENS = 400
-LEAST_RATIO = 0.05  # nats; smaller log ratios are rounding errors and must not get a strong colour
+LEAST_RATIO = 0.05  # nats; smaller log ratios are rounding errors and must not get a strong color
 NAMES = ("reward", "advantage", "ratio")
 
 
@@ -56,7 +56,7 @@ class Cell:
 def strips(samples: Sequence[SampleRecord]) -> list[tuple[LoggedSample, list[Cell]]]:
     """Return the strips of the last step with token columns, samples with rewards first.
 
-    All strips share the colour scales.
+    All strips share the color scales.
     """
     logged = [sample for sample in samples if _has_columns(sample)]
     last_step = max((sample.step for sample in logged), default=0)
@@ -113,7 +113,7 @@ def _title(sample: LoggedSample, values: Sequence[float]) -> str:
 
 
 def _level(value: float, scale: float) -> int:
-    """Return the colour level of a value; `scale` has the strongest one."""
+    """Return the color level of a value; `scale` has the strongest one."""
     if not scale:
         return 0
     return round(LEVELS * value / scale)

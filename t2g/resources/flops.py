@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU) of training (Chowdhery et al., arXiv 2204.02311, app. B).
+"""Model FLOPs utilization (MFU) of training (Chowdhery et al., arXiv 2204.02311, app. B).
 
 It counts the FLOPs that the model's formulas need: recomputation for gradient checkpointing does not count.
 """

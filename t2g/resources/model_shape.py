@@ -87,7 +87,7 @@ class ModelShape(BaseModel):
     def saved_bytes(self, itemsize: int) -> int:
         """Return the bytes of activations that one layer saves for one token's backward pass; b: `itemsize`.
 
-        Each of two norms saves a float32 copy, the normalised state and its output, the input of the next linear
+        Each of two norms saves a float32 copy, the normalized state and its output, the input of the next linear
         layers. Attention saves q, k, v and its output. The MLP saves gate, its SiLU, up and their product.
 
             2 x (4 + 2b) h + b (2 q + 2 kv) + 4 b i

@@ -227,7 +227,7 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, split: Split, rows: Sequence[tuple[SampleRecord, float | None]]) -> None:
-        """Log a table of samples with coloured spans, and of trained ones the sum of the token rewards."""
+        """Log a table of samples with colored spans, and of trained ones the sum of the token rewards."""
         import wandb
 
         table = wandb.Table(columns=["prompt_id", "prompt", "response", "critique", "status", "reward", "outcomes"])

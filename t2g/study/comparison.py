@@ -123,13 +123,13 @@ def base_run(run: Run) -> Run:
     return replace(run, **first_points, step_seconds=None, targeting=targeting)
 
 
-def summarise(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]]:
+def summarize(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]]:
     """Return `methods` of compare.json, from method -> seed -> run."""
     scalar = runs.get(SCALAR)
-    return {method: summarise_method(by_seed, scalar) for method, by_seed in runs.items()}
+    return {method: summarize_method(by_seed, scalar) for method, by_seed in runs.items()}
 
 
-def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | None) -> dict[str, Any]:
+def summarize_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | None) -> dict[str, Any]:
     """Return the figures of one method, compared with the scalar runs of the same seeds if there are any."""
     runs = list(by_seed.values())
     scores_at_kl: dict[str, Interval | None] = {}
@@ -139,7 +139,7 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     summary: dict[str, Any] = {"score": interval([run.score for run in runs]), "score_at_kl": scores_at_kl}
     summary["samples"] = max(run.samples[-1] for run in runs)
     summary["step_seconds"] = mean_known(run.step_seconds for run in runs)
-    summary["targeting"] = summarise_targeting([run.targeting for run in runs])
+    summary["targeting"] = summarize_targeting([run.targeting for run in runs])
     summary["by_seed"] = {seed: describe_run(run) for seed, run in by_seed.items()}
     if scalar is None:
         return summary
@@ -149,7 +149,7 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
         figures = summary["by_seed"][seed]
         figures["samples_to_scalar_best"] = reached[seed]["samples"]
         figures["seconds_to_scalar_best"] = reached[seed]["seconds"]
-    return summary | subtract_scalar(by_seed, scalar) | summarise_reached(by_seed, reached)
+    return summary | subtract_scalar(by_seed, scalar) | summarize_reached(by_seed, reached)
 
 
 def describe_run(run: Run) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def subtract_scalar(by_seed: Mapping[int, Run], scalar: Mapping[int, Run]) -> di
     return {"minus_scalar": interval(differences), "minus_scalar_at_equal": at_equal, "overhead": overhead}
 
 
-def summarise_reached(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> dict[str, Any]:
+def summarize_reached(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> dict[str, Any]:
     """Return the means over seeds of `reach`."""
     samples = [value["samples"] for value in reached.values()]
     seconds = [value["seconds"] for value in reached.values()]
@@ -270,7 +270,7 @@ def reach(run: Run, scalar: Run) -> dict[str, float | None]:
     return {"samples": run.samples[at], "seconds": run.seconds[at], "share": share}
 
 
-def summarise_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
+def summarize_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
     """Return means over seeds of the measurements of t2g.study.targeting, or None if a run has none."""
     known = [measurement for measurement in measurements if measurement is not None]
     if len(known) < len(measurements):
@@ -283,7 +283,7 @@ def summarise_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dic
     return means
 
 
-def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict[str, dict[str, Any]]:
+def summarize_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict[str, dict[str, Any]]:
     """Return `noise` of compare.json, from noise -> method -> seed -> run: scores, and their paired difference."""
     summary: dict[str, dict[str, Any]] = {}
     for name, by_method in runs.items():

@@ -84,7 +84,7 @@ def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]
     """Return each judge's figures for every pair of policies, and the agreement of each two judges; JSON values.
 
     Args:
-        answers: policy -> answers by prompt, in the same order. Pairs are those of `policy_eval.summarise`.
+        answers: policy -> answers by prompt, in the same order. Pairs are those of `policy_eval.summarize`.
     """
     prompt_ids: dict[str, list[str]] = {}
     lengths: dict[str, np.ndarray] = {}

@@ -212,7 +212,7 @@ def add_feedback(measures: Columns, scores: Sequence[Sequence[float | None]]) ->
     return with_feedback
 
 
-def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
+def summarize(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     """Return each policy's figures with intervals, and the differences of every pair of policies; JSON values.
 
     A pair is (later, earlier) in the order of `policies`. p_holm is p adjusted over all pairs and tested measures. Both
@@ -257,7 +257,7 @@ def has_only_ties(summary: Mapping[str, Any], judged: Mapping[str, Any]) -> bool
     """Return whether no tested measure and no judge distinguishes two policies on any prompt.
 
     Args:
-        summary: Result of `summarise`.
+        summary: Result of `summarize`.
         judged: Result of `pairwise.win_rates`.
     """
     tested = [pair for pair in summary["pairs"] if pair["p_holm"] is not None]

@@ -80,7 +80,7 @@ def judged_record(
 ) -> JudgedRecord:
     """Project the gold and predicted spans of a response on `tokenizer`'s tokens of its text.
 
-    Character ranges are the fast tokenizer's offset mapping, which is right for tokenizers that normalise, too.
+    Character ranges are the fast tokenizer's offset mapping, which is right for tokenizers that normalize, too.
     """
     encoded = tokenizer(response_text, add_special_tokens=False, return_offsets_mapping=True)
     offsets = np.asarray(encoded["offset_mapping"], np.int32).reshape(-1, 2)

@@ -1,7 +1,7 @@
 """Decode sampled token ids to text, and map each token to its characters, independently of the engine's text.
 
 A token is a string of bytes. The concatenated bytes of all tokens are the response in UTF-8. A token's characters are
-those that its bytes belong to. Two families of tokenizers are supported, recognised by their decoder: byte-level BPE
+those that its bytes belong to. Two families of tokenizers are supported, recognized by their decoder: byte-level BPE
 (GPT-2, Llama-3, Qwen) and SentencePiece style (Llama-2, Mistral, Gemma; byte fallback, metaspace).
 
     ids      "caf" | C3 | A9 | " bar" | <eos>       (the accented e is split into its two bytes)

@@ -105,7 +105,7 @@ class _Folded(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _fold(text: str) -> _Folded:
-    """Normalise `text` by the tolerance, and map positions back to the original."""
+    """Normalize `text` by the tolerance, and map positions back to the original."""
     parts: list[str] = []
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}

@@ -81,13 +81,13 @@ def _make_segment(text: str, start: int, end: int, spans: Sequence[_ClippedSpan]
 
 def to_html(text: str, spans: Sequence[Span]) -> str:
     """Return the text as HTML, good spans on green, poor ones on red, both on yellow."""
-    colours = {(True, False): "#c6efce", (False, True): "#ffc7ce", (True, True): "#ffeb9c"}
+    colors = {(True, False): "#c6efce", (False, True): "#ffc7ce", (True, True): "#ffeb9c"}
     parts = []
     for segment in segments(printable(text), spans):
         part = html.escape(segment.text)
-        colour = colours.get((segment.good, segment.poor))
-        if colour:
-            part = f'<mark style="background:{colour}">{part}</mark>'
+        color = colors.get((segment.good, segment.poor))
+        if color:
+            part = f'<mark style="background:{color}">{part}</mark>'
         parts.append(part)
     content = "".join(parts)
     return f'<div style="white-space:pre-wrap">{content}</div>'

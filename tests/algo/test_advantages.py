@@ -137,7 +137,7 @@ def discounted(rewards: list[float], gamma: float) -> list[float]:
     return returns
 
 
-def group_by_loops(rewards: list[list[float]], groups: list[int], gamma: float, normalise: bool) -> list[list[float]]:
+def group_by_loops(rewards: list[list[float]], groups: list[int], gamma: float, normalize: bool) -> list[list[float]]:
     """The formulas of `group_advantages` as they stand, one token at a time."""
     returns = [discounted(row, gamma) for row in rewards]
 
@@ -150,7 +150,7 @@ def group_by_loops(rewards: list[list[float]], groups: list[int], gamma: float, 
         others = [j for j in everybody if j != i]
         line = []
         for t in range(len(row)):
-            if normalise:
+            if normalize:
                 gaps = []
                 for u in range(max(len(returns[j]) for j in everybody)):
                     mean = np.mean([at(k, u) for k in everybody])
@@ -166,13 +166,13 @@ def group_by_loops(rewards: list[list[float]], groups: list[int], gamma: float, 
 responses = st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-@given(rewards=responses, data=st.data(), gamma=st.floats(0.5, 1), normalise=st.booleans())
+@given(rewards=responses, data=st.data(), gamma=st.floats(0.5, 1), normalize=st.booleans())
 def test_group_advantages_equal_loops(
-    rewards: list[list[float]], data: st.DataObject, gamma: float, normalise: bool
+    rewards: list[list[float]], data: st.DataObject, gamma: float, normalize: bool
 ) -> None:
     groups = data.draw(st.lists(st.integers(0, 2), min_size=len(rewards), max_size=len(rewards)))
-    advantages, returns = group_advantages(*ragged(rewards), torch.tensor(groups), gamma, normalise=normalise)
-    for i, expected in enumerate(group_by_loops(rewards, groups, gamma, normalise)):
+    advantages, returns = group_advantages(*ragged(rewards), torch.tensor(groups), gamma, normalize=normalize)
+    for i, expected in enumerate(group_by_loops(rewards, groups, gamma, normalize)):
         np.testing.assert_allclose(advantages[i, : len(expected)], expected, rtol=1e-6, atol=1e-6)
         assert not advantages[i, len(expected) :].any()
         assert not returns[i, len(expected) :].any()
@@ -182,26 +182,26 @@ def test_group_advantages_equal_loops(
 scalars = st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 5)), min_size=2, max_size=6)
 
 
-def scalar_group(scalars: list[tuple[float, int]], *, normalise: bool) -> list[list[float]]:
+def scalar_group(scalars: list[tuple[float, int]], *, normalize: bool) -> list[list[float]]:
     """Advantages of one prompt's responses of these lengths, each paid its reward at its last token."""
     rewards, mask = ragged([[0.0] * (length - 1) + [reward] for reward, length in scalars])
-    advantages, _ = group_advantages(rewards, mask, torch.zeros(len(scalars)), 1.0, normalise=normalise)
+    advantages, _ = group_advantages(rewards, mask, torch.zeros(len(scalars)), 1.0, normalize=normalize)
     return [row[:length].tolist() for row, (_, length) in zip(advantages, scalars, strict=True)]
 
 
 @given(scalars)
 def test_of_a_scalar_reward_it_is_leave_one_out(scalars: list[tuple[float, int]]) -> None:
     rewards = [reward for reward, _ in scalars]
-    for i, tokens in enumerate(scalar_group(scalars, normalise=False)):
+    for i, tokens in enumerate(scalar_group(scalars, normalize=False)):
         others = rewards[:i] + rewards[i + 1 :]
         assert tokens == pytest.approx([rewards[i] - sum(others) / len(others)] * len(tokens))
 
 
 @given(scalars)
-def test_of_a_scalar_reward_normalised_it_is_the_standard_score(scalars: list[tuple[float, int]]) -> None:
+def test_of_a_scalar_reward_normalized_it_is_the_standard_score(scalars: list[tuple[float, int]]) -> None:
     rewards = np.array([reward for reward, _ in scalars])
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-    for tokens, score in zip(scalar_group(scalars, normalise=True), expected, strict=True):
+    for tokens, score in zip(scalar_group(scalars, normalize=True), expected, strict=True):
         assert tokens == pytest.approx([score] * len(tokens), rel=1e-6, abs=1e-6)
 
 
@@ -217,22 +217,22 @@ def test_the_baseline_does_not_depend_on_the_sample_it_is_for(
     changed[i][-1] += change
     baselines = []
     for rows in (rewards, changed):
-        advantages, returns = group_advantages(*ragged(rows), torch.zeros(len(rows)), 0.9, normalise=False)
+        advantages, returns = group_advantages(*ragged(rows), torch.zeros(len(rows)), 0.9, normalize=False)
         baselines.append((returns - advantages)[i])
     torch.testing.assert_close(*baselines)
 
 
 def test_equal_rewards_and_lone_samples_teach_nothing() -> None:
-    for normalise in (False, True):
-        same = group_advantages(*ragged([[0.1], [0.1, 0.0], [0.1]]), torch.tensor([4, 9, 4]), 1.0, normalise=normalise)
+    for normalize in (False, True):
+        same = group_advantages(*ragged([[0.1], [0.1, 0.0], [0.1]]), torch.tensor([4, 9, 4]), 1.0, normalize=normalize)
         assert same[0].abs().max() < 1e-9
-        three = group_advantages(torch.full((3, 1), 0.1), torch.ones(3, 1), torch.zeros(3), 1.0, normalise=normalise)
+        three = group_advantages(torch.full((3, 1), 0.1), torch.ones(3, 1), torch.zeros(3), 1.0, normalize=normalize)
         assert three[0].abs().max() < 1e-9
 
 
 def test_spans_at_other_places_of_equal_totals_stay_in_scale() -> None:
     """The standard deviation of the totals is 0 here: dividing by it would give advantages of a million."""
-    advantages, _ = group_advantages(*ragged([[1, 0, -1], [-1, 0, 1]]), torch.zeros(2), 1.0, normalise=True)
+    advantages, _ = group_advantages(*ragged([[1, 0, -1], [-1, 0, 1]]), torch.zeros(2), 1.0, normalize=True)
     # returns 0 -1 -1 and 0 1 1, mean 0, root mean square sqrt(4 / 6)
     scale = (4 / 6) ** 0.5 + 1e-6
     torch.testing.assert_close(advantages[:, :3] * scale, torch.tensor([[0, -1, -1], [0, 1, 1]], dtype=torch.float64))

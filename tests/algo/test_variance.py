@@ -31,7 +31,7 @@ def moments(placement: Placement, p: float) -> tuple[np.ndarray, np.ndarray]:
     )
     groups = torch.arange(len(pairs)).repeat_interleave(2)
     mask = torch.ones(len(rows), NUM_FACTS)
-    advantages, _ = group_advantages(torch.from_numpy(paid), mask, groups, 1.0, normalise=False)
+    advantages, _ = group_advantages(torch.from_numpy(paid), mask, groups, 1.0, normalize=False)
     gradients = (advantages.numpy() * (rows - p)).reshape(-1, 2, NUM_FACTS).mean(1)
     chance = np.where(rows == 1, p, 1 - p).prod(1).reshape(-1, 2).prod(1)
     assert chance.sum() == pytest.approx(1)

@@ -141,7 +141,7 @@ def test_it_is_the_loops_own(tokenizer: Any, advantages: str, judged: list[tuple
     objective = ObjectiveConfig(advantages=advantages)
     found = assign_credit(
         tokenizer, texts, ids, judgements, groups,
-        normalise=advantages == "group_normalised", whitening=objective.whiten,
+        normalize=advantages == "group_normalised", whitening=objective.whiten,
     )  # fmt: skip
     own = loop_advantages(tokenizer, ids, [*judgements], groups, advantages=advantages)
     for index, (row, row_ids) in enumerate(zip(found.advantages.numpy(), ids, strict=True)):

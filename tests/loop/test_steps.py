@@ -275,10 +275,10 @@ def test_step_metrics_by_hand() -> None:
 
     cut = replace(one, rollout=replace(one.rollout, finish_reason="length"), truncation_penalty=-0.5)
     pairs = [(prompt, s.rollout, s.feedback) for s in (cut, two, two)]
-    penalised = step_metrics(pairs, [cut, two], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
-    assert penalised["response/truncated_share"] == pytest.approx(1 / 3)
+    penalized = step_metrics(pairs, [cut, two], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    assert penalized["response/truncated_share"] == pytest.approx(1 / 3)
     weighted = step_metrics(pairs, [cut, two], learner_stats, objective, kl=0.4, kl_coef=0.1)
     assert weighted["reward/total_mean"] == pytest.approx((2 * 0 - 0.5 + 0.5 + 2 * 2) / 2)
-    assert penalised["reward/token_mean"] == pytest.approx((2 - 0.5) / 6)
-    assert penalised["reward/response_mean"] == pytest.approx((0 - 0.5 + 2) / 2)
-    assert penalised["tokens/poor_share"] == metrics["tokens/poor_share"], "no span is worth less"
+    assert penalized["reward/token_mean"] == pytest.approx((2 - 0.5) / 6)
+    assert penalized["reward/response_mean"] == pytest.approx((0 - 0.5 + 2) / 2)
+    assert penalized["tokens/poor_share"] == metrics["tokens/poor_share"], "no span is worth less"

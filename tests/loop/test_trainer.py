@@ -253,8 +253,8 @@ def test_the_measure_of_the_task_alone_teaches_as_an_outcome_reward(tokenizer: A
 def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(tokenizer: Any, tmp_path: Path) -> None:
     """Every response of the fake is truncated, so the advantages against the others, and all else, are the same."""
     benches = [Bench(tmp_path / str(cut), tokenizer, job(truncation_penalty=cut)) for cut in (0, -0.5)]
-    (_, plain), (_, penalised) = ((bench.run(), bench.metrics()[1:]) for bench in benches)
-    for without, with_penalty in zip(plain, penalised, strict=True):
+    (_, plain), (_, penalized) = ((bench.run(), bench.metrics()[1:]) for bench in benches)
+    for without, with_penalty in zip(plain, penalized, strict=True):
         assert without["response/truncated_share"] == with_penalty["response/truncated_share"] == 1
         assert with_penalty["reward/token_mean"] == pytest.approx(without["reward/token_mean"] - 0.5 / LENGTH)
         assert with_penalty["reward/response_mean"] == pytest.approx(without["reward/response_mean"] - 0.5)

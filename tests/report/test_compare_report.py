@@ -9,7 +9,7 @@ import pytest
 
 from t2g.report.comparison_page import ENTRY, mean_curve, picture, write_comparison
 from t2g.report.curves import CHAR, WIDTH, Series, line_chart
-from t2g.study.comparison import Run, summarise, summarise_noise
+from t2g.study.comparison import Run, summarize, summarize_noise
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,8 +63,8 @@ def test_the_picture_stands_alone() -> None:
 def test_the_page_tells_of_every_method(tmp_path: Path) -> None:
     runs = {"scalar": {1: run(0.1, 0.2)}, "<i>": {1: run(0.1, 0.3)}, "span": {1: run(0.1, 0.4)}}
     summary = {
-        "methods": summarise(runs),
-        "noise": summarise_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}}),
+        "methods": summarize(runs),
+        "noise": summarize_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}}),
         "search": {"chosen": {"span": 3e-4}},
         "versions": {"torch": "2"},
     }

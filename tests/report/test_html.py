@@ -336,7 +336,7 @@ def test_small_shares_fill_their_chart(tmp_path: Path) -> None:
     assert re.findall(r'text-anchor="end">([\d.]+)<', chart)[:5] == ["0.00", "0.01", "0.02", "0.03", "0.04"]
 
 
-def test_bars_of_a_reward_model_have_no_colour_of_a_judgement(tmp_path: Path) -> None:
+def test_bars_of_a_reward_model_have_no_color_of_a_judgement(tmp_path: Path) -> None:
     """A poor F1 of 97 % is good: red would say the opposite."""
     page = write(tmp_path / "r.html", reward_model={"poor_f1": 0.97})
     assert '<td class="bar"><div><div style="width: 97.0%">' in page

@@ -94,10 +94,10 @@ def test_pages_fit_their_windows_and_load_at_once(browser: Browser, tmp_path: Pa
     browser.look()
     assert browser.ask("document.querySelectorAll('svg .line').length") > 8
     browser.open((two / "report.html").as_uri())
-    colour = "getComputedStyle(document.querySelector('.heat i')).backgroundColor"
-    paid = browser.ask(colour)
+    color = "getComputedStyle(document.querySelector('.heat i')).backgroundColor"
+    paid = browser.ask(color)
     browser.ask("document.getElementById('by-advantage').click()")
-    assert browser.ask(colour) != paid, "another quantity has another colour"
+    assert browser.ask(color) != paid, "another quantity has another color"
 
 
 def test_a_notebook_that_shows_a_report_keeps_its_own_style(browser: Browser, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from test_html import ALLOWED, Page
 
 from t2g.report.policy_page import write_policy_evaluation
 from t2g.study.pairwise import Judgement, win_rates
-from t2g.study.policy_eval import Answers, Response, summarise
+from t2g.study.policy_eval import Answers, Response, summarize
 from t2g.types import Prompt, Span, SpanFeedback
 
 Judge = Callable[[Prompt, str], SpanFeedback | None]
@@ -36,7 +36,7 @@ def written(folder: Path, judge: Judge = lambda *_: None) -> tuple[dict, str]:
         for i in range(NUM)
     ]
     result = write_policy_evaluation(
-        folder, {"task": EVIL}, prompts, answers, measured, summarise(measured, seed=1),
+        folder, {"task": EVIL}, prompts, answers, measured, summarize(measured, seed=1),
         win_rates(judgements, answers, seed=1), judge,
     )  # fmt: skip
     assert json.loads((folder / "evaluation.json").read_text()) == json.loads(json.dumps(result))

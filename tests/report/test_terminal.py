@@ -1,4 +1,4 @@
-"""Feedback on a terminal and off it: colours or marks, and never a control character of the model's."""
+"""Feedback on a terminal and off it: colors or marks, and never a control character of the model's."""
 
 import io
 import re
@@ -15,7 +15,7 @@ from t2g.types import Span, SpanFeedback
 RESPONSE = "about a laptop by Ann."
 POOR = Span(start=8, end=14, label=-1, severity=3, critique_range=(15, 36))
 GOOD = Span(start=18, end=21, label=1)
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def says(*spans: Span, critique: str = "Ann is right . it says laptop : bad .", lost: int = 0) -> SpanFeedback:
@@ -49,7 +49,7 @@ def test_on_a_terminal_good_is_green_and_poor_is_red() -> None:
     assert "[-" not in out
 
 
-def test_a_terminal_without_colours_gets_marks() -> None:
+def test_a_terminal_without_colors_gets_marks() -> None:
     out = shown(RESPONSE, says(GOOD, POOR), terminal=True, no_color=True)
     assert "[-laptop-]" in out and "[+Ann+]" in out and "\x1b" not in out
 
@@ -60,13 +60,13 @@ def test_a_fix_follows_its_span() -> None:
     assert shown(RESPONSE, fixed, terminal=True, no_color=True) == marks
     assert "about a [-laptop-]{phone␛} by Ann[-.-]\n" in marks
     assert 'poor, severity 3: "laptop", should be "phone␛" (it says' in marks and '".", should be ""\n' in marks
-    coloured = shown(RESPONSE, fixed, terminal=True)
-    assert "\x1b[1;9;31mlaptop\x1b[0m\x1b[32m{phone␛}\x1b[0m by Ann\x1b[1;9;31m.\x1b[0m" in coloured
+    colored = shown(RESPONSE, fixed, terminal=True)
+    assert "\x1b[1;9;31mlaptop\x1b[0m\x1b[32m{phone␛}\x1b[0m by Ann\x1b[1;9;31m.\x1b[0m" in colored
 
 
 def test_where_good_and_poor_overlap() -> None:
     both = says(Span(start=0, end=5, label=1), Span(start=3, end=7, label=-1))
-    assert marked("abcdefgh", both, colours=False).plain == "[+abc+][±de±][-fg-]h"
+    assert marked("abcdefgh", both, colors=False).plain == "[+abc+][±de±][-fg-]h"
 
 
 def test_no_critique_no_spans_and_quotes_that_were_not_found() -> None:
@@ -93,7 +93,7 @@ def test_brackets_are_words_and_no_markup() -> None:
 def test_what_a_terminal_would_obey_is_shown_instead(evil: str) -> None:
     feedback = says(Span(start=0, end=len(evil), label=-1, critique_range=(0, len(evil))), critique=evil)
     for terminal in (True, False):
-        out = COLOUR.sub("", shown(evil, feedback, terminal=terminal))
+        out = COLOR.sub("", shown(evil, feedback, terminal=terminal))
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", out), repr(out)
 
 

@@ -50,4 +50,4 @@ def test_the_share_of_its_gpu_that_a_rank_used_in_an_update(
     sequence = TrainSequence(prompt_ids=ids, response_ids=ids, weights=np.ones(2))
     flops = train_flops(TOY, [4, 4, 4], has_head=True, frozen=lora is not None)
     shares = [[[sequence], [sequence]], [[sequence], []]]  # of two minibatches
-    assert worker._utilisation("policy", shares, 0.5) == {"policy/mfu": pytest.approx(flops / 0.5 / 989e12)}
+    assert worker._utilization("policy", shares, 0.5) == {"policy/mfu": pytest.approx(flops / 0.5 / 989e12)}

@@ -60,7 +60,7 @@ class FakeWandb:
             self.rows.append(dict(zip(self.columns, values, strict=True)))
 
 
-def test_wandb_has_a_table_of_samples_with_coloured_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_has_a_table_of_samples_with_colored_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = RunLog(tmp_path, LogConfig(tensorboard=False, wandb_project="mine", num_samples=2))

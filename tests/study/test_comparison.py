@@ -17,9 +17,9 @@ from t2g.study.comparison import (
     reach,
     read_run,
     subtract_matched,
-    summarise,
-    summarise_method,
-    summarise_noise,
+    summarize,
+    summarize_method,
+    summarize_noise,
     tables,
 )
 
@@ -97,7 +97,7 @@ def test_the_summary_of_two_seeds() -> None:
     good = a_run(0.2, 1.0, 1.0, 1.0, step_s=3.0, targeting=still)
     poor = a_run(0.4, 0.0, 0.0, 0.0, step_s=3.0, targeting=still)
     runs = {"sft": base, "scalar": scalar, "span": {1: good, 2: poor}}
-    found = summarise(runs)
+    found = summarize(runs)
     assert found["sft"]["score"]["mean"] == pytest.approx(0.3)
     assert found["sft"]["targeting"]["returns"] is None
     assert found["sft"]["targeting"]["difference"]["mean"] == 0
@@ -127,7 +127,7 @@ def test_scores_are_compared_at_the_same_kl() -> None:
     assert [run.score_at(level, run.kls) for level in (0.25, 0.5, 1.0)] == pytest.approx([0.4, 0.6, 0.7])
     assert run.score_at(2.0, run.kls) is None
     half = replace(run, scores=(0.2, 0.4, 0.5, 0.9))
-    found = summarise({"span": {1: run, 2: half}})["span"]["score_at_kl"]
+    found = summarize({"span": {1: run, 2: half}})["span"]["score_at_kl"]
     assert (found["0.5"]["mean"], found["1"]["mean"], found["2"]) == (pytest.approx(0.5), pytest.approx(0.575), None)
 
 
@@ -146,7 +146,7 @@ def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
     assert subtract_matched(back, scalar, "kls") == pytest.approx(0.7 - 0.8)
     assert subtract_matched(scalar, back, "lengths") == pytest.approx(0.8 - 0.7)
     base = {seed: base_run(span) for seed in (1, 2)}  # it has not moved
-    found = summarise({"sft": base, "scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
+    found = summarize({"sft": base, "scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
     assert found["sft"]["minus_scalar_at_equal"] == {"kls": None, "lengths": None}
     at_equal = found["span"]["minus_scalar_at_equal"]
     assert at_equal["kls"]["mean"] == pytest.approx(-0.05)
@@ -161,7 +161,7 @@ def test_a_run_is_no_better_than_itself_at_an_equal_kl(points: list[tuple[float,
 
 
 def test_without_scalar_no_figure_is_relative_to_it() -> None:
-    found = summarise({"span": {1: a_run(0.1, 0.5)}})["span"]
+    found = summarize({"span": {1: a_run(0.1, 0.5)}})["span"]
     assert not [name for name in found if "scalar" in name or name == "overhead"]
     assert found["score"] == {"mean": 0.5, "low": None, "high": None}
 
@@ -173,10 +173,10 @@ def test_the_table_has_a_cell_for_each_column() -> None:
         "span": {1: a_run(0.2, 0.8, 0.8, step_s=3.0), 2: a_run(0.2, 0.1, 0.1, step_s=3.0)},
     }
     runs["span"] = {seed: replace(run, kls=(0.0, 2.0)) for seed, run in runs["span"].items()}
-    noise = summarise_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}})
+    noise = summarize_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}})
     tried = {method: {"0.0001": {}, "0.0003": {}, "0.001": {}} for method in ("scalar", "span")}
     search = {"grid": [1e-4, 3e-4, 1e-3], "scores": tried, "chosen": {"scalar": 3e-4, "span": 1e-3}}
-    text = tables({"methods": summarise(runs), "noise": noise, "rewards": {}, "search": search})
+    text = tables({"methods": summarize(runs), "noise": noise, "rewards": {}, "search": search})
     methods, legend, noisy = text.split("\n\n")
     rows = [re.split(r" *\| *", line.strip("| ")) for line in methods.splitlines()]
     assert {len(row) for row in rows} == {14}
@@ -195,7 +195,7 @@ def test_the_table_has_a_cell_for_each_column() -> None:
 def test_a_seed_that_never_got_there_counts_with_all_its_samples() -> None:
     scalar = {1: a_run(0.2, 0.4, 0.6), 2: a_run(0.2, 0.5, 0.7), 3: a_run(0.2, 0.1, 0.3)}
     span = {1: a_run(0.2, 0.9, 0.9), 2: a_run(0.2, 0.1, 0.1), 3: base_run(a_run(0.2, 0.1))}
-    found = summarise_method(span, scalar)
+    found = summarize_method(span, scalar)
     # 10 samples, never in 20, and not trained; the mean over those that got there says 10
     assert found["samples_to_scalar_best_censored"]["mean"] == 15
     assert (found["samples_to_scalar_best"], found["seeds_at_scalar_best"]) == (10, 1)

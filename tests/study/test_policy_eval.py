@@ -18,7 +18,7 @@ from t2g.study.policy_eval import (
     general_measures,
     has_only_ties,
     pass_at,
-    summarise,
+    summarize,
 )
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", ",", "and", "then", "it", "slept", "all", "day", "long", "."]
@@ -102,7 +102,7 @@ def test_every_pair_is_compared_on_the_same_draws() -> None:
     whole = texts(40, 3)
     cut = [" ".join(text.split()[:8]) for text in texts(40, 3)]
     measured = {name: policy(texts, references) for name, texts in (("a", whole), ("b", cut), ("same", whole))}
-    found = summarise(measured, seed=1)
+    found = summarize(measured, seed=1)
     assert {name: round(of["bleu"]["value"]) > 50 for name, of in found["policies"].items()} == {
         "a": True, "b": False, "same": True,
     }  # fmt: skip

@@ -70,7 +70,7 @@ def test_segments_agree_with_a_character_by_character_oracle(text: str, spans: l
     assert opened == [i for i, s in enumerate(spans) if max(0, s.start) < min(len(text), s.end)]
 
 
-def test_spans_are_coloured_in_html_and_the_text_is_escaped() -> None:
+def test_spans_are_colored_in_html_and_the_text_is_escaped() -> None:
     spans = [Span(start=0, end=2, label=1), Span(start=1, end=3, label=-1)]
     assert to_html("<b>\0x", spans) == (
         '<div style="white-space:pre-wrap"><mark style="background:#c6efce">&lt;</mark>'

@@ -15,7 +15,7 @@ from t2g.text.offsets import decode
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A full stop and what ends a critique are one token, and so are the bytes of an emoji with their neighbours."""
+    """A full stop and what ends a critique are one token, and so are the bytes of an emoji with their neighbors."""
     pieces = ['."', '.", "good": ["', "wrong", "It is ", "😀!"] * 9
     return build_tokenizer(tmp_path_factory.mktemp("tokenizer"), pieces, vocab_size=400)
 

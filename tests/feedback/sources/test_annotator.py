@@ -188,10 +188,10 @@ def test_nothing_located_is_unparsable_with_a_reason() -> None:
 
 
 def test_a_critique_without_quotes_is_an_answer() -> None:
-    feedback, chat = ask(answer("The colour of the phone is missing."))
+    feedback, chat = ask(answer("The color of the phone is missing."))
     assert (feedback.status, feedback.critique, len(chat.requests)) == (
         "empty",
-        "The colour of the phone is missing.",
+        "The color of the phone is missing.",
         1,
     )
 
