@@ -81,13 +81,7 @@ def load(
         values = _check_texts(file, lambda keys: "config")
     values = without_removed_defaults(values)
 
-    merged: Any = values
-    try:
-        parsed = [_override(text) for text in overrides]
-        for keys, value in parsed:
-            merged = with_value_at(merged, keys, value)
-    except UserError as error:
-        raise UserError(f"{origin}: {error}") from None
+    merged, parsed = _apply_overrides(values, overrides, origin)
 
     resources: Mapping[str, float] = {}
     chosen_keys = list(auto_keys(merged))
@@ -120,6 +114,17 @@ def load(
     if chosen_keys and resources:
         logger.warning(format_auto(config, chosen_keys, resources))
     return config
+
+
+def _apply_overrides(values: Any, overrides: Sequence[str], origin: str) -> tuple[Any, list[tuple[Keys, Any]]]:
+    """Return the values with the overrides, and keys and value of each override."""
+    try:
+        parsed = [_override(text) for text in overrides]
+        for keys, value in parsed:
+            values = with_value_at(values, keys, value)
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from None
+    return values, parsed
 
 
 def _read_resources(

@@ -31,7 +31,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {}  # special method -> the same as 
 for _name in _BINARY.split():
     _operator = getattr(builtins, _name, None) or getattr(operator, f"__{_name}__")
     _OPERATORS |= {f"__{_name}__": _operator, f"__i{_name}__": _operator}
-    _OPERATORS[f"__r{_name}__"] = lambda a, b, *c, op=_operator: op(b, a, *c)
+    _OPERATORS[f"__r{_name}__"] = lambda this, other, *rest, op=_operator: op(other, this, *rest)
 _OPERATORS |= {name: getattr(operator, name) for name in _ORDER}
 _IN_PLACE = {f"__i{name}__" for name in _BINARY.split()}
 # Methods by which arrays, frames and sets compare themselves with others. An object in their place decides nothing.
