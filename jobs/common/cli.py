@@ -101,7 +101,7 @@ def check_and_run(
     """
     cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     preflight = import_module("t2g.resources.preflight")  # heavy: --help answers without it
-    config = import_module("t2g.resources.host_memory").with_estimated_memory(config)
+    config = import_module("t2g.resources.job_memory").with_estimated_memory(config)
     resources = find_resources(cluster) if cluster == "local" else None
     findings = preflight.preflight(config, resources)
     data = [preflight.read_inputs(findings, config, resolve_name(read))] if read else []

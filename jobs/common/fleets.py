@@ -27,7 +27,7 @@ from t2g.feedback.sources.combined import make_source
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource
-from t2g.resources.memory import store_gib
+from t2g.resources.job_memory import store_gib
 from t2g.runs.progress import log_duration
 from t2g.tasks.base import Task
 

@@ -68,6 +68,11 @@ class AnyJob(Section):
         return False
 
     @property
+    def responses_per_step(self) -> int | None:
+        """Return the responses that the engines sample for a training step; None for a job without such steps."""
+        return None
+
+    @property
     def takes_card_settings(self) -> bool:
         """Return whether the card of the reward model sets the task and the style of the job."""
         return False

@@ -29,6 +29,7 @@ from t2g.config.describe import (
     format_sft,
     format_steps,
     format_turns,
+    samples_per_step,
 )
 from t2g.config.feedback import (
     AnnotateConfig,
@@ -74,6 +75,10 @@ class PolicyJob(SyncedJob, JobConfig):
     @property
     def log_options(self) -> LogConfig:
         return self.log
+
+    @property
+    def responses_per_step(self) -> int:
+        return samples_per_step(self.rollout)
 
     @property
     def stop_deadline_s(self) -> float:

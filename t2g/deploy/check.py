@@ -1,30 +1,23 @@
 """Check a config against a cluster without contacting it: pods, GPU memory, problems and warnings."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 
-from t2g.config import EngineConfig, JobConfig, PolicyJob, SFTJob
+from t2g.config import EngineConfig, JobConfig
 from t2g.config.artifacts import find_artifacts, is_made_later
 from t2g.config.field_marks import paths
 from t2g.deploy.manifests import SHARED
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups
 from t2g.errors import UserError
+from t2g.resources.job_memory import find_ranks, store_gib
 from t2g.resources.memory import (
     BYTES,
     GIB,
     GPUS,
     Estimate,
     coresident_bytes,
-    critic_models,
     engine_fit,
-    ipc_buffer_bytes,
-    learner_models,
-    logits_bytes,
-    rank_fit,
-    sft_models,
-    store_bytes,
-    store_gib,
 )
 from t2g.resources.model_shape import ModelShape, find_shape
 from t2g.resources.preflight import Findings, satisfies
@@ -173,28 +166,12 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
     workers = group.workers.initial
     if isinstance(group.role, EngineConfig):
         sequences = group.role.max_num_seqs
-        if isinstance(config, PolicyJob):
-            responses_per_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-            sequences = -(-responses_per_step // workers)
+        if config.responses_per_step is not None:
+            sequences = ceil(config.responses_per_step / workers)
         return engine_fit(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
-    if isinstance(config, SFTJob):
-        tokens = max(config.sft.tokens_per_microbatch, config.sft.max_length)
-        logits = logits_bytes(shape, config.sft, tokens=tokens)
-        models_on_rank = sft_models(shape, config.sft)
-        return rank_fit(shape, models_on_rank, config.sft, ranks=workers, tokens=tokens, logits=logits)
-    assert isinstance(config, PolicyJob)
-    learner = config.learner
-    objective = config.objective
-    # A sequence longer than tokens_per_microbatch is a microbatch of its own.
-    tokens = max(learner.tokens_per_microbatch, config.rollout.max_model_len)
-    if group.name == "critic":
-        return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
-    logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
-    models_on_rank = learner_models(shape, learner, objective)
-    ipc_buffers = ipc_buffer_bytes(shape, learner, itemsize=BYTES[config.rollout.dtype])
-    return rank_fit(
-        shape, models_on_rank, learner, ranks=workers, tokens=tokens, logits=logits, ipc_buffers=ipc_buffers
-    )
+    ranks = find_ranks(config)
+    assert ranks is not None
+    return ranks.estimate_gpu(shape, group.section, workers)
 
 
 def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
@@ -231,9 +208,10 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
             yield from _engine_problems(group, fit, shapes[group.name], gpu_bytes, coresident.get(group.name))
         else:
             yield from _rank_problems(config, group, fit, gpu_gib, coresident.get(group.name))
-    if isinstance(config, PolicyJob) and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
-        need = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB
-        have = config.rollout.memory_gib
+    rollout = _engine_on_ranks_gpus(config)
+    if rollout is not None and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
+        need = BYTES[rollout.dtype] * shapes["learner"].numel / GIB
+        have = rollout.memory_gib
         if need > have:
             yield f"rollout.memory_gib is {have:g}: the weights of an engine that sleeps need {need:.0f}"
 
@@ -241,9 +219,18 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
 def _coresident(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
     """Return pod group -> memory of the other role on a shared GPU; empty if no GPU is shared."""
     ranks = [fit for group, fit in fits if group.name == "learner"]
-    if not ranks or not isinstance(config, PolicyJob) or not config.shares_gpus:
+    rollout = _engine_on_ranks_gpus(config)
+    if not ranks or rollout is None:
         return {}
-    return coresident_bytes(ranks[0], config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
+    return coresident_bytes(ranks[0], rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
+
+
+def _engine_on_ranks_gpus(config: JobConfig) -> EngineConfig | None:
+    """Return the engine of the policy if it shares the GPUs of the ranks."""
+    if not config.shares_gpus:
+        return None
+    engines = [model.engine for model in config.policy_models()]
+    return engines[0].config if engines and engines[0] is not None else None
 
 
 def _engine_problems(
@@ -283,15 +270,15 @@ def _rank_problems(
 
 def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:
     """Yield the changes of the config that lower the memory of a rank, and that its other keys allow."""
-    assert isinstance(config, PolicyJob | SFTJob)
-    is_sft = isinstance(config, SFTJob)
-    name = "sft" if is_sft else "learner"
-    options = config.sft if is_sft else config.learner
+    ranks = find_ranks(config)
+    assert ranks is not None
+    name = ranks.section
+    options = ranks.options
     yield f"lower {name}.tokens_per_microbatch"
     if not options.gradient_checkpointing:
         yield f"set {name}.gradient_checkpointing=true"
     if config.shares_gpus:  # as many ranks as engines, and gpu_sharing=alternate forbids offload
-        yield "train adapters (learner.lora)" if config.learner.lora is None else "take a smaller model"
+        yield "train adapters (learner.lora)" if options.lora is None else "take a smaller model"
     else:
         yield f"raise {section}.workers"
         yield f"set {name}.offload=cpu"
@@ -334,9 +321,10 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
             f"cluster.placement_timeout_s is {cluster.placement_timeout_s:g}: pods that an autoscaler adds take "
             "minutes; 1800 gives them time"
         )
-    if not (isinstance(config, PolicyJob) and config.learner.is_replayable and shape):
+    ranks = find_ranks(config)
+    if ranks is None or shape is None:
         return
-    need = store_bytes(shape, config.learner, itemsize=BYTES[config.rollout.dtype]) / GIB
+    need = ranks.count_stored_bytes(shape) / GIB
     have = store_gib(config)
     if need > have:
         yield (

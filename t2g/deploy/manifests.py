@@ -17,7 +17,7 @@ from t2g.config.validation_errors import format_value
 from t2g.deploy.pods import PodGroup, pod_groups
 from t2g.deploy.submission import Submission, submission
 from t2g.errors import UserError
-from t2g.resources.memory import store_gib
+from t2g.resources.job_memory import store_gib
 
 Target = Literal["rayjob", "raycluster", "claim"]
 

@@ -4,44 +4,24 @@ The formulas count the peak of a rank with float32 attention (transformers' eage
 of attention weights). They were held against the peaks of real ranks, see tests/resources/test_host_memory.py.
 """
 
-import logging
-from collections.abc import Mapping
-from typing import Any
-
-from t2g.config import (
-    AnyJob,
-    EngineConfig,
-    LearnerConfig,
-    ObjectiveConfig,
-    PolicyJob,
-    ProcessConfig,
-    SFTJob,
-    SFTOptions,
-    with_overrides,
-)
-from t2g.config.artifacts import find_artifacts, is_made_later
+from t2g.config import EngineConfig, LearnerConfig, ObjectiveConfig, SFTOptions
 from t2g.resources.memory import (
     BUCKET_NUMEL,
     BYTES,
     GIB,
     STEP_GROUP_NUMEL,
     Models,
-    critic_models,
     learner_models,
     logits_bytes,
-    sft_models,
 )
-from t2g.resources.model_shape import ModelShape, find_shape
+from t2g.resources.model_shape import ModelShape
 
 PROCESS_BYTES = 0.6 * GIB  # a rank without a model: Python, torch, DeepSpeed, Ray
 ENGINE_PROCESS_BYTES = 2.0 * GIB  # a worker and its engine core without weights and KV cache; 0.7 shared with others
 STEP_COPIES = 3  # arrays of the size of a group within AdamW's step: a gradient and two temporaries
-MIN_GIB = 0.5
 # On a CPU, transformers' eager attention is faster than sdpa for rows of 250 tokens, and slower for 650. Supervised
 # training takes sdpa for longer rows, which saves no attention weights.
 MAX_EAGER_TOKENS = 512
-
-logger = logging.getLogger(__name__)
 
 
 def rank_bytes(
@@ -99,42 +79,6 @@ def engine_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     return ENGINE_PROCESS_BYTES + 3 * weights + engine.kv_cache_gib * GIB
 
 
-def estimate_roles(job: AnyJob) -> dict[str, float]:
-    """Return the bytes of each process on a CPU, by the section of its role, where the model's shape is known."""
-    shapes: dict[str, ModelShape | None] = {}
-    artifacts = find_artifacts(job)
-    for model in job.models():
-        if not is_made_later(model.name, artifacts):
-            section = model.engine.section if model.engine else "engine"
-            shapes[section] = find_shape(model.name, model.revision)
-            if model.key == "model.policy":
-                shapes["policy"] = shapes[section]
-    sizes: dict[str, float] = {}
-    for name, role in job.roles().items():
-        if role.gpus:
-            continue
-        size = _role_bytes(job, name, role, shapes)
-        if size is not None:
-            sizes[name] = size
-    return sizes
-
-
-def _role_bytes(job: AnyJob, name: str, role: ProcessConfig, shapes: Mapping[str, ModelShape | None]) -> float | None:
-    policy = shapes.get("policy")
-    if isinstance(role, EngineConfig):
-        shape = shapes.get(name)
-        return None if shape is None else engine_bytes(shape, role)
-    if policy is None:
-        return None
-    if isinstance(job, SFTJob):
-        return sum(_sft_parts(policy, job.sft).values())
-    if isinstance(job, PolicyJob):
-        models = critic_models(policy) if name == "learner.critic_ranks" else None
-        parts = learner_parts(policy, job.learner, job.objective, job.rollout.max_model_len, models)
-        return sum(parts.values())
-    return None
-
-
 def learner_parts(
     shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, longest: int, models: Models | None = None
 ) -> dict[str, float]:
@@ -147,39 +91,6 @@ def learner_parts(
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
     models = models or learner_models(shape, learner, objective)
     return rank_bytes(shape, models, learner, tokens=tokens, row=longest, logits=logits)
-
-
-def _sft_parts(shape: ModelShape, sft: SFTOptions) -> dict[str, float]:
-    tokens = max(sft.tokens_per_microbatch, sft.max_length)
-    logits = logits_bytes(shape, sft, tokens=tokens)
-    row = sft.max_length if sft.max_length <= MAX_EAGER_TOKENS else 0
-    return rank_bytes(shape, sft_models(shape, sft), sft, tokens=tokens, row=row, logits=logits)
-
-
-def with_estimated_memory(job: Any) -> Any:
-    """Return the job with `estimate_roles` as the memory_gib of processes on CPUs that the config does not set.
-
-    A warning names a memory_gib below the estimate.
-    """
-    changes: dict[str, float] = {}
-    for name, size in estimate_roles(job).items():
-        role = job.roles()[name]
-        gib = max(MIN_GIB, round(size / GIB, 1))
-        if "memory_gib" not in role.model_fields_set:
-            changes[f"{name}.memory_gib"] = gib
-        elif role.memory_gib < gib:
-            advice = memory_advice(job) or "raise it"
-            logger.warning("%s.memory_gib is %g, and a process needs about %g; %s", name, role.memory_gib, gib, advice)
-    return with_overrides(job, changes)
-
-
-def memory_advice(job: Any) -> str:
-    """Return the keys that lower the memory of a rank, with their values; "" for a job without ranks."""
-    if isinstance(job, SFTJob):
-        return advise("sft", job.sft)
-    if isinstance(job, PolicyJob):
-        return advise("learner", job.learner)
-    return ""
 
 
 def advise(section: str, options: LearnerConfig | SFTOptions) -> str:

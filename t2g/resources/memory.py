@@ -8,8 +8,8 @@ compare the estimates with `torch.cuda.max_memory_allocated` of a first run.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from t2g.config import AnyJob, Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, PolicyJob, SFTOptions
-from t2g.resources.model_shape import ModelShape, find_shape
+from t2g.config import Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, SFTOptions
+from t2g.resources.model_shape import ModelShape
 
 GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.
@@ -306,16 +306,3 @@ def store_bytes(shape: ModelShape, learner: LearnerConfig, *, itemsize: int) -> 
     if learner.lora and learner.sends_adapters:
         return itemsize * shape.lora_numel(learner.lora.r)
     return itemsize * shape.numel
-
-
-def store_gib(config: AnyJob) -> float:
-    """Return cluster.object_store_gib, or else 1.2 x `store_bytes`, at least 1 GiB."""
-    if config.cluster.object_store_gib is not None:
-        return config.cluster.object_store_gib
-    if not (isinstance(config, PolicyJob) and config.learner.is_replayable):
-        return 1.0
-    shape = find_shape(config.model.policy, config.model.revision)
-    if shape is None:
-        return 1.0
-    size = store_bytes(shape, config.learner, itemsize=BYTES[config.rollout.dtype])
-    return max(1.0, 1.2 * size / GIB)

@@ -18,7 +18,6 @@ from t2g.config import (
     EngineConfig,
     PolicyJob,
     ProcessConfig,
-    SFTJob,
 )
 from t2g.config.artifacts import find_artifacts, is_made_later
 from t2g.config.job_models import JobModel
@@ -30,7 +29,8 @@ from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.human import human_paths
 from t2g.feedback.sources.make import make_local_source
-from t2g.resources.memory import BYTES, GIB, host_bytes
+from t2g.resources.job_memory import JobRanks, find_ranks
+from t2g.resources.memory import BYTES, GIB
 from t2g.resources.model_shape import find_shape
 from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
@@ -101,8 +101,10 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
             continue
         if findings.collect(_check_data, key, data):
             findings.usable.add(key)
-    if isinstance(job, PolicyJob | SFTJob) and "model.policy" in findings.usable:
-        findings.collect(_check_memory, job)
+    ranks = find_ranks(job)
+    if ranks is not None and "model.policy" in findings.usable:
+        findings.collect(_check_revision_window, job)
+        findings.collect(_check_memory, ranks)
     if task is not None:
         _check_sources(findings, job, task)
     log = job.log_options
@@ -262,26 +264,24 @@ def _check_data(key: str, data: DataConfig) -> bool:
     return True
 
 
-def _check_memory(job: PolicyJob | SFTJob) -> None:
-    """Check that a rank's models fit in host memory, and a prompt with a critique in the teacher's context."""
-    source = job.model.policy, job.model.revision
+def _check_revision_window(job: AnyJob) -> None:
+    """Check that a prompt with a critique fits in the teacher's context."""
     if isinstance(job, PolicyJob) and job.objective.teacher is not None:
         window = "rollout.max_model_len and feedback.engine.max_model_len together"
-        check_positions(*source, window, job.revision_window)
-    shape = find_shape(*source)
+        check_positions(job.model.policy, job.model.revision, window, job.revision_window)
+
+
+def _check_memory(ranks: JobRanks) -> None:
+    """Check that a rank's models fit in host memory."""
+    shape = find_shape(ranks.model.policy, ranks.model.revision)
     if shape is None:
         return
-    need: float
-    if isinstance(job, SFTJob):
-        key = "sft.memory_gib"
-        memory_gib = job.sft.memory_gib
-        need = BYTES[job.sft.dtype] * shape.numel
-    else:
-        key = "learner.memory_gib"
-        memory_gib = job.learner.memory_gib
-        need = host_bytes(shape, job.learner, job.objective, sharing=job.cluster.gpu_sharing)
-    if need / GIB > memory_gib:
-        raise UserError(f"{key} is {memory_gib:g}: a rank that loads its models needs {need / GIB:.1f}")
+    need_gib = ranks.count_load_bytes(shape) / GIB
+    memory_gib = ranks.options.memory_gib
+    if need_gib > memory_gib:
+        raise UserError(
+            f"{ranks.section}.memory_gib is {memory_gib:g}: a rank that loads its models needs {need_gib:.1f}"
+        )
 
 
 def _check_sources(findings: Findings, job: AnyJob, task: Task) -> None:

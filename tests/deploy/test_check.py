@@ -7,7 +7,7 @@ import pytest
 from t2g.config import PolicyJob, loading
 from t2g.deploy import check_config
 from t2g.errors import UserError
-from t2g.resources.memory import store_gib
+from t2g.resources.job_memory import store_gib
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [ROOT / "configs" / name / "policy.yaml" for name in ("kodcode", "own", "slf5k", "tiny", "ultrafeedback")]

@@ -18,10 +18,9 @@ from t2g.resources.host_memory import (
     advise,
     eager_activation_bytes,
     engine_bytes,
-    estimate_roles,
     learner_parts,
-    with_estimated_memory,
 )
+from t2g.resources.job_memory import estimate_roles, with_estimated_memory
 from t2g.resources.memory import GIB
 from t2g.resources.model_shape import ModelShape
 
