@@ -137,6 +137,21 @@ def test_files_in_a_document_exist(file: Path) -> None:
     assert [name for name in cited if name.partition("/")[0] in tops and not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["t2g/README.md", "actors/README.md"])
+def test_the_way_into_the_code_names_what_is_there(name: str) -> None:
+    """A file and a function of a table: the file defines it. Paths are of the README's folder or of the root."""
+    file = ROOT / name
+    pairs = re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", read(file))
+    missing = []
+    for path, function in pairs:
+        code = ROOT / path if (ROOT / path).exists() else file.parent / path
+        last_name = function.rpartition(".")[2]
+        if not re.search(rf"\b(?:def|class) {last_name}\b", read(code)):
+            missing.append(f"{path}: {function}")
+    assert len(pairs) >= 5
+    assert missing == []
+
+
 def test_guides_use_the_terms_of_the_field() -> None:
     """In prose: a key that still has an old name is cited by it, in backquotes."""
     pattern = rf"\b(?:{'|'.join(OLD_TERMS)})\w*"
