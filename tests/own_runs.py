@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,13 @@ def command(folder: Path, **overrides: object) -> list[str]:
         sys.executable, "-m", "jobs.train_policy", "--config", "configs/own/policy.yaml",
         *(f"{key}={value}" for key, value in values.items()),
     ]  # fmt: skip
+
+
+def read_example(model: Path) -> str:
+    """Return the first run of the guide to Python, on this model."""
+    guide = (ROOT / "t2g" / "guides" / "12-python.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(# first_run\.py\n.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    return example.replace("FOLDER", str(model))
 
 
 def start(arguments: list[str], log: Path, cwd: Path = ROOT, **environ: str) -> "subprocess.Popen[bytes]":

@@ -33,6 +33,7 @@ ALONE = (
     "test_demo_job", "test_vllm_plugin", "test_deploy_live", "test_python_run", "test_end_to_end", "test_transports",
     "test_engine_refusals",
 )  # fmt: skip
+FIRST = "test_chaos"  # that process begins with it: it connects to clusters of its own
 
 
 @pytest.hookimpl(trylast=True)
@@ -40,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Who starts a cluster of its own in this process comes before the one that stays."""
 
     def place(item: pytest.Item) -> int:
+        if item.path.stem == FIRST:
+            return -2
         if item.path.stem in ALONE:
             return 1 + ALONE.index(item.path.stem)
         return 0 if "cluster" in getattr(item, "fixturenames", ()) else -1
@@ -56,7 +59,7 @@ class Together(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if Path(file).stem in ALONE else "shared"
+        return file if Path(file).stem in (FIRST, *ALONE) else "shared"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:

@@ -1,4 +1,9 @@
-"""jobs.deploy against a cluster of one node that wants a token."""
+"""jobs.deploy against a cluster of one node that wants a token.
+
+Quicker tests have the parts: tests/actors/cluster/test_job_server.py submits, follows and stops on a fake server,
+tests/actors/cluster/test_telemetry.py the metrics, tests/deploy/test_doctor.py the findings; test_demo_job.py runs a
+job on a cluster that wants a token.
+"""
 
 import json
 import re
@@ -91,6 +96,7 @@ def submission(root: Path, **values: object) -> list[str]:
     return ["submit", "--config", "configs/own/policy.yaml", *(f"{key}={value}" for key, value in values.items())]
 
 
+@pytest.mark.slow  # a cluster, and six commands on it
 def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
     head: Head, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -1,14 +1,13 @@
 """The example of the guide on the real stack, as a cell of a notebook: in a running event loop, here of a thread."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from models import random_model
-from own_runs import ROOT, start
+from own_runs import ROOT, read_example, start
 
-GUIDE = ROOT / "t2g" / "guides" / "12-python.md"
 DEADLINE_S = 600
 # A process of its own: Ray keeps the authentication mode of the first cluster for the life of a process.
 NOTEBOOK = """
@@ -56,11 +55,10 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow  # a whole run; tests/jobs/test_python_api.py has the calls, and the example up to its start
 def test_the_example_of_the_guide_runs_in_the_event_loop_of_a_thread(tmp_path: Path) -> None:
     model = random_model(tmp_path / "model")
-    (example,) = re.findall(r"^```python\n(# first_run\.py\n.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len([line for line in example.splitlines()[1:] if line]) <= 10
-    (tmp_path / "first_run.py").write_text(example.replace("FOLDER", str(model)))
+    (tmp_path / "first_run.py").write_text(read_example(model))
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     log = tmp_path / "notebook.log"
     process = start([sys.executable, "notebook.py"], log, cwd=tmp_path, PYTHONPATH=str(ROOT))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import runpy
 import signal
 import threading
 import time
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import ray
 from models import random_model
+from own_runs import read_example
 
+from jobs import api as jobs_api
 from jobs.api import PolicyRun, annotate, evaluate, job_start, train
 from jobs.api.calls import READ_SAMPLES, run_annotation
 from jobs.api.job_start import start
@@ -209,6 +212,30 @@ def test_other_prompts_do_not_replace_those_of_a_run(tmp_path: Path) -> None:
         begin(PROMPTS[:3])
     assert begin(PROMPTS) == begin(PROMPTS, smoke=True) == file
     assert [*tmp_path.rglob("records-*")] == [file], "those that were refused are gone"
+
+
+def test_the_example_of_the_guide_is_a_job_of_three_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/integration/test_python_run.py runs it to its end."""
+    jobs: list[PolicyJob] = []
+
+    def begin(config: dict[str, Any], *, prompts: list[dict[str, Any]], feedback: Judge) -> PolicyRun:
+        def job(job: PolicyJob, read: Any) -> PolicyRun:
+            jobs.append(job)
+            return PolicyRun(folder=job.run.folder)
+
+        given = {"data.path": prompts, "feedback.source": feedback}
+        return start(PolicyJob, job, "builtins:type", config, given)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs_api, "train", begin)
+    example = read_example(random_model(tmp_path / "model"))
+    assert len([line for line in example.splitlines()[1:] if line]) <= 10
+    (tmp_path / "first_run.py").write_text(example)
+    runpy.run_path("first_run.py", run_name="__main__")
+    (job,) = jobs
+    assert (job.num_steps, job.rollout.prompts_per_step) == (3, 4)
+    assert len(Path(job.data.path).read_text().splitlines()) == 4
+    assert job.feedback.source == "__main__:judge"
 
 
 def test_an_error_of_a_worker_is_raised_without_its_traceback(config: dict[str, Any]) -> None:
