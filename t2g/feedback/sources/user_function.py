@@ -39,9 +39,10 @@ class FunctionFailed(Exception):
 class UserFunction:
     """A user's function.
 
-    Each call of a plain function has a thread of its own, which a call that exceeds `timeout_s` keeps. An async
-    function runs on one event loop in a thread of its own, so that blocking code in it does not block the driver.
-    Code that holds the interpreter lock blocks it all the same: the watchdog then ends the process.
+    Each call of a plain function has a thread of its own, which a call that exceeds `timeout_s` keeps: a thread cannot
+    be stopped, and stays watched until the function returns. An async function runs on one event loop in a thread of
+    its own, so that blocking code in it does not block the driver. Code that holds the interpreter lock blocks it all
+    the same: the watchdog then ends the process.
     """
 
     def __init__(
@@ -115,9 +116,17 @@ class UserFunction:
         self, call: Callable[[], Any], read: Callable[[Any], Result], prompt_id: str
     ) -> Result | FunctionFailed:
         started = time.monotonic()
+        watched = WatchedCall(
+            function=f"{self._key}: the {self._kind}",
+            prompt_id=prompt_id,
+            timeout=f"{self._section}.timeout_s={self._timeout_s:g}",
+            deadline=started + self._timeout_s,
+            log=self._log,
+        )
         try:
-            answer = await asyncio.wait_for(self._start_call(call, read, prompt_id), self._timeout_s)
+            answer = await asyncio.wait_for(self._start_call(call, read, watched), self._timeout_s)
         except TimeoutError:
+            watched.has_timed_out = True
             if started >= self._timed_out_at:  # concurrent calls that time out together count once
                 self._num_timeouts += 1
                 self._timed_out_at = time.monotonic()
@@ -133,16 +142,8 @@ class UserFunction:
         return loop
 
     def _start_call(
-        self, call: Callable[[], Any], read: Callable[[Any], Result], prompt_id: str
+        self, call: Callable[[], Any], read: Callable[[Any], Result], watched: WatchedCall
     ) -> Awaitable[Result | FunctionFailed]:
-        watched = WatchedCall(
-            function=f"{self._key}: the {self._kind}",
-            prompt_id=prompt_id,
-            timeout=f"{self._section}.timeout_s={self._timeout_s:g}",
-            deadline=time.monotonic() + self._timeout_s,
-            log=self._log,
-        )
-
         def answer() -> Result | FunctionFailed:
             try:
                 with WATCHDOG.watch(watched):

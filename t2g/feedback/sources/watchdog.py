@@ -2,7 +2,8 @@
 
 A function that holds Python's interpreter lock, as a regular expression that backtracks does, stops every other thread:
 no deadline fires and no signal is handled. A process of its own (`watchdog_process`) therefore gets a report every
-BEAT_S while functions run. Without reports it kills this process, with a sentence and the tracebacks of all threads.
+BEAT_S while functions run. Without reports it kills this process, with a sentence and the tracebacks of all threads:
+MARGIN_S after the deadline of a call, or after TIMED_OUT_LIMIT_S if all calls that still run have timed out.
 """
 
 import atexit
@@ -25,20 +26,30 @@ from t2g.text.segments import printable
 
 BEAT_S = 1.0
 MARGIN_S = 30.0  # after a call's deadline, which the event loop enforces while it runs
+# For a call that timed out: its thread goes on, and may take the lock later. Other code of the process never holds the
+# lock for so long.
+TIMED_OUT_LIMIT_S = 600.0
 SIGNAL_LIMIT_S = 10.0  # after SIGTERM or Ctrl-C
 DUMP_SIGNAL = signal.SIGUSR2
 MAX_NAMED = 3  # calls in the message: any of them may block
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class WatchedCall:
-    """A call of a user's function that runs."""
+    """A call of a user's function that runs, also after it timed out: nothing can stop its thread."""
 
     function: str  # config key and kind, for messages
     prompt_id: str
     timeout: str  # key and value of its deadline
     deadline: float  # time.monotonic()
     log: Path | None  # file for the tracebacks
+    has_timed_out: bool = False
+
+    def compute_limit_s(self) -> float:
+        """Return the seconds without a report that are allowed while this call runs."""
+        if self.has_timed_out:
+            return TIMED_OUT_LIMIT_S
+        return max(0.0, self.deadline - time.monotonic()) + MARGIN_S
 
 
 class Watchdog:
@@ -123,8 +134,8 @@ class Watchdog:
         report: dict[str, float | str | None] = {"limit_s": None, "sentence": "", "log": None}
         if self._calls:
             calls = [*self._calls.values()]
-            first = min(calls, key=lambda call: call.deadline)
-            report["limit_s"] = max(0.0, first.deadline - time.monotonic()) + MARGIN_S
+            first = min(calls, key=WatchedCall.compute_limit_s)
+            report["limit_s"] = first.compute_limit_s()
             report["sentence"] = format_sentence(calls)
             report["log"] = str(first.log.resolve()) if first.log else None
         line = json.dumps(report) + "\n"

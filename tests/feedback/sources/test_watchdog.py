@@ -1,16 +1,21 @@
 """A user's function that holds the interpreter lock: a process of its own ends the run with a sentence."""
 
+import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from t2g.feedback.sources.watchdog import WatchedCall, format_sentence
+from t2g.feedback.sources import user_function
+from t2g.feedback.sources.user_function import FunctionFailed, UserFunction
+from t2g.feedback.sources.watchdog import MARGIN_S, Watchdog, WatchedCall, format_sentence
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60
@@ -110,3 +115,36 @@ def test_the_sentence_names_functions_and_the_latest_prompts() -> None:
     calls = [call("a: the judge", "1"), *(call("b: the reward", str(i)) for i in range(2, 7))]
     sentence = format_sentence(calls)
     assert sentence.startswith("a: the judge or b: the reward blocks the whole process, on prompt 6, 5, 4 or 3 others:")
+
+
+class RecordingWatchdog(Watchdog):
+    """Reports to this test in place of a process."""
+
+    def _start_process(self) -> None:
+        self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+    def last_limit_s(self) -> float | None:
+        """End the process, and return the limit of the last report."""
+        assert self._process is not None
+        output, _ = self._process.communicate(timeout=DEADLINE_S)
+        return json.loads(output.splitlines()[-1])["limit_s"]
+
+
+def test_a_call_that_timed_out_stays_watched_and_leaves_other_calls_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread goes on. Other code may hold the lock for longer than MARGIN_S meanwhile."""
+    recording = RecordingWatchdog()
+    monkeypatch.setattr(user_function, "WATCHDOG", recording)
+    end = threading.Event()
+
+    async def time_out() -> None:
+        hanging = UserFunction(end.wait, kind="function", key="k", timeout_s=0.05)
+        with pytest.raises(FunctionFailed, match="gave no answer"):
+            await hanging.call(lambda answer: answer, "p1")
+
+    asyncio.run(time_out())
+    other = WatchedCall(function="f", prompt_id="p2", timeout="t", deadline=time.monotonic() + 300, log=None)
+    with recording.watch(other):
+        assert len(recording._calls) == 2
+    limit_s = recording.last_limit_s()
+    end.set()
+    assert limit_s is not None and limit_s > 300 + MARGIN_S - DEADLINE_S
