@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from t2g.feedback.rewards import compute_sentence_ids
+from t2g.feedback.rewards import compute_sentence_ids, token_rewards
 from t2g.feedback.sentences import find_sentence
 from t2g.tasks import code_feedback, human_eval
 from t2g.tasks.base import Task
@@ -14,6 +14,7 @@ from t2g.tasks.code import _find_imported_names, extract_code
 from t2g.tasks.tiny.revision import split_sentences
 from t2g.tasks.tiny.world import split_clauses
 from t2g.text.quotes import locate
+from t2g.types import Span
 
 LENGTH = 8_000  # characters; then doubled twice
 
@@ -78,3 +79,18 @@ def test_reading_takes_time_in_proportion(read: Callable[[str], object], start: 
     needed_s = seconds(read, long)
     allowed_s = 9 * seconds(read, short)
     assert needed_s < max(allowed_s, 2e-3)
+
+
+def test_rewards_of_a_long_response_with_many_spans_take_milliseconds() -> None:
+    """32,000 tokens and 200 spans; half a second when each span was compared with each character."""
+    num_tokens = 32_000
+    starts = np.arange(num_tokens) * 2
+    offsets = np.stack([starts, starts + 2], axis=1).astype(np.int32)
+    text = "ab" * num_tokens
+    spans = [Span(start=int(start), end=int(start) + 12, label=1) for start in np.linspace(0, len(text) - 12, 200)]
+
+    def pay(text: str) -> None:
+        rewards = token_rewards(offsets, spans, text=text)
+        assert np.count_nonzero(rewards) >= 200
+
+    assert seconds(pay, text) < 0.25

@@ -24,7 +24,7 @@ class ShapeConfig(Section):
     tie_word_embeddings: bool = True
 
 
-PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "start", "step", "teacher", "driver")
+PHASES = ("rollout", "reward", "learner", "sync", "start", "step", "teacher")
 
 
 class BenchmarkJob(SyncedJob):

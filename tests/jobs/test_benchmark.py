@@ -18,7 +18,6 @@ from ray.exceptions import RayError
 
 from jobs.stopwatch import race_start, race_step, race_teacher
 from jobs.stopwatch.bare import environment
-from jobs.stopwatch.race_driver import answer, samples
 from jobs.stopwatch.random_models import make_model
 from jobs.stopwatch.results import FILE, HEAD, TABLE_FILE, Results
 from jobs.stopwatch.watch import (
@@ -171,21 +170,6 @@ def test_models_end_their_responses_at_the_configured_rate(
 def test_tied_embeddings_have_no_mean_length(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tie_word_embeddings"):
         make_model(ShapeConfig.model_validate({**SHAPE, "tie_word_embeddings": True}), tmp_path, seed=1, mean_length=64)
-
-
-def test_the_driver_hands_out_samples_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.stopwatch.race_driver.SAMPLES", 2048)
-    asked = 0
-
-    def counted(loop: asyncio.AbstractEventLoop) -> object:
-        nonlocal asked
-        asked += 1
-        return answer(loop)
-
-    monkeypatch.setattr("jobs.stopwatch.race_driver.answer", counted)
-    done = asyncio.run(samples(8))
-    assert done.amount == asked == 2048, "one request for each sample"
-    assert 0 < done.more["CPU us a sample"] < 10_000
 
 
 @pytest.mark.parametrize("with_trl", [True, False])
