@@ -20,12 +20,12 @@ def run(config: BenchmarkJob) -> int:
     from importlib import import_module
 
     from jobs.common.fleets import on_cluster
-    from jobs.stopwatch.results import Results
+    from jobs.stopwatch.results import BenchmarkResults
     from jobs.stopwatch.watch import Bench, check_idle_machine
     from t2g.config.stopwatch import PHASES
     from t2g.runs.progress import log_duration
 
-    results = Results(config)
+    results = BenchmarkResults(config)
     wanted = config.phases or tuple(phase for phase in PHASES if phase not in results.phases)
     if wanted:
         check_idle_machine(config.max_busy)

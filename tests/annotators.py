@@ -9,7 +9,7 @@ import numpy as np
 from fake_endpoint import KEY_VARIABLE, answer, span
 
 from t2g.config import FeedbackConfig, StyleConfig
-from t2g.feedback.sources.chat_client import Chat, ChatRequest, Completion
+from t2g.feedback.sources.chat_client import Chat, ChatCompletion, ChatRequest
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import Message
@@ -37,7 +37,7 @@ class ScriptedChat(Chat):
 
     model = name = "scripted"
 
-    def __init__(self, *script: str | Completion | Exception | Callable[[int], str], delay_s: float = 0.0) -> None:
+    def __init__(self, *script: str | ChatCompletion | Exception | Callable[[int], str], delay_s: float = 0.0) -> None:
         self.script = script
         self.delay_s = delay_s
         self.requests: list[Sequence[Message]] = []
@@ -45,7 +45,7 @@ class ScriptedChat(Chat):
         self.times: list[float] = []  # time.monotonic() at each
         self.answered = asyncio.Event()
 
-    async def complete(self, question: ChatRequest) -> Completion:
+    async def complete(self, question: ChatRequest) -> ChatCompletion:
         scripted = self.script[min(len(self.requests), len(self.script) - 1)]
         self.requests.append(question.messages)
         self.schemas.append(question.schema)
@@ -54,10 +54,10 @@ class ScriptedChat(Chat):
         self.answered.set()
         if isinstance(scripted, Exception):
             raise scripted
-        if isinstance(scripted, Completion):
+        if isinstance(scripted, ChatCompletion):
             return scripted
         text = scripted if isinstance(scripted, str) else scripted(question.seed)
-        return Completion(text=text, finish_reason="stop", prompt_tokens=100, output_tokens=10)
+        return ChatCompletion(text=text, finish_reason="stop", prompt_tokens=100, output_tokens=10)
 
 
 def annotator(chat: Any, **fields: Any) -> LLMFeedback:
@@ -80,7 +80,7 @@ def many(source: LLMFeedback, count: int) -> list[SpanFeedback]:
 
 
 def ask(
-    *script: str | Completion | Exception | Callable[[int], str], **fields: Any
+    *script: str | ChatCompletion | Exception | Callable[[int], str], **fields: Any
 ) -> tuple[SpanFeedback, ScriptedChat]:
     """What a scripted model's answers become, and the model."""
     chat = ScriptedChat(*script)

@@ -111,3 +111,28 @@ def test_the_spelling_is_american(package: str) -> None:
         if words := BRITISH.findall(file.read_text(encoding="utf-8")):
             found[name] = words
     assert found == {}
+
+
+def find_defined_types(tree: ast.AST) -> tuple[list[str], set[str]]:
+    """Return the names of the classes, and those of the TypeVars, of a module."""
+    classes: list[str] = []
+    type_vars: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name):
+                classes.append(name)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="TypeVar"))):
+                type_vars.add(name)
+    return classes, type_vars
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """A TypeVar may have the name of another TypeVar, not that of a class."""
+    classes: Counter[str] = Counter()
+    type_vars: set[str] = set()
+    for file in FILES:
+        file_classes, file_type_vars = find_defined_types(parse(file))
+        classes.update(file_classes)
+        type_vars |= file_type_vars
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert type_vars & classes.keys() == set()

@@ -23,7 +23,7 @@ END_TIMEOUT_S = 30.0  # from the end of a job's log, or of its time to stop, to 
 POLL_S = 0.5
 
 
-class Client(JobSubmissionClient):
+class JobClient(JobSubmissionClient):
     def _do_request(self, *args: Any, **options: Any) -> Any:
         options.setdefault("timeout", REQUEST_TIMEOUT_S)  # Ray's own has no timeout
         return super()._do_request(*args, **options)
@@ -50,7 +50,7 @@ class JobServer:
             for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
                 os.environ.pop(name, None)
         try:
-            yield cls(Client(address))
+            yield cls(JobClient(address))
         except RunStopped:
             raise
         except AuthenticationError as error:

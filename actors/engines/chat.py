@@ -10,7 +10,7 @@ from actors.engines.engine import Engine
 from actors.fleet.fleet import REQUEST_TRIES, Fleet
 from t2g.config import SourceConfig
 from t2g.errors import SamplingFailed, UserError
-from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
+from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
 from t2g.text.tokenizer import check_chat_template, encode_chat
 
 
@@ -24,7 +24,7 @@ class ChatWorker(Engine):
     def check_tokenizer(self) -> None:
         check_chat_template(self._tokenizer)
 
-    async def complete(self, question: ChatRequest) -> Completion:
+    async def complete(self, question: ChatRequest) -> ChatCompletion:
         """Answer one chat. Raises UserError if the chat template refuses it, or the window is too small."""
         ids = np.asarray(encode_chat(self._tokenizer, question.messages), np.int32)
         if len(ids) + question.max_output_tokens > self._config.max_model_len:
@@ -39,7 +39,7 @@ class ChatWorker(Engine):
             seed=question.seed if question.temperature > 0 else None,
             guide={"json": dict(question.schema)} if question.schema else None,
         )
-        return Completion(
+        return ChatCompletion(
             text=done.text,
             finish_reason=done.finish_reason,
             prompt_tokens=len(ids),
@@ -70,7 +70,7 @@ class ChatFleet(Fleet):
         arguments = {"config": config, "seed": seed}
         super().__init__(arguments, config.engine, placement_timeout_s=placement_timeout_s)
 
-    async def complete(self, question: ChatRequest) -> Completion:
+    async def complete(self, question: ChatRequest) -> ChatCompletion:
         """Answer one chat. Raises ChatError if it does not fit or no worker answers, RunStopped if none is left."""
         try:
             return await self.call(

@@ -25,7 +25,7 @@ class OffloadableLearner(Protocol):
         """Move optimizer states and gradients back to the GPUs."""
 
 
-class GpuTimeSharing:
+class FleetGpuTimeSharing:
     """Implements `t2g.interfaces.GpuTimeSharing`. Without a `learner`, only the engines sleep and wake up."""
 
     learner: OffloadableLearner | None = None

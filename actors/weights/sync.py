@@ -28,7 +28,7 @@ PUSH_TRIES = 2  # pushes of a version that no worker verified
 TARGET_POLL_S = 0.2
 
 
-class WeightSync:
+class FleetWeightSync:
     """Implements `t2g.interfaces.WeightSync`."""
 
     def __init__(

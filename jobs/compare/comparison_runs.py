@@ -49,9 +49,9 @@ from t2g.runs.versions import collect_versions
 from t2g.sandbox import SandboxConfig
 from t2g.study import targeting
 from t2g.study.baselines import POLICY
-from t2g.study.comparison import Run, base_run, read_run, summarize, summarize_noise, tables
+from t2g.study.comparison import RunCurve, base_run, read_run, summarize, summarize_noise, tables
 from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
-from t2g.study.result_lines import Results
+from t2g.study.result_lines import ResultLines
 from t2g.study.retention import measure_retention, read_texts
 from t2g.study.reward_eval import arm_metrics
 from t2g.tasks.base import get_task
@@ -162,7 +162,7 @@ class Session:
     search_data: PolicyData  # on which learning rates are chosen
     stop: StopFlag
     fleets: Fleets
-    results: Results  # of runs that are not made again
+    results: ResultLines  # of runs that are not made again
 
     def run(
         self, name: str, arm: PolicyJob, references: ReferenceResponses | None = None, data: PolicyData | None = None
@@ -305,7 +305,7 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     }
 
     references: ReferenceResponses | None = None
-    results = Results(config)
+    results = ResultLines(config)
     has_one_rate = len(config.lr_grid) == 1
     groups = engine_groups(arms) if config.seeds else []
     is_made = [has_one_rate and has_all(arms, names, results) for names in groups]
@@ -329,7 +329,7 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     return search
 
 
-def has_all(arms: Arms, names: Sequence[str], results: Results) -> bool:
+def has_all(arms: Arms, names: Sequence[str], results: ResultLines) -> bool:
     """Return whether the file of results has every compared run of these methods, at the only learning rate."""
     config = arms.job.compare
     (only_lr,) = config.lr_grid
@@ -431,7 +431,7 @@ def relabel(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def load_run(arm: PolicyJob) -> Run:
+def load_run(arm: PolicyJob) -> RunCurve:
     """Load a finished run."""
     folder = arm.run.folder
     path = folder / TARGETING_FILE
@@ -440,16 +440,16 @@ def load_run(arm: PolicyJob) -> Run:
     return read_run(records, targeting)
 
 
-def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, Run]], dict[str, Any]]:
+def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, RunCurve]], dict[str, Any]]:
     """Return method -> seed -> run in the order of compare.methods, and the same by noise."""
     config = arms.job.compare
-    results = Results(config)
+    results = ResultLines(config)
 
-    def load_one(name: str, seed: int, noise: str) -> Run:
+    def load_one(name: str, seed: int, noise: str) -> RunCurve:
         arm = arms.arm(name, seed, chosen.get(name), noise)
         return results.find(arm, **arms.identity_extras(name)) or load_run(arm)
 
-    def load(name: str, noise: str = "") -> dict[int, Run]:
+    def load(name: str, noise: str = "") -> dict[int, RunCurve]:
         if arms.methods[name].procedure == "base":
             trained = load(arms.trained_methods[0])
             return {seed: base_run(run) for seed, run in trained.items()}

@@ -37,7 +37,7 @@ from t2g.loop.sampling import make_sampling
 from t2g.report.policy_page import write_policy_evaluation
 from t2g.runs.contents import model_version, source_hash
 from t2g.runs.versions import collect_versions
-from t2g.study.pairwise import Judgement, question, read_verdict, win_rates
+from t2g.study.pairwise import PairwiseJudgement, question, read_verdict, win_rates
 from t2g.study.policy_eval import (
     PASSED,
     Answers,
@@ -201,7 +201,7 @@ class Evaluation:
             with engines as source:
                 self._sample(name, source, stop)
         scores = {name: self._score(name, stop) for name in self.config.names}
-        judgements: list[Judgement] = []
+        judgements: list[PairwiseJudgement] = []
         for name in self.config.judges:
             judgements += self._judge(name, stop)
         feedback = self._judge_by_feedback(serve_feedback, stop) if serve_feedback else {}
@@ -301,10 +301,10 @@ class Evaluation:
                 feedback[name] = self._feedback.judge(name, self.prompts, self.answers(name), source, stop)
             return feedback
 
-    def _judge(self, name: str, stop: StopFlag) -> list[Judgement]:
+    def _judge(self, name: str, stop: StopFlag) -> list[PairwiseJudgement]:
         """Return a judge's verdicts on the first responses of every pair, in both orders; ask for missing ones."""
         llm = self.config.judges[name]
-        items: dict[str, tuple[Judgement, ChatRequest]] = {}
+        items: dict[str, tuple[PairwiseJudgement, ChatRequest]] = {}
         answers = {policy: self.answers(policy) for policy in self.config.names}
         for first, second in permutations(self.config.names, 2):
             for prompt, *rows in zip(self.prompts, answers[first], answers[second], strict=True):
@@ -312,21 +312,21 @@ class Evaluation:
                 request = question(self.task, prompt.prompt_text, *texts, llm)
                 about = {"judge": name, "prompt_id": prompt.prompt_id, "first": first, "second": second}
                 key = content_key(about, llm.url, llm.model, request)
-                items[key] = Judgement(key=key, **about), request
+                items[key] = PairwiseJudgement(key=key, **about), request
 
-        async def make_row(key: str, item: tuple[Judgement, ChatRequest]) -> Judgement:
+        async def make_row(key: str, item: tuple[PairwiseJudgement, ChatRequest]) -> PairwiseJudgement:
             row, request = item
             answer = await self._find_client(llm).request(request)
             return row.model_copy(update=read_verdict(answer.text))
 
         path = self.folder / JUDGEMENTS
         drain_s = self.config.timeout_s
-        return collect(path, Judgement, f"judge {name}", items, make_row, llm.concurrency, drain_s, stop)
+        return collect(path, PairwiseJudgement, f"judge {name}", items, make_row, llm.concurrency, drain_s, stop)
 
     def _report(
         self,
         scores: Mapping[str, Sequence[Scores]],
-        judgements: Sequence[Judgement],
+        judgements: Sequence[PairwiseJudgement],
         feedback: Mapping[str, Sequence[JudgedResponses]],
     ) -> dict[str, Any]:
         """Write the report of all policies. scores and feedback: policy -> by prompt."""

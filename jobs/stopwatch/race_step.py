@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from actors.cluster.fanout import first_line
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from actors.weights.sync import WeightSync
+from actors.weights.sync import FleetWeightSync
 from jobs.common.fleets import Fleets, loaded_learner
 from jobs.stopwatch.bare import BareEngine, BareLearner, begin
 from jobs.stopwatch.bare_trl import Grpo
@@ -252,7 +252,7 @@ def make_trainer(
     """Return a trainer on real parts, whose feedback costs nothing. at_end: awaited at the end of each step."""
     prompts = bench.models.prompts
     probe = [prompt.prompt_ids for prompt in prompts]
-    sync = WeightSync(learner, fleet, job.learner, prompts=probe)
+    sync = FleetWeightSync(learner, fleet, job.learner, prompts=probe)
     checkpoints = CheckpointStore(job.run.folder / "checkpoints", 1)
     return Trainer(
         config=job,

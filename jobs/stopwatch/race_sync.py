@@ -12,7 +12,7 @@ import ray
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup, LearnerSpec
 from actors.weights.buckets import num_bytes
-from actors.weights.sync import WeightSync
+from actors.weights.sync import FleetWeightSync
 from jobs.common.fleets import Fleets, loaded_learner
 from jobs.stopwatch.race_step import loop_job
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
@@ -50,7 +50,7 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
         pushes: dict[str, Side] = {}
         for verify in ("probe", "full") if store else ("probe",):
             verifying = with_overrides(config.learner, {"sync_verify": verify})
-            sync = WeightSync(learner, fleet, verifying)
+            sync = FleetWeightSync(learner, fleet, verifying)
             pushes[f"push, {verify}"] = partial(push, sync, fleet, versions)
         size = num_bytes(learner.get_manifest(), dtype)
         source = np.ones(size, np.uint8)  # touched before they are copied
@@ -72,7 +72,7 @@ async def copy(source: np.ndarray, target: np.ndarray, workers: int) -> Done:
     return Done(amount=workers * source.size / GB)
 
 
-async def push(sync: WeightSync, fleet: RolloutFleet, versions: "itertools.count[int]") -> Done:
+async def push(sync: FleetWeightSync, fleet: RolloutFleet, versions: "itertools.count[int]") -> Done:
     result = await sync.push(next(versions))
     if result.missed:
         missed = ", ".join(result.missed)

@@ -20,7 +20,7 @@ HEAD = (
 )  # fmt: skip
 
 
-class Results:
+class BenchmarkResults:
     """The measurements of a run folder."""
 
     def __init__(self, config: BenchmarkJob) -> None:

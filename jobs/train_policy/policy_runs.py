@@ -28,9 +28,9 @@ from actors.learner.export import EXPORT_FILE
 from actors.learner.learner import LearnerGroup
 from actors.learner.lora import check_adapters
 from actors.learner.trainers import LearnerSpec
-from actors.weights.gpu_time_sharing import GpuTimeSharing
+from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from actors.weights.probe import PROBE_TOKENS
-from actors.weights.sync import WeightSync
+from actors.weights.sync import FleetWeightSync
 from jobs.common import run_folder
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
@@ -273,18 +273,20 @@ def placement_timeout(config: PolicyJob, *, is_replaced: bool) -> float:
     return timeout_s
 
 
-def make_weight_sync(config: PolicyJob, data: PolicyData, learner: LearnerGroup, rollouts: RolloutFleet) -> WeightSync:
+def make_weight_sync(
+    config: PolicyJob, data: PolicyData, learner: LearnerGroup, rollouts: RolloutFleet
+) -> FleetWeightSync:
     """Return the transfer of weights from the learner to the engines, which is probed on some prompts."""
     probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
     baseline_file = config.run.folder / "probe.json"
-    return WeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=baseline_file)
+    return FleetWeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=baseline_file)
 
 
-def make_gpu_sharing(config: PolicyJob, rollouts: RolloutFleet) -> GpuTimeSharing | None:
+def make_gpu_sharing(config: PolicyJob, rollouts: RolloutFleet) -> FleetGpuTimeSharing | None:
     """Return the time sharing of the GPUs, which the learner has first; None for a run whose processes keep theirs."""
     if config.cluster.gpu_sharing != "alternate":
         return None
-    gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s)
+    gpu_sharing = FleetGpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s)
     # The learner's models need the GPU memory; `supervise` starts and ends engines meanwhile.
     asyncio.run(run_with_background(gpu_sharing.switch_to("learner"), rollouts.supervise()))
     return gpu_sharing

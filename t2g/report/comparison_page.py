@@ -11,7 +11,7 @@ from markupsafe import Markup
 from t2g.files import write_atomic
 from t2g.report.curves import CHAR, DASHES, HEIGHT, WIDTH, Series, legend_entries, line_chart
 from t2g.report.templates import render, render_page
-from t2g.study.comparison import Run
+from t2g.study.comparison import RunCurve
 from t2g.study.tables import interval, spread
 
 HTML_FILE = "report.html"
@@ -21,7 +21,7 @@ ENTRY = 110  # minimum width of a legend entry, in units of the viewBox
 ROW = 22  # height of a legend row
 
 
-def write_comparison(folder: Path, summary: Mapping[str, Any], runs: Mapping[str, Mapping[int, Run]]) -> None:
+def write_comparison(folder: Path, summary: Mapping[str, Any], runs: Mapping[str, Mapping[int, RunCurve]]) -> None:
     """Write both files.
 
     Args:
@@ -49,7 +49,7 @@ def write_comparison(folder: Path, summary: Mapping[str, Any], runs: Mapping[str
     )
 
 
-def mean_curve(name: str, by_seed: Mapping[int, Run]) -> Series:
+def mean_curve(name: str, by_seed: Mapping[int, RunCurve]) -> Series:
     """Return the mean over seeds at each evaluation, with its 95 % interval as the band if there are several seeds."""
     runs = [*by_seed.values()]
     length = min(len(run.scores) for run in runs)

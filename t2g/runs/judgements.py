@@ -28,7 +28,7 @@ FOLDER = "judgements"
 SYNC_S = 0.2  # a power cut loses the judgements of this time
 
 
-class Judgement(BaseModel):
+class JournaledJudgement(BaseModel):
     """A line of the journal."""
 
     key: str
@@ -59,7 +59,7 @@ class JournaledFeedback(FeedbackSource):
         self._contents = identity.contents
         self._recorded: dict[str, deque[SpanFeedback]] = {}
         for path in self._list_files():
-            for judgement in read_journal(path, Judgement):
+            for judgement in read_journal(path, JournaledJudgement):
                 self._recorded.setdefault(judgement.key, deque()).append(judgement.feedback)
         self._journal = Journal(self._make_path(0))
         self._steps: deque[int] = deque(maxlen=keep + 1)  # of this process's files, the last ones
@@ -87,7 +87,7 @@ class JournaledFeedback(FeedbackSource):
             return recorded.popleft()
         feedback = await source.judge(prompt, response_text)
         if feedback.status != "failed":
-            self._record(Judgement(key=key, feedback=feedback))
+            self._record(JournaledJudgement(key=key, feedback=feedback))
         return feedback
 
     def _make_key(self, criterion: str, source: FeedbackSource, prompt: Prompt, response_text: str) -> str:
@@ -100,7 +100,7 @@ class JournaledFeedback(FeedbackSource):
         text = repr(content)  # a task's payload may be no JSON
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _record(self, judgement: Judgement) -> None:
+    def _record(self, judgement: JournaledJudgement) -> None:
         """Append a judgement; it is synced within SYNC_S."""
         self._folder.mkdir(exist_ok=True)
         self._journal.append(judgement)

@@ -25,7 +25,7 @@ KL_LEVELS = (0.5, 1.0, 2.0)  # nats a response at which scores are compared
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunCurve:
     """A run's held-out evaluations in order, from step 0, and the durations of its steps."""
 
     samples: tuple[int, ...]  # responses sampled for training before each evaluation
@@ -72,7 +72,7 @@ class Run:
         return None
 
 
-def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None) -> Run:
+def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None) -> RunCurve:
     """Return a run from the lines of its metrics.jsonl.
 
     A baseline that trains once, on the samples of all steps, has one line for all steps. A step's KL is measured before
@@ -104,7 +104,7 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
             times.append(seconds)
     if not scores:
         raise UserError("a run has no held-out score that can be compared: check its eval_data")
-    return Run(
+    return RunCurve(
         samples=tuple(samples),
         scores=tuple(scores),
         seconds=tuple(times),
@@ -115,7 +115,7 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
     )
 
 
-def base_run(run: Run) -> Run:
+def base_run(run: RunCurve) -> RunCurve:
     """Return the run of the base policy: step 0 of any run, at which no log-probability has changed."""
     curves = ("samples", "scores", "seconds", "kls", "lengths")
     first_points = {name: getattr(run, name)[:1] for name in curves}
@@ -123,13 +123,13 @@ def base_run(run: Run) -> Run:
     return replace(run, **first_points, step_seconds=None, targeting=targeting)
 
 
-def summarize(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]]:
+def summarize(runs: Mapping[str, Mapping[int, RunCurve]]) -> dict[str, dict[str, Any]]:
     """Return `methods` of compare.json, from method -> seed -> run."""
     scalar = runs.get(SCALAR)
     return {method: summarize_method(by_seed, scalar) for method, by_seed in runs.items()}
 
 
-def summarize_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | None) -> dict[str, Any]:
+def summarize_method(by_seed: Mapping[int, RunCurve], scalar: Mapping[int, RunCurve] | None) -> dict[str, Any]:
     """Return the figures of one method, compared with the scalar runs of the same seeds if there are any."""
     runs = list(by_seed.values())
     scores_at_kl: dict[str, Interval | None] = {}
@@ -152,7 +152,7 @@ def summarize_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     return summary | subtract_scalar(by_seed, scalar) | summarize_reached(by_seed, reached)
 
 
-def describe_run(run: Run) -> dict[str, Any]:
+def describe_run(run: RunCurve) -> dict[str, Any]:
     """Return `by_seed` of compare.json for one run."""
     return {
         "score": run.score,
@@ -162,7 +162,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     }
 
 
-def subtract_scalar(by_seed: Mapping[int, Run], scalar: Mapping[int, Run]) -> dict[str, Any]:
+def subtract_scalar(by_seed: Mapping[int, RunCurve], scalar: Mapping[int, RunCurve]) -> dict[str, Any]:
     """Return the differences of a method from the scalar runs of the same seeds."""
     differences = [run.score - scalar[seed].score for seed, run in by_seed.items()]
     at_equal: dict[str, Interval | None] = {}
@@ -175,7 +175,9 @@ def subtract_scalar(by_seed: Mapping[int, Run], scalar: Mapping[int, Run]) -> di
     return {"minus_scalar": interval(differences), "minus_scalar_at_equal": at_equal, "overhead": overhead}
 
 
-def summarize_reached(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> dict[str, Any]:
+def summarize_reached(
+    by_seed: Mapping[int, RunCurve], reached: Mapping[int, Mapping[str, float | None]]
+) -> dict[str, Any]:
     """Return the means over seeds of `reach`."""
     samples = [value["samples"] for value in reached.values()]
     seconds = [value["seconds"] for value in reached.values()]
@@ -195,7 +197,7 @@ def interval_of_all(values: Sequence[float | None]) -> Interval | None:
     return interval(numbers) if len(numbers) == len(values) else None
 
 
-def subtract_matched(run: Run, scalar: Run, name: str) -> float | None:
+def subtract_matched(run: RunCurve, scalar: RunCurve, name: str) -> float | None:
     """Return the score less scalar's where each first has moved as far from the start as both ever do.
 
     None if the two end in different directions from the start, or a run does not move.
@@ -225,13 +227,13 @@ def _direction(values: np.ndarray) -> float:
     return float(np.sign(values[-1] - values[0])) if len(values) else 0.0
 
 
-def _score_at_distance(run: Run, values: np.ndarray, distance: float) -> float | None:
+def _score_at_distance(run: RunCurve, values: np.ndarray, distance: float) -> float | None:
     # A rounded sum may lie beyond the farthest value.
     level = np.clip(values[0] + distance, values.min(), values.max())
     return run.score_at(float(level), values.tolist())
 
 
-def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
+def censored(by_seed: Mapping[int, RunCurve], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
     """Return each trained seed's samples to scalar's best, or all samples of its run if it never reaches that.
 
     Their mean is a restricted mean: a lower bound over all seeds. A mean over the seeds that reach it leaves seeds out.
@@ -253,7 +255,7 @@ def mean_known(values: Iterable[float | None]) -> float | None:
     return mean(numbers) if numbers else None
 
 
-def reach(run: Run, scalar: Run) -> dict[str, float | None]:
+def reach(run: RunCurve, scalar: RunCurve) -> dict[str, float | None]:
     """Return when `run` first reaches the best of the scalar run with its seed.
 
     Returns:
@@ -283,7 +285,7 @@ def summarize_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dic
     return means
 
 
-def summarize_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict[str, dict[str, Any]]:
+def summarize_noise(runs: Mapping[str, Mapping[str, Mapping[int, RunCurve]]]) -> dict[str, dict[str, Any]]:
     """Return `noise` of compare.json, from noise -> method -> seed -> run: scores, and their paired difference."""
     summary: dict[str, dict[str, Any]] = {}
     for name, by_method in runs.items():

@@ -23,8 +23,8 @@ MAX_REASON = 1000  # characters
 LENGTH_TOLERANCE = 0.1  # a smaller relative difference in word count counts as equal length
 
 
-# Its docstring is part of the JSON schema that the judge's server gets: another text changes every `Judgement.key`, and
-# an evaluation that resumes asks the judges again.
+# The docstring is part of the JSON schema that the judge's server gets: another text changes every
+# `PairwiseJudgement.key`, and an evaluation that resumes asks the judges again.
 class Verdict(BaseModel):
     """What a judge answers. Its schema is strict, and what is read is not: a server may not heed it."""
 
@@ -34,7 +34,7 @@ class Verdict(BaseModel):
     verdict: Literal["A", "B", "tie"]
 
 
-class Judgement(BaseModel):
+class PairwiseJudgement(BaseModel):
     """A judge's verdict on the first responses of two policies to a prompt; answer A is by the policy `first`."""
 
     key: str  # `content_key` of the judge's model, the request with both responses, and the names below
@@ -80,7 +80,9 @@ def read_verdict(text: str) -> dict[str, str]:
     return {"reason": answer.reason[:MAX_REASON], "verdict": answer.verdict}
 
 
-def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]], *, seed: int) -> dict[str, Any]:
+def win_rates(
+    rows: Iterable[PairwiseJudgement], answers: Mapping[str, Sequence[Answers]], *, seed: int
+) -> dict[str, Any]:
     """Return each judge's figures for every pair of policies, and the agreement of each two judges; JSON values.
 
     Args:
@@ -106,7 +108,7 @@ def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]
     return {"pairs": figures, "agreements": compute_agreements(outcomes_by_judge)}
 
 
-def _collect_points(rows: Iterable[Judgement]) -> dict[tuple[str, str, str], dict[str, float]]:
+def _collect_points(rows: Iterable[PairwiseJudgement]) -> dict[tuple[str, str, str], dict[str, float]]:
     """Return (judge, first policy, second policy) -> the points of the first response by prompt."""
     points_of: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in rows:

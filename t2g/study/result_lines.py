@@ -18,7 +18,7 @@ from t2g.runs.control import now
 from t2g.runs.identity import Identity
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.versions import collect_versions
-from t2g.study.comparison import Run
+from t2g.study.comparison import RunCurve
 from t2g.study.policy_eval import content_key
 
 MODEL = "model.policy"
@@ -32,14 +32,14 @@ class ResultLine(BaseModel):
     method: str
     seed: int
     lr: float
-    key: str  # see `Results.make_key`
+    key: str  # see `ResultLines.make_key`
     date: str
     minutes: float  # of the whole run, evaluations included
     versions: dict[str, str]
-    run: Run
+    run: RunCurve
 
 
-class Results:
+class ResultLines:
     """The runs in the file `compare.results`; none without a file.
 
     Raises:
@@ -57,14 +57,14 @@ class Results:
             raise UserError(f"compare.results={config.results}: its folder cannot be made: {error}") from error
         self._lines = {line.key: line for line in read_journal(config.results, ResultLine)}
 
-    def find(self, arm: PolicyJob, **identity_extras: Any) -> Run | None:
+    def find(self, arm: PolicyJob, **identity_extras: Any) -> RunCurve | None:
         """Return the figures of a run, or None. identity_extras: See `Identity.from_config`."""
         if not self._lines:  # the key would hash the run's data
             return None
         line = self._lines.get(self.make_key(arm, **identity_extras))
         return line.run if line else None
 
-    def append(self, method: str, arm: PolicyJob, run: Run, *, seconds: float, **identity_extras: Any) -> None:
+    def append(self, method: str, arm: PolicyJob, run: RunCurve, *, seconds: float, **identity_extras: Any) -> None:
         """Append the line of a finished run, if there is a file. identity_extras: See `Identity.from_config`."""
         if self._config.results is None:
             return

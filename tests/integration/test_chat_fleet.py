@@ -17,7 +17,7 @@ from actors.engines.chat import ChatFleet
 from jobs.common.fleets import Fleets
 from t2g.config import AnnotateConfig, JobConfig, LLMConfig, RewardEngineConfig
 from t2g.errors import UserError
-from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
+from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import encode_chat, load_tokenizer
@@ -62,10 +62,10 @@ def fleet(fleets: Fleets, model: Path) -> ChatFleet:
     return fleets.feedback(make_config(model), get_task("prompts"), JobConfig()).client.chat
 
 
-def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str | None = None) -> list[Completion]:
+def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str | None = None) -> list[ChatCompletion]:
     messages = QUESTION if question is None else [{"role": "user", "content": question}]
 
-    async def run() -> list[Completion]:
+    async def run() -> list[ChatCompletion]:
         return await asyncio.gather(
             *(
                 fleet.complete(

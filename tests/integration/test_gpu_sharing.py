@@ -14,7 +14,7 @@ from tenant import Tenant
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.learner.trainers import LearnerSpec
-from actors.weights.gpu_time_sharing import GpuTimeSharing
+from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from t2g.config import LearnerConfig, ModelConfig, RolloutConfig
 from t2g.config.jobs import ENGINE_SHARE
 from t2g.errors import RunStopped
@@ -46,7 +46,7 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     learner = LearnerConfig(workers=NUM_GPUS, gpus=1 - ENGINE_SHARE, sync_transport="ipc", **SMALL)
     fleet = Engines("model", rollout, seed=1, placement_timeout_s=20, transport="ipc", can_sleep=True)
     fleet.wait_ready()
-    turns = GpuTimeSharing(fleet, timeout_s=10)
+    turns = FleetGpuTimeSharing(fleet, timeout_s=10)
     asyncio.run(turns.switch_to("learner"))
     spec = LearnerSpec(model=ModelConfig(policy="model"), learner=learner, num_updates=1, seed=1, loss="supervised")
     turns.learner = group = Group(spec, placement_timeout_s=20)
@@ -72,7 +72,7 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
 
     asyncio.run(turns.switch_to("learner"))
     ray.get(engines[1].nap.remote(60))
-    impatient = GpuTimeSharing(fleet, timeout_s=0.5)
+    impatient = FleetGpuTimeSharing(fleet, timeout_s=0.5)
     impatient.learner = group
     late = r"cannot share their GPUs: rollout worker 1 timed out: its wake-up took more than 0\.5 s$"
     with pytest.raises(RunStopped, match=late):

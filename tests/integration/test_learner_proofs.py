@@ -30,7 +30,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.learner.rank_batches import correction_metrics
 from actors.learner.trainers import NO_CRITIC
-from actors.weights.sync import WeightSync
+from actors.weights.sync import FleetWeightSync
 from t2g.algo import head
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
 from t2g.config.learning import TeacherConfig
@@ -400,7 +400,9 @@ def pair(
         spec = replace(learner_spec(model, OBJECTIVE, **changes), temperature=ENGINE_TEMPERATURE)
         group = SharedGroup(spec)
         stack.callback(group.close)
-        asyncio.run(WeightSync(group, fleet, group.spec.learner).push(1))  # 0 is the checkpoint, which both would have
+        asyncio.run(
+            FleetWeightSync(group, fleet, group.spec.learner).push(1)
+        )  # 0 is the checkpoint, which both would have
         yield Pair(dtype, fleet, group)
 
 
@@ -419,7 +421,7 @@ def test_engine_and_learner_agree_at_any_temperature(pair: Pair) -> None:
 
 def test_without_a_learning_rate_the_gap_stays(pair: Pair) -> None:
     """Rounds of sampling, update and sync: what changes the gap where no weight moves is a bug."""
-    sync = WeightSync(pair.group, pair.fleet, pair.group.spec.learner)
+    sync = FleetWeightSync(pair.group, pair.fleet, pair.group.spec.learner)
     before = sent_weights(pair.group)
     means = []
     for step in (1, 2, 3):

@@ -28,7 +28,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner import lora
 from actors.vllm_compat.transports import NcclSender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket, plan_buckets
-from actors.weights.sync import WeightSync
+from actors.weights.sync import FleetWeightSync
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, PolicyJob, RolloutConfig
 from t2g.environments.environment import Environment
 from t2g.errors import LearnerLost, RunStopped, UserError
@@ -101,7 +101,7 @@ def prompt(number: int, length: int = 12) -> Prompt:
 
 
 def push(learner: TorchLearner, fleet: RolloutFleet, version: int) -> WeightSyncResult:
-    return asyncio.run(WeightSync(learner, fleet, LearnerConfig()).push(version))
+    return asyncio.run(FleetWeightSync(learner, fleet, LearnerConfig()).push(version))
 
 
 def sample(fleet: RolloutFleet, prompts: Sequence[Prompt], seed: int = 1, max_new: int = 32) -> list[list[Rollout]]:
@@ -274,7 +274,7 @@ def test_adapters_are_sent_instead_of_weights_also_under_a_response(cluster: Non
     learner = AdapterLearner(policy, low_rank)
     with closing(RolloutFleet(str(policy), config, seed=1, placement_timeout_s=30, lora=low_rank)) as fleet:
         fleet.wait_ready()
-        sync = WeightSync(learner, fleet, LearnerConfig(lora=low_rank))
+        sync = FleetWeightSync(learner, fleet, LearnerConfig(lora=low_rank))
         assert asyncio.run(sync.push(0)).probe_gap < 1e-4
         learner.train(seed=1)
         first = asyncio.run(sync.push(1))
@@ -410,7 +410,7 @@ async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: Llama
     """What it samples of prompt 0 at the end."""
     config = LearnerConfig(sync_transport="nccl")
     fleet = OneEngine(worker)
-    sync = WeightSync(learner := GlooLearner(new), fleet, config)
+    sync = FleetWeightSync(learner := GlooLearner(new), fleet, config)
     first = await sync.push(1)
     group = learner.sender._group
     again = await sync.push(1)
@@ -420,8 +420,8 @@ async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: Llama
     assert again.num_calls == first.num_calls - 2, "nobody had to meet again"
     fleet.heard.pop()
     with pytest.raises(LearnerLost):
-        await WeightSync(GlooLearner(old, lost_at=1), fleet, config).push(2)
-    assert (await WeightSync(GlooLearner(old), fleet, config).push(3)).probe_gap < 1e-4
+        await FleetWeightSync(GlooLearner(old, lost_at=1), fleet, config).push(2)
+    assert (await FleetWeightSync(GlooLearner(old), fleet, config).push(3)).probe_gap < 1e-4
     assert fleet.heard == [1, "the transfer was aborted: learner rank 0 died during stream_weights", 3]
     sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=1)
     asked = prompt(0).prompt_id, prompt(0).prompt_ids, sampling

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from jobs.stopwatch import race_start, race_step, race_teacher
 from jobs.stopwatch.bare import environment
 from jobs.stopwatch.random_models import make_model
-from jobs.stopwatch.results import FILE, HEAD, TABLE_FILE, Results
+from jobs.stopwatch.results import FILE, HEAD, TABLE_FILE, BenchmarkResults
 from jobs.stopwatch.watch import (
     Bench,
     Done,
@@ -133,11 +133,11 @@ def test_results_are_kept_by_phase_and_compared_with_the_reference(tmp_path: Pat
         "aims": {"fleet": 0.95},
         "sides": sides(bare=50.0, fleet=40.0),
     }
-    Results(job(tmp_path)).add("rollout", [race])
-    Results(job(tmp_path)).add(
+    BenchmarkResults(job(tmp_path)).add("rollout", [race])
+    BenchmarkResults(job(tmp_path)).add(
         "learner", [{**race, "name": "learner", "reference": "", "aims": {}, "sides": sides(t2g=7.0)}]
     )
-    again = Results(job(tmp_path))
+    again = BenchmarkResults(job(tmp_path))
     again.add("rollout", [{**race, "sides": sides(bare=50.0, fleet=45.0)}])
     assert [*again.phases] == ["rollout", "learner"]
     rows = [
@@ -149,7 +149,7 @@ def test_results_are_kept_by_phase_and_compared_with_the_reference(tmp_path: Pat
     ]  # fmt: skip
     assert rows[0]["seconds"] == "2.000 ± 10%" and rows[0]["CPU s / 1,000"] == "30"
     with pytest.raises(UserError, match=r"shape\.hidden_size"):
-        Results(job(tmp_path, shape={**SHAPE, "hidden_size": 128}))
+        BenchmarkResults(job(tmp_path, shape={**SHAPE, "hidden_size": 128}))
     assert (tmp_path / "run" / FILE).is_file()
 
 

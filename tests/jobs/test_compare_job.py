@@ -31,7 +31,7 @@ from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Diverged, RunStopped, Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
-from t2g.study.result_lines import Results
+from t2g.study.result_lines import ResultLines
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, Rollout, TokenStats
 
@@ -189,7 +189,7 @@ class NoEngines:
 
 def session(arms: Arms, stop: StopFlag | None = None) -> Session:
     data: Any = NoEngines()
-    results = Results(arms.job.compare)
+    results = ResultLines(arms.job.compare)
     return Session(arms=arms, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines(), results=results)
 
 
@@ -301,8 +301,8 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     assert found["span"]["minus_scalar"]["mean"] == pytest.approx(0.35)
     assert found["span"]["targeting"]["criticised"]["mean"] == -1
     other = arms_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
-    assert has_all(second, ["scalar", "span"], Results(second.job.compare))
-    assert not has_all(other, ["span"], Results(other.job.compare))
+    assert has_all(second, ["scalar", "span"], ResultLines(second.job.compare))
+    assert not has_all(other, ["span"], ResultLines(other.job.compare))
     capsys.readouterr()
 
 

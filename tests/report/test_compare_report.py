@@ -9,14 +9,14 @@ import pytest
 
 from t2g.report.comparison_page import ENTRY, mean_curve, picture, write_comparison
 from t2g.report.curves import CHAR, WIDTH, Series, line_chart
-from t2g.study.comparison import Run, summarize, summarize_noise
+from t2g.study.comparison import RunCurve, summarize, summarize_noise
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def run(*scores: float) -> Run:
+def run(*scores: float) -> RunCurve:
     steps = range(len(scores))
-    return Run(samples=tuple(steps), scores=scores, seconds=tuple(map(float, steps)), step_seconds=1.0)
+    return RunCurve(samples=tuple(steps), scores=scores, seconds=tuple(map(float, steps)), step_seconds=1.0)
 
 
 def test_a_curve_is_the_mean_over_seeds_with_its_interval() -> None:

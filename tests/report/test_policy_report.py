@@ -9,7 +9,7 @@ import numpy as np
 from test_html import ALLOWED, Page
 
 from t2g.report.policy_page import write_policy_evaluation
-from t2g.study.pairwise import Judgement, win_rates
+from t2g.study.pairwise import PairwiseJudgement, win_rates
 from t2g.study.policy_eval import Answers, Response, summarize
 from t2g.types import Prompt, Span, SpanFeedback
 
@@ -31,7 +31,7 @@ def written(folder: Path, judge: Judge = lambda *_: None) -> tuple[dict, str]:
             answers[name].append(Answers(prompt_id=str(i), key="k", responses=responses))
     measured = {name: {"pass@1": of[:, None].astype(float)} for name, of in passed.items()}
     judgements = [
-        Judgement(key="k", judge="j", prompt_id=str(i), first=first, second=second, verdict="A", reason=EVIL)
+        PairwiseJudgement(key="k", judge="j", prompt_id=str(i), first=first, second=second, verdict="A", reason=EVIL)
         for first, second in (("base", "new"), ("new", "base"))
         for i in range(NUM)
     ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from t2g.errors import UserError
 from t2g.study.comparison import (
-    Run,
+    RunCurve,
     base_run,
     reach,
     read_run,
@@ -26,10 +26,10 @@ from t2g.study.comparison import (
 SCORES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 
 
-def a_run(*scores: float, step_s: float = 2.0, targeting: dict[str, Any] | None = None) -> Run:
+def a_run(*scores: float, step_s: float = 2.0, targeting: dict[str, Any] | None = None) -> RunCurve:
     """Evaluated before training and after each step of 10 samples."""
     steps = range(len(scores))
-    return Run(
+    return RunCurve(
         samples=tuple(10 * i for i in steps),
         scores=scores,
         seconds=tuple(step_s * i for i in steps),
@@ -47,7 +47,7 @@ def test_a_run_is_read_from_its_metrics() -> None:
         {"step": 4, "samples": 32.0, "time/step_s": 2.0, "eval/score": 0.5},
     ]
     run = read_run(records)
-    assert run == Run(samples=(0, 16, 32), scores=(0.1, 0.3, 0.5), seconds=(0, 7, 12), step_seconds=2.5)
+    assert run == RunCurve(samples=(0, 16, 32), scores=(0.1, 0.3, 0.5), seconds=(0, 7, 12), step_seconds=2.5)
     line = {"step": 4, "samples": 32, "time/step_s": 8, "eval/score": 0.2}
     at_once = read_run([{"step": 0, "eval/score": 0.1}, line])
     assert (at_once.seconds, at_once.step_seconds) == ((0, 8), 2.0)
@@ -132,7 +132,7 @@ def test_scores_are_compared_at_the_same_kl() -> None:
 
 
 def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
-    def moved(scores: tuple[float, ...], lengths: tuple[float, ...], kls: tuple[float, ...]) -> Run:
+    def moved(scores: tuple[float, ...], lengths: tuple[float, ...], kls: tuple[float, ...]) -> RunCurve:
         return replace(a_run(*scores), lengths=lengths, kls=kls)
 
     span = moved((0.6, 0.9), (50, 30), (0, 2))

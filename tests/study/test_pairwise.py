@@ -4,21 +4,21 @@ import numpy as np
 import pytest
 
 from t2g.config import LLMConfig
-from t2g.study.pairwise import Judgement, Verdict, question, read_verdict, win_rates
+from t2g.study.pairwise import PairwiseJudgement, Verdict, question, read_verdict, win_rates
 from t2g.study.policy_eval import Answers, Response
 from t2g.tasks.base import get_task
 
 POLICIES = ("base", "new")
 
 
-def judgement(prompt_id: int, first: str, verdict: str, judge: str = "j") -> Judgement:
+def judgement(prompt_id: int, first: str, verdict: str, judge: str = "j") -> PairwiseJudgement:
     second = next(name for name in POLICIES if name != first)
-    return Judgement(
+    return PairwiseJudgement(
         key="k", judge=judge, prompt_id=str(prompt_id), first=first, second=second, verdict=verdict, reason=""
     )
 
 
-def judged(*verdicts: tuple[str, str], judge: str = "j") -> list[Judgement]:
+def judged(*verdicts: tuple[str, str], judge: str = "j") -> list[PairwiseJudgement]:
     """Of each prompt the verdict when `new` comes first, then when `base` does."""
     return [
         judgement(i, first, verdict, judge)
@@ -27,7 +27,7 @@ def judged(*verdicts: tuple[str, str], judge: str = "j") -> list[Judgement]:
     ]
 
 
-def rates(judgements: list[Judgement], new_words: int = 10) -> dict:
+def rates(judgements: list[PairwiseJudgement], new_words: int = 10) -> dict:
     ids = list(dict.fromkeys(one.prompt_id for one in judgements))
 
     def rows(num_words: int) -> list[Answers]:

@@ -26,7 +26,7 @@ from t2g.feedback.parse import (
     make_feedback,
     replace_surrogates,
 )
-from t2g.feedback.sources.chat_client import Completion
+from t2g.feedback.sources.chat_client import ChatCompletion
 from t2g.tasks.base import Review, Task
 from t2g.text.quotes import locate
 from t2g.text.tokenizer import Message
@@ -159,7 +159,7 @@ def _make_object_schema(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def read_answer(completion: Completion, request: AnnotationRequest, *, source: str, version: str) -> ParsedAnswer:
+def read_answer(completion: ChatCompletion, request: AnnotationRequest, *, source: str, version: str) -> ParsedAnswer:
     """Return the feedback in an answer, and its faults.
 
     A quote counts in num_quotes only if it is invalid, blank, not in the response, or overlaps an earlier quote (poor
@@ -220,14 +220,14 @@ def _find_overlapping(span: Span, spans: Sequence[Span]) -> Span | None:
     return None
 
 
-def _load(completion: Completion, request: AnnotationRequest) -> dict[str, Any] | str:
+def _load(completion: ChatCompletion, request: AnnotationRequest) -> dict[str, Any] | str:
     """Return the answer's object, or a sentence why there is none. See `load_judge_answer`."""
     if completion.finish_reason == "length":
         return f"the answer was cut after {completion.output_tokens} tokens; it must be shorter"
     return load_judge_answer(completion.text, _get_kinds(request))
 
 
-def _load_cut(completion: Completion, request: AnnotationRequest) -> dict[str, Any]:
+def _load_cut(completion: ChatCompletion, request: AnnotationRequest) -> dict[str, Any]:
     """Return what is complete of an answer that was cut after its first poor span, else {}."""
     start = completion.text.find("{", find_thinking_end(completion.text))
     if completion.finish_reason != "length" or start < 0:

@@ -23,7 +23,7 @@ Client = TypeVar("Client")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class ChatCompletion:
     """One answer and its token counts."""
 
     text: str
@@ -59,7 +59,7 @@ class Chat(Protocol):
     model: str
     fleet: Any = None  # as `FeedbackSource.fleet`
 
-    async def complete(self, request: ChatRequest) -> Completion:
+    async def complete(self, request: ChatRequest) -> ChatCompletion:
         """Return the answer, as JSON of the schema if the model supports it.
 
         The implementation may retry; the caller sets the deadline.
@@ -131,7 +131,7 @@ class ChatClient:
         async with self._semaphore.get(), self._limiter.get():
             yield
 
-    async def complete(self, request: ChatRequest, limit_s: float | None = None) -> Completion:
+    async def complete(self, request: ChatRequest, limit_s: float | None = None) -> ChatCompletion:
         """Return the answer within limit_s, by default timeout_s, without waiting for a slot.
 
         Raises:
@@ -153,7 +153,7 @@ class ChatClient:
         self.num_tokens += completion.prompt_tokens + completion.output_tokens
         return completion
 
-    async def request(self, request: ChatRequest) -> Completion:
+    async def request(self, request: ChatRequest) -> ChatCompletion:
         """Wait for a slot and return the answer. Raises as `complete` and `record_failure`."""
         async with self.slot():
             try:

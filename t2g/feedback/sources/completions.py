@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from t2g.config.validation_errors import format_first_error
-from t2g.feedback.sources.chat_client import Completion, estimate_tokens
+from t2g.feedback.sources.chat_client import ChatCompletion, estimate_tokens
 
 MAX_BODY_BYTES = 4 * 2**20  # of an answer; the rest is not read
 REASON_KEYS = ("error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw")
@@ -52,7 +52,7 @@ class _Body(BaseModel):
     usage: Any = None
 
 
-def read_completion(body: bytes, *, prompt: str) -> Completion:
+def read_completion(body: bytes, *, prompt: str) -> ChatCompletion:
     """Return the first choice of a chat completion.
 
     Without content the text is that of the reasoning: some servers put an answer there. Tokens that the server does
@@ -86,7 +86,9 @@ def read_completion(body: bytes, *, prompt: str) -> Completion:
         finish_reason = "refusal"
     elif choice.finish_reason == "length":
         finish_reason = "length"
-    return Completion(text=text, finish_reason=finish_reason, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    return ChatCompletion(
+        text=text, finish_reason=finish_reason, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+    )
 
 
 def _read_usage(usage: Any) -> _Usage:

@@ -22,7 +22,7 @@ from urllib.request import getproxies
 from t2g.config import LLMConfig
 from t2g.config.secrets import mask_secrets
 from t2g.errors import MissingLocally, RunStopped, UserError
-from t2g.feedback.sources.chat_client import Chat, ChatError, ChatRequest, Completion, PerLoop
+from t2g.feedback.sources.chat_client import Chat, ChatCompletion, ChatError, ChatRequest, PerLoop
 from t2g.feedback.sources.completions import (
     MAX_BODY_BYTES,
     find_error_status,
@@ -77,7 +77,7 @@ class EndpointChat(Chat):
 
         limit_s = self._config.request_timeout_s
 
-        class Client(openai.DefaultAsyncHttpxClient):
+        class BoundedHttpClient(openai.DefaultAsyncHttpxClient):
             """Bounds bodies in size, and whole requests in time: `openai` bounds the time of each read alone."""
 
             async def send(self, *arguments: Any, **options: Any) -> Any:
@@ -96,10 +96,10 @@ class EndpointChat(Chat):
             api_key=self._key,
             timeout=self._config.request_timeout_s,
             max_retries=MAX_RETRIES,
-            http_client=Client(follow_redirects=False),
+            http_client=BoundedHttpClient(follow_redirects=False),
         )
 
-    async def complete(self, request: ChatRequest) -> Completion:
+    async def complete(self, request: ChatRequest) -> ChatCompletion:
         import openai
 
         fallbacks = self._fallbacks

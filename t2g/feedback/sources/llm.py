@@ -26,9 +26,9 @@ from t2g.feedback.sources.annotator import (
 from t2g.feedback.sources.chat_client import (
     Chat,
     ChatClient,
+    ChatCompletion,
     ChatError,
     ChatRequest,
-    Completion,
     PerLoop,
     estimate_prompt_tokens,
 )
@@ -163,7 +163,7 @@ class LLMFeedback(FeedbackSource):
             return make_failed_feedback("failed", source=self.name, version=self.version, reason=str(failure))
         return choose_feedback(readings)
 
-    async def _complete(self, request: ChatRequest, limit_s: float) -> Completion:
+    async def _complete(self, request: ChatRequest, limit_s: float) -> ChatCompletion:
         """Return the answer. A refusal is a ChatError that is not transient: the model would refuse again."""
         completion = await self.client.complete(request, limit_s)
         if completion.finish_reason == "refusal":

@@ -71,7 +71,7 @@ class TinyTask(SummarizationTask):
 
 def feedback_function(
     prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False
-) -> world.Judgement:
+) -> world.SummaryJudgement:
     """Return `world.judge_summary` for the payload's facts."""
     return world.judge_summary(payload["facts"], response_text, dense=dense)
 

@@ -80,7 +80,7 @@ HELDOUT_ONE_IN = 8  # one in so many combinations of facts is reserved for held-
 Facts = Mapping[str, str]
 
 
-class Judgement(NamedTuple):
+class SummaryJudgement(NamedTuple):
     """Critique and spans of one response."""
 
     critique: str
@@ -233,7 +233,7 @@ def judge_clauses(facts: Facts, response: str) -> list[Finding]:
     return findings
 
 
-def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
+def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> SummaryJudgement:
     """Return the critique of any response, with evidence before verdicts, and its good and poor spans.
 
     The value of a clause is good if it is right and new, poor if it is wrong or repeated. A clause about nothing in the
@@ -265,7 +265,7 @@ def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> Judgem
     stated = {clause.slot for clause, _, _ in findings}
     sentences = [sentence for _, _, sentence in findings]
     sentences += [MISSING.format(slot) for slot in facts if slot not in stated]
-    return Judgement(" ".join(sentences), good, poor)
+    return SummaryJudgement(" ".join(sentences), good, poor)
 
 
 def measure(facts: Facts, response: str) -> dict[str, float]:

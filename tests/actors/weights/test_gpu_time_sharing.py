@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.weights.gpu_time_sharing import GpuTimeSharing
+from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from t2g.errors import MissedSync, RunStopped
 
 
@@ -41,15 +41,15 @@ class Fleet:
         return await submit(worker)
 
 
-def share(fleet: Any, log: list[str], timeout_s: float = 5) -> GpuTimeSharing:
-    found = GpuTimeSharing(fleet, timeout_s=timeout_s)
+def share(fleet: Any, log: list[str], timeout_s: float = 5) -> FleetGpuTimeSharing:
+    found = FleetGpuTimeSharing(fleet, timeout_s=timeout_s)
     found.learner = SimpleNamespace(
         offload_states=lambda: log.append("offload"), reload_states=lambda: log.append("reload")
     )
     return found
 
 
-def take(which: GpuTimeSharing, *order: Any) -> None:
+def take(which: FleetGpuTimeSharing, *order: Any) -> None:
     async def run() -> None:
         for user in order:
             await which.switch_to(user)
@@ -87,7 +87,7 @@ def test_the_next_side_waits_until_the_other_side_has_left() -> None:
 def test_engines_sleep_before_there_is_a_learner_and_the_next_learner_finds_them_so() -> None:
     log: list[str] = []
     fleet = Fleet(Engine("w0", log))
-    take(GpuTimeSharing(fleet, timeout_s=5), "learner")
+    take(FleetGpuTimeSharing(fleet, timeout_s=5), "learner")
     assert log == ["w0 sleep"] and fleet.gpu_user == "learner"
     take(share(fleet, log), "learner", "engines")
     assert log == ["w0 sleep", "offload", "w0 wake"]

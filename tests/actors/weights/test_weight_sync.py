@@ -15,9 +15,9 @@ import pytest
 
 from actors.weights import round as rounds
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
-from actors.weights.gpu_time_sharing import GpuTimeSharing
+from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from actors.weights.probe import Gap
-from actors.weights.sync import WeightSync
+from actors.weights.sync import FleetWeightSync
 from t2g.config import HealthConfig, LearnerConfig, LoRAConfig, RolloutConfig
 from t2g.errors import Diverged, LearnerLost, MissedSync, RunStopped
 
@@ -225,7 +225,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def push(fleet: FakeFleet, learner: FakeLearner | None = None, *, config: LearnerConfig = CONFIG) -> Any:
-    return asyncio.run(WeightSync(learner or FakeLearner(), fleet, config).push(3))
+    return asyncio.run(FleetWeightSync(learner or FakeLearner(), fleet, config).push(3))
 
 
 ONCE = [("open", 3, "float32", 3), *BUCKETS, "close"]
@@ -303,7 +303,7 @@ def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its
     fleet = FakeFleet(w0=worker)
 
     async def replaced() -> Any:
-        pushed = asyncio.create_task(WeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=HASTE)).push(3))
+        pushed = asyncio.create_task(FleetWeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=HASTE)).push(3))
         async with asyncio.timeout(10):
             while fleet.workers:
                 await asyncio.sleep(0.05)
@@ -363,7 +363,7 @@ def cancel_push(fleet: FakeFleet, learner: FakeLearner, *, after_s: float) -> No
     """Cancel a push while the learner streams, and check that the stream is closed once the push has ended."""
 
     async def run() -> None:
-        task = asyncio.create_task(WeightSync(learner, fleet, CONFIG).push(3))
+        task = asyncio.create_task(FleetWeightSync(learner, fleet, CONFIG).push(3))
         while not learner.streaming:
             await asyncio.sleep(0.01)
         await asyncio.sleep(after_s)
@@ -411,7 +411,7 @@ def test_a_late_joiner_catches_up_from_what_is_held() -> None:
     joiner = FakeSyncWorker("w1", FakeWorker())
 
     async def joins() -> None:
-        sync = WeightSync(learner, fleet, CONFIG)
+        sync = FleetWeightSync(learner, fleet, CONFIG)
         await sync.catch_up(joiner)
         assert joiner.handle.log == [], "nothing was pushed yet"
         await sync.push(3)
@@ -429,7 +429,7 @@ def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
     joiner = FakeSyncWorker("w1", FakeWorker(breaks=(1, 1), lost=True))
 
     async def joins() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        sync = FleetWeightSync(FakeLearner(), fleet, CONFIG)
         await sync.push(3)
         await sync.catch_up(joiner)
 
@@ -444,7 +444,7 @@ def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -
     joiner = FakeSyncWorker("w1", FakeWorker())
 
     async def meet() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        sync = FleetWeightSync(FakeLearner(), fleet, CONFIG)
         await sync.push(3)
         await asyncio.gather(sync.push(4), sync.catch_up(joiner))
 
@@ -463,8 +463,8 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
             return []
 
     async def meet() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG)
-        turns = GpuTimeSharing(sleepers := Sleepers(), timeout_s=5)
+        sync = FleetWeightSync(FakeLearner(), fleet, CONFIG)
+        turns = FleetGpuTimeSharing(sleepers := Sleepers(), timeout_s=5)
         turns.sending = sync.sending
         await sync.push(3)
         fleet.gpu_user = "learner"
@@ -487,7 +487,7 @@ def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_beh
     joiners = [FakeSyncWorker("w1", FakeWorker(hangs_at_open=True)), FakeSyncWorker("w2", FakeWorker())]
 
     async def meet() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        sync = FleetWeightSync(FakeLearner(), fleet, CONFIG)
         await sync.push(3)
         catching_up = [asyncio.create_task(sync.catch_up(joiner)) for joiner in joiners]
         await asyncio.sleep(0.1)
@@ -524,7 +524,7 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
     fleet = FakeFleet(w0=FakeWorker())
 
     async def pushed() -> None:
-        sync = WeightSync(learner, fleet, CONFIG)
+        sync = FleetWeightSync(learner, fleet, CONFIG)
         await sync.push(3)
         joining = (
             asyncio.create_task(sync.catch_up(FakeSyncWorker("w1", FakeWorker(hangs_at_open=True)))) if joins else None
@@ -544,7 +544,7 @@ def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
     joiner = FakeSyncWorker("w1", FakeWorker(hangs_at_open=True))
 
     async def join() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        sync = FleetWeightSync(FakeLearner(), fleet, CONFIG)
         await sync.push(3)
         async with asyncio.timeout(2):
             await sync.catch_up(joiner)
@@ -558,7 +558,7 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
     fleet = FakeFleet()
 
     async def late() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        sync = FleetWeightSync(FakeLearner(), fleet, CONFIG)
         pushed = asyncio.create_task(sync.push(3))
         await asyncio.sleep(0.1)
         fleet.workers.append(FakeSyncWorker("w0", FakeWorker()))
@@ -567,7 +567,7 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
     asyncio.run(late())
     impatient = LearnerConfig(step_timeout_s=0.3)
     with pytest.raises(RunStopped, match=r"no rollout worker was up for weights within 0\.3 s"):
-        asyncio.run(WeightSync(FakeLearner(), FakeFleet(), impatient).push(3))
+        asyncio.run(FleetWeightSync(FakeLearner(), FakeFleet(), impatient).push(3))
 
 
 NCCL, IPC = (CONFIG.model_copy(update={"sync_transport": transport}) for transport in ("nccl", "ipc"))
@@ -611,7 +611,7 @@ def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
     first, second = (worker.handle for worker in fleet.workers)
 
     async def pushes() -> None:
-        sync = WeightSync(learner, fleet, NCCL)
+        sync = FleetWeightSync(learner, fleet, NCCL)
         await sync.push(3)
         await sync.push(4)
         assert joins(first) == [(1, 3)]
@@ -671,7 +671,7 @@ def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> 
     joiner = FakeSyncWorker("w1", FakeWorker())
 
     async def join() -> None:
-        sync = WeightSync(learner, fleet, config)
+        sync = FleetWeightSync(learner, fleet, config)
         await sync.push(3)
         learner.policy_version = 4  # it has begun its next update
         await sync.catch_up(joiner)
@@ -694,7 +694,7 @@ def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> Non
     learner = FakeLearner()
 
     async def join() -> None:
-        sync = WeightSync(learner, fleet, IPC)
+        sync = FleetWeightSync(learner, fleet, IPC)
         await sync.push(3)
         learner.updates_after = 2
         await sync.catch_up(joiner)
@@ -710,7 +710,7 @@ def test_with_nccl_an_engine_that_hangs_in_a_broadcast_has_no_more_time_once_ano
 
     async def in_time() -> Any:
         async with asyncio.timeout(10):
-            return await WeightSync(FakeLearner(), fleet, patient).push(3)
+            return await FleetWeightSync(FakeLearner(), fleet, patient).push(3)
 
     assert asyncio.run(in_time()).missed == ("w1",)
     assert [name for name, heard in fleet.heard if heard == 3] == ["w0"]
@@ -736,7 +736,7 @@ def test_a_learner_lost_during_a_catch_up_is_reported_and_closes_its_stream() ->
     learner = FakeLearner()
 
     async def join() -> None:
-        sync = WeightSync(learner, fleet, NCCL)
+        sync = FleetWeightSync(learner, fleet, NCCL)
         await sync.push(3)
         learner.lost_at = 1
         with pytest.raises(LearnerLost, match="learner rank 1 died"):
@@ -757,7 +757,7 @@ class Loaded(FakeWorker):
 
 def first_push(kept: Path, worker: FakeWorker, version: int = 0) -> FakeFleet:
     fleet = FakeFleet(w0=worker)
-    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=kept).push(version))
+    asyncio.run(FleetWeightSync(FakeLearner(), fleet, CONFIG, baseline_file=kept).push(version))
     return fleet
 
 
@@ -766,7 +766,7 @@ def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_
     worker = Loaded()
     learner = FakeLearner()
     fleet = FakeFleet(w0=worker)
-    asyncio.run(WeightSync(learner, fleet, CONFIG, baseline_file=kept).push(0))
+    asyncio.run(FleetWeightSync(learner, fleet, CONFIG, baseline_file=kept).push(0))
     assert learner.calls == ["get_manifest", "probe"]
     assert worker.log == []
     assert fleet.heard == [("w0", 0)]
@@ -786,7 +786,7 @@ def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Pat
     wrong = FakeSyncWorker("w3", Loaded(off=0.5))
 
     async def join() -> Any:
-        sync = WeightSync(learner, fleet, CONFIG, baseline_file=tmp_path / "probe.json")
+        sync = FleetWeightSync(learner, fleet, CONFIG, baseline_file=tmp_path / "probe.json")
         result = await sync.push(0)
         learner.policy_version += 1  # the learner trains meanwhile
         for worker in (joiner, wrong):
@@ -803,21 +803,21 @@ def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Pat
 @pytest.mark.parametrize("learner", [{"lora": LoRAConfig()}, {"dtype": "bfloat16"}])
 def test_version_0_is_sent_where_the_files_hold_other_weights(learner: dict[str, Any]) -> None:
     fleet = FakeFleet(w0=Loaded())
-    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=learner)).push(0))
+    asyncio.run(FleetWeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=learner)).push(0))
     assert fleet.workers[0].handle.log[1:] == ONCE[1:]
 
 
 def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: Path) -> None:
     fleet = first_push(tmp_path / "a.json", Loaded())
     fleet.workers[0].handle.weights[0] = 50.0  # what the first run trained
-    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "b.json").push(0))
+    asyncio.run(FleetWeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "b.json").push(0))
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
 
 
 def test_engines_of_another_model_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
     fleet = FakeFleet(w0=Loaded(off=0.5))
     with pytest.raises(RunStopped, match=r"different models: .* 0\.5 nats, above learner\.probe_tolerance=0\.001$"):
-        asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "probe.json").push(0))
+        asyncio.run(FleetWeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "probe.json").push(0))
     assert fleet.workers[0].handle.log == []
     assert not (tmp_path / "probe.json").exists()
 
@@ -832,7 +832,7 @@ def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> N
     fleet = FakeFleet(w0=Loaded())
 
     async def twice() -> None:
-        sync = WeightSync(Moving(), fleet, CONFIG, baseline_file=tmp_path / "probe.json")
+        sync = FleetWeightSync(Moving(), fleet, CONFIG, baseline_file=tmp_path / "probe.json")
         await sync.push(0)
         await sync.push(1)
 

@@ -11,7 +11,7 @@ from fake_endpoint import answer, span
 from t2g.config import PolicyJob, StyleConfig
 from t2g.feedback.fixes import apply_fixes
 from t2g.feedback.sources.annotator import make_request
-from t2g.feedback.sources.chat_client import Completion
+from t2g.feedback.sources.chat_client import ChatCompletion
 from t2g.tasks.base import get_task
 
 
@@ -247,10 +247,10 @@ def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> N
         (json.dumps({"critique": "c"}), "spans is missing or no list"),
         (json.dumps({"critique": "c", "spans": {}}), "spans is missing or no list"),
         (answer("  "), "The critique is empty."),
-        (Completion(text=GOOD, finish_reason="length", prompt_tokens=1, output_tokens=99), "cut after 99 tokens"),
+        (ChatCompletion(text=GOOD, finish_reason="length", prompt_tokens=1, output_tokens=99), "cut after 99 tokens"),
     ],
 )
-def test_answers_that_cannot_be_read(text: str | Completion, fault: str) -> None:
+def test_answers_that_cannot_be_read(text: str | ChatCompletion, fault: str) -> None:
     feedback, chat = ask(text, max_tries=2)
     assert (feedback.status, len(chat.requests)) == ("unparsable", 2)
     assert fault in chat.requests[1][-1]["content"]
@@ -260,7 +260,7 @@ def test_answers_that_cannot_be_read(text: str | Completion, fault: str) -> None
 
 def test_the_complete_spans_of_a_cut_answer_are_kept_if_one_is_poor() -> None:
     whole = answer("It is a phone.", span("phone", "poor", phrase="phone"), span("A", "good", phrase="It"))
-    shortened = Completion(text=whole[:-4], finish_reason="length", prompt_tokens=1, output_tokens=99)
+    shortened = ChatCompletion(text=whole[:-4], finish_reason="length", prompt_tokens=1, output_tokens=99)
     feedback, chat = ask(shortened, max_tries=2)
     assert "cut after 99 tokens" in chat.requests[1][-1]["content"]  # it is asked again first
     assert (feedback.status, spans(feedback)) == ("ok", [("phone", -1)])

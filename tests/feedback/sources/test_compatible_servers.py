@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources import endpoint
-from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
+from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
 from t2g.feedback.sources.completions import find_error_status, find_reason, read_completion
 from t2g.feedback.sources.endpoint import EndpointChat
 
@@ -36,7 +36,7 @@ def make_chat(server: FakeEndpoint, **fields: Any) -> EndpointChat:
         return EndpointChat(LLMConfig(**values))
 
 
-def ask(chat: EndpointChat) -> Completion:
+def ask(chat: EndpointChat) -> ChatCompletion:
     return asyncio.run(chat.complete(QUESTION))
 
 
@@ -47,7 +47,7 @@ def fail(chat: EndpointChat) -> ChatError:
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
-def read(content: Any, usage: Any = None, **message: Any) -> Completion:
+def read(content: Any, usage: Any = None, **message: Any) -> ChatCompletion:
     body = completion(content)
     body["choices"][0]["message"] |= message
     body["usage"] = usage

@@ -16,7 +16,7 @@ from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fa
 from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources import endpoint
-from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
+from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
 from t2g.feedback.sources.completions import MAX_BODY_BYTES, read_completion
 from t2g.feedback.sources.endpoint import EndpointChat, read_body
 
@@ -37,7 +37,7 @@ def chat(server: FakeEndpoint, key: str = KEY, **fields: Any) -> EndpointChat:
         return EndpointChat(LLMConfig(**values))
 
 
-def ask(chat: EndpointChat) -> Completion:
+def ask(chat: EndpointChat) -> ChatCompletion:
     return asyncio.run(chat.complete(QUESTION))
 
 
@@ -50,7 +50,7 @@ def refusal(chat: EndpointChat) -> ChatError:
 
 def test_a_request_and_its_answer(server: FakeEndpoint) -> None:
     server.reply = lambda number, body: says("Fine.", tokens=(7, 2))
-    assert ask(chat(server)) == Completion(text="Fine.", finish_reason="stop", prompt_tokens=7, output_tokens=2)
+    assert ask(chat(server)) == ChatCompletion(text="Fine.", finish_reason="stop", prompt_tokens=7, output_tokens=2)
     (request,) = server.requests
     assert server.keys == [f"Bearer {KEY}"]
     assert request["model"] == "judge" and request["messages"] == MESSAGES
@@ -256,7 +256,7 @@ def test_a_huge_body_is_refused_and_not_read_to_its_end(server: FakeEndpoint) ->
     assert MAX_BODY_BYTES < len(asyncio.run(read_body(endless()))) <= MAX_BODY_BYTES + 2**20
 
 
-def read(content: Any, finish_reason: str = "stop", **message: Any) -> Completion:
+def read(content: Any, finish_reason: str = "stop", **message: Any) -> ChatCompletion:
     body = completion(content, finish_reason)
     body["choices"][0]["message"] |= message
     del body["usage"]

@@ -15,7 +15,7 @@ from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, answer, comple
 from loop_clock import LoopClock
 
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.sources.chat_client import MAX_LOST, ChatError, Completion
+from t2g.feedback.sources.chat_client import MAX_LOST, ChatCompletion, ChatError
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.llm import LLMFeedback, estimate_cost
 from t2g.tasks.base import get_task
@@ -26,7 +26,7 @@ GONE = ChatError("HTTP 400", "gone")
 
 
 def test_a_refusal_is_not_argued_with() -> None:
-    no = Completion(text="I cannot help.", finish_reason="refusal", prompt_tokens=5, output_tokens=4)
+    no = ChatCompletion(text="I cannot help.", finish_reason="refusal", prompt_tokens=5, output_tokens=4)
     feedback, chat = ask(no)
     assert (feedback.status, len(chat.requests)) == ("failed", 1)
     assert "refused: I cannot help." in feedback.reason
