@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.cluster.fanout import collect
-from t2g.config import ClusterConfig, ProcessConfig, RoleConfig
+from t2g.config import ClusterConfig, ProcessConfig
 from t2g.errors import UserError
 from t2g.resources.memory import GIB
 from t2g.resources.preflight import satisfies, shortfall
@@ -250,16 +250,9 @@ def request_placement(config: ProcessConfig) -> PlacementGroup:
 
     It becomes ready later or never. An autoscaler reacts to pending placement groups.
     """
-    size = _size(config)
+    size = config.group_size
     selectors = [config.labels] * size if config.labels else None
     return placement_group([bundle(config)] * size, strategy="PACK", bundle_label_selector=selectors)
-
-
-def _size(config: ProcessConfig) -> int:
-    """Return the workers of one placement group: ranks share one, each engine has its own."""
-    if isinstance(config, RoleConfig):
-        return config.workers
-    return 1
 
 
 def bundle(config: ProcessConfig) -> dict[str, float]:
@@ -282,7 +275,7 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     deadline = time.monotonic() + timeout_s
     groups: list[tuple[str, PlacementGroup]] = []
     for name, role in roles.items():
-        num_groups = role.num_processes // _size(role)
+        num_groups = role.num_processes // role.group_size
         groups += [(name, request_placement(role)) for _ in range(num_groups)]
 
     waiting: list[str] = []  # the role of each placement group that is not ready
@@ -301,7 +294,7 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     for name, role in roles.items():
         if name not in waiting:
             continue
-        num_workers = waiting.count(name) * _size(role)
+        num_workers = waiting.count(name) * role.group_size
         needs = describe_requirements(role)
         missing.append(f"{num_workers} of {role.num_processes} {name} workers: each needs {needs}")
     raise UserError(

@@ -46,7 +46,10 @@ def resolve_auto(values: Mapping[str, Any], resources: Mapping[str, float]) -> d
     {'rollout': {'workers': 2}, 'learner': {'threads': 4}}
     """
     gpus = int(resources.get("GPU", 0))
-    share = int(100 / max(1, ceil(count_auto(values, "gpus") / gpus))) / 100 if gpus else 0.0
+    share = 0.0
+    if gpus:
+        processes_per_gpu = max(1, ceil(count_auto(values, "gpus") / gpus))
+        share = int(100 / processes_per_gpu) / 100
     host_gib = HOST_MEMORY_SHARE * resources.get("memory", 0) / GIB / max(1, gpus)
     rollout = values.get("rollout")
     alternate = not (isinstance(rollout, Mapping) and rollout.get("max_staleness"))
@@ -62,10 +65,11 @@ def resolve_auto(values: Mapping[str, Any], resources: Mapping[str, float]) -> d
         concurrent = {name: value for name, value in values.items() if run_together(section, name)}
         return max(1, int(resources.get("CPU", 1)) // max(1, count_auto(concurrent, "threads")))
 
-    return {
-        name: _resolve_section(value, share, host_gib, threads(name)) if isinstance(value, Mapping) else value
-        for name, value in values.items()
-    }
+    resolved = dict(values)
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            resolved[name] = _resolve_section(value, share, host_gib, threads(name))
+    return resolved
 
 
 def count_auto(section: Mapping[str, Any], key: str) -> int:
@@ -81,9 +85,15 @@ def _resolve_section(section: Mapping[str, Any], share: float, host_gib: float, 
     gpus = share if section.get("gpus") == "auto" else section.get("gpus", 0)
     chosen: dict[str, Any] = {"threads": threads}
     if isinstance(gpus, int | float) and gpus:
-        size = {"memory_gib": round(host_gib * gpus, 1)} if host_gib else {}
-        part = round(GPU_MEMORY_SHARE * min(gpus, 1), 2)
-        chosen = size | {"gpus": gpus, "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": part}
+        memory_share = round(GPU_MEMORY_SHARE * min(gpus, 1), 2)
+        chosen = {
+            "gpus": gpus,
+            "dtype": "bfloat16",
+            "enforce_eager": False,
+            "gpu_memory_utilization": memory_share,
+        }
+        if host_gib:
+            chosen["memory_gib"] = round(host_gib * gpus, 1)
     filled = {}
     for name, value in section.items():
         if isinstance(value, Mapping):

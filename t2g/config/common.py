@@ -137,7 +137,10 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         """Return the run folder; a smoke run has a folder of its own inside it."""
-        return self.root / self.name / "smoke" if self.smoke else self.root / self.name
+        folder = self.root / self.name
+        if self.smoke:
+            return folder / "smoke"
+        return folder
 
 
 RESERVED_NAME = re.compile(r"^(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|RAY_\w*|T2G_\w*)$")
@@ -177,7 +180,11 @@ class ClusterConfig(Section):
                 raise ValueError(f"{name!r} is not a name of an environment variable; it needs letters, digits and _")
             if RESERVED_NAME.search(name.upper()) or SECRET_NAME.search(name.upper()):
                 raise ValueError(f"{name} cannot be set here: each process has its own value, or it is a secret")
-        return {name: str(value) if type(value) in (int, float) else value for name, value in env.items()}
+        texts = dict(env)
+        for name, value in env.items():
+            if type(value) in (int, float):
+                texts[name] = str(value)
+        return texts
 
 
 class DataConfig(Section):
@@ -213,7 +220,10 @@ class DataConfig(Section):
     @property
     def name(self) -> str:
         """Return the path, or the first of several, for a message."""
-        return self.paths[0] + (f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else "")
+        first, *others = self.paths
+        if others:
+            return f"{first} and {len(others)} more"
+        return first
 
 
 class ProcessConfig(FollowingSection):
@@ -253,6 +263,11 @@ class ProcessConfig(FollowingSection):
         """Return the number of processes at the start."""
         raise NotImplementedError
 
+    @property
+    def group_size(self) -> int:
+        """Return the processes that are placed together: each engine is placed alone."""
+        return 1
+
 
 class RoleConfig(ProcessConfig):
     """A group of ranks; their number is fixed for the run."""
@@ -269,6 +284,10 @@ class RoleConfig(ProcessConfig):
 
     @property
     def num_processes(self) -> int:
+        return self.workers
+
+    @property
+    def group_size(self) -> int:
         return self.workers
 
 

@@ -331,7 +331,9 @@ class SourceConfig(Section):
 
     def describe(self) -> str:
         """Return the source and its aligner."""
-        return self.source + (f", aligned by {self.aligner}" if self.aligner else "")
+        if self.aligner is None:
+            return self.source
+        return f"{self.source}, aligned by {self.aligner}"
 
 
 class CriterionConfig(SourceConfig):
@@ -377,13 +379,15 @@ class FeedbackConfig(SourceConfig):
 
     @model_validator(mode="after")
     def check_sources(self) -> Self:
+        if self.sources is None:
+            return self
         fields = type(self).model_fields
-        for name in SourceConfig.model_fields.keys() - {"sandbox"} if self.sources else ():
+        for name in SourceConfig.model_fields.keys() - {"sandbox"}:
             if getattr(self, name) != fields[name].get_default():
                 raise ValueError(
                     f"sources and {name} are both set; {name} belongs to a source, as in sources.NAME.{name}"
                 )
-        served = [name for name, source in (self.sources or {}).items() if source.engine_model]
+        served = [name for name, source in self.sources.items() if source.engine_model]
         if len(served) > 1:
             raise ValueError(
                 f"sources: {' and '.join(served)} need engines of our own, and at most one source may have them; set "

@@ -65,4 +65,12 @@ def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, tuple[Any,
                 if isinstance(section, BaseModel):
                     yield from paths(section, f"{prefix}{name}.{key}.")
         elif _PATH in info.metadata and getattr(config, "url", None) is None:
-            yield prefix + name, value if isinstance(value, tuple) else () if value is None else (value,)
+            yield prefix + name, _list_values(value)
+
+
+def _list_values(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, tuple):
+        return value
+    return (value,)

@@ -107,9 +107,13 @@ class PolicyJob(SyncedJob, JobConfig):
     @property
     def schedule_steps(self) -> int | None:
         """Return the steps of the learning-rate schedules; None if every rate in use is constant."""
-        used = [self.learner.policy, *([self.learner.critic] if self.objective.uses_critic else [])]
+        used = [self.learner.policy]
+        if self.objective.uses_critic:
+            used.append(self.learner.critic)
         is_constant = all(optim.schedule == "constant" and not optim.warmup_ratio for optim in used)
-        return None if is_constant else self.learner.schedule_steps or self.num_steps
+        if is_constant:
+            return None
+        return self.learner.schedule_steps or self.num_steps
 
     @property
     def revision_window(self) -> int:
@@ -196,7 +200,8 @@ class AnnotateJob(JobConfig):
             responses = f"{number} to each prompt of {self.data.name}, {format_sampling(self.rollout)}"
         elif options.reads_conversations:
             responses = f"each of the assistant's turns with a reply in {self.data.name}"
-        responses += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
+        if options.planted:
+            responses += f"; {options.planted:g} more for each prompt with planted faults"
         groups = "conversations" if options.reads_conversations else "prompts"
         heldout = f"records of {options.heldout_share:.0%} of the {groups} are held out"
         return [responses, f"feedback: {options.describe()}; {heldout}"]
@@ -333,6 +338,11 @@ class CompareJob(PolicyJob):
 
     run: RunConfig = RunConfig(name="compare")
     compare: ResumeMutable[CompareConfig] = CompareConfig()  # each run has a checked config of its own
+
+    def make_policy_job(self) -> PolicyJob:
+        """Return the training of one policy with the settings that all methods share."""
+        fields = {name: value for name, value in self if name in PolicyJob.model_fields}
+        return PolicyJob(**fields)
 
     def policy_models(self) -> Iterator[JobModel]:
         yield from super().policy_models()

@@ -54,4 +54,7 @@ def import_object(path: str) -> Any:
 
 def source_text(path: str) -> str | None:
     """Return the source text of a `__main__:NAME`, which identifies it; None for import paths."""
-    return _functions[path][1] if path in _functions else None
+    if path not in _functions:
+        return None
+    _, text = _functions[path]
+    return text

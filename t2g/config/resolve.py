@@ -120,7 +120,8 @@ def _with_marks_of(original: Config, changed: Config) -> Config:
     """Return `changed` with the fields that count as set in `original`, inner sections included."""
     values: dict[str, Any] = {}
     for name, value in changed:
+        values[name] = value
         before = getattr(original, name)
-        is_section = isinstance(value, Section) and isinstance(before, Section)
-        values[name] = _with_marks_of(before, value) if is_section else value
+        if isinstance(value, Section) and isinstance(before, Section):
+            values[name] = _with_marks_of(before, value)
     return type(changed).model_construct(original.model_fields_set, **values)

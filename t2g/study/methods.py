@@ -192,8 +192,7 @@ class Arms:
             changes[key] = value
             if isinstance(value, str) and PLACEHOLDER in value and self.artifacts is not None:
                 changes[key] = value.replace(PLACEHOLDER, str(self.artifacts))
-        fields = {field: getattr(self.job, field) for field in PolicyJob.model_fields}
-        policy_job = PolicyJob(**fields)
+        policy_job = self.job.make_policy_job()
         try:
             return with_overrides(policy_job, changes, loading.path_context())
         except ValidationError as error:

@@ -126,6 +126,19 @@ def test_an_evaluation_of_code_runs_it() -> None:
     assert make(PolicyJob, task="code").measuring_sandbox() is None
 
 
+def test_a_comparison_trains_policies_with_its_own_settings() -> None:
+    job = make(CompareJob, num_steps=3)
+    assert isinstance(job, CompareJob)
+    policy_job = job.make_policy_job()
+    assert type(policy_job) is PolicyJob
+    assert policy_job.model_dump() == job.model_dump(exclude={"compare"})
+
+
+def test_ranks_are_placed_together_and_engines_alone() -> None:
+    roles = make(PolicyJob, learner={"workers": 3}, rollout={"workers": 2}).roles()
+    assert {name: role.group_size for name, role in roles.items()} == {"rollout": 1, "learner": 3, "feedback.engine": 1}
+
+
 def test_dashboards() -> None:
     assert make(SFTJob, log={"wandb_project": "p"}).log_options.wandb_project == "p"
     assert make(PolicyJob, log={"wandb_project": "p"}).log_options.wandb_project == "p"
