@@ -65,14 +65,18 @@ class CodeTask(Task):
 
     def prompt_text(self, record: Record) -> str:
         """Return the question and the names that the tests import: a question may not name its function."""
+        question = get_text(record, "question")
         names = _find_imported_names(record.get("test"))
-        imports = f"\n\nThe tests import from your program: {', '.join(names)}" if names else ""
-        return get_text(record, "question") + imports
+        if not names:
+            return question
+        return f"{question}\n\nThe tests import from your program: {', '.join(names)}"
 
     def reference(self, record: Record) -> str | None:
         """Return the solution in the form that the policy is to answer."""
         solution = get_optional_text(record, "solution")
-        return None if solution is None else "```python\n" + solution.strip("\n") + "\n```"
+        if solution is None:
+            return None
+        return "```python\n" + solution.strip("\n") + "\n```"
 
     def response(self, record: Record) -> str | None:
         return get_optional_text(record, "response", "solution")
@@ -142,9 +146,11 @@ def _add_imports(code: str, payload: Mapping[str, Any]) -> str:
     imports = payload.get("imports")
     if not isinstance(imports, str):
         return code
+    start = 0
     future = _FUTURE.search(code)  # no other statement may stand before it
-    at = future.end() if future else 0
-    return f"{code[:at]}\n{imports}\n\n{code[at:]}"
+    if future:
+        start = future.end()
+    return f"{code[:start]}\n{imports}\n\n{code[start:]}"
 
 
 def extract_code(response_text: str) -> tuple[str, int]:
@@ -158,8 +164,8 @@ def extract_code(response_text: str) -> tuple[str, int]:
     blocks = list(_FENCE.finditer(response_text))
     if not blocks:
         return response_text, 0
-    marked = [block for block in blocks if block[1].lower().startswith("py")]
-    block = marked[0] if marked else blocks[0]
+    marked = (block for block in blocks if block[1].lower().startswith("py"))
+    block = next(marked, blocks[0])
     return block[2], block.start(2)
 
 
@@ -187,7 +193,8 @@ def _format_log(log: Any) -> str | None:
             parsed = json.loads(log)
         except (ValueError, RecursionError):
             parsed = None
-        log = parsed if isinstance(parsed, dict) else log
+        if isinstance(parsed, dict):
+            log = parsed
     if not isinstance(log, dict):
         return _format_note("Log of the tests", log)
     outcome = {True: "passed", False: "failed"}.get(log.get("passed"), "of unknown outcome")
@@ -196,7 +203,9 @@ def _format_log(log: Any) -> str | None:
         outcome = f"{outcome} ({kind})"
     summary = f"The tests {outcome}."
     printed = _format_note("Log of the tests", log.get("stdout")) or _format_note("Log of the tests", log.get("stderr"))
-    return f"{summary}\n{printed}" if printed else summary
+    if not printed:
+        return summary
+    return f"{summary}\n{printed}"
 
 
 def _format_note(heading: str, text: Any) -> str | None:
@@ -204,5 +213,6 @@ def _format_note(heading: str, text: Any) -> str | None:
     if not isinstance(text, str) or not text.strip():
         return None
     text = text.strip()
-    cut = "… " if len(text) > MAX_NOTE_CHARS else ""
-    return f"{heading}:\n{cut}{text[-MAX_NOTE_CHARS:]}"
+    if len(text) > MAX_NOTE_CHARS:
+        text = f"… {text[-MAX_NOTE_CHARS:]}"
+    return f"{heading}:\n{text}"

@@ -103,7 +103,9 @@ def judge_outcome(
     good = [line for line in good if line in lines][:MAX_QUOTED]
     poor = [line for line in poor if line in lines][:MAX_QUOTED]
 
-    critique = format_critique(outcome, lines, good, poor, sandbox, fallen) if style.critique else ""
+    critique = ""
+    if style.critique:
+        critique = format_critique(outcome, lines, good, poor, sandbox, fallen)
     good_spans = [_span(*lines[line], label=1, severity=1) for line in good]
     poor_spans = []
     for line in poor:
@@ -203,7 +205,9 @@ def find_correction(outcome: Outcome, line: int, text: str) -> str | None:
     if any(test.got != got for test in ended):
         return None
     fix = f"return {expected.pop()}"
-    return fix if _RETURNED.fullmatch(fix) else None
+    if not _RETURNED.fullmatch(fix):
+        return None
+    return fix
 
 
 def _most_suspicious(failed: list[TestResult], passed: list[TestResult]) -> set[int]:
@@ -272,8 +276,10 @@ def format_critique(
 
 
 def _format_headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: SandboxConfig) -> str:
-    passed_tests = "its test" if num_run == 1 else f"all {num_run} tests"
-    failed_tests = "its test" if num_run == 1 else f"{num_failed} of {num_run} tests"
+    passed_tests = f"all {num_run} tests"
+    failed_tests = f"{num_failed} of {num_run} tests"
+    if num_run == 1:
+        passed_tests = failed_tests = "its test"
     sentences = {
         "passed": f"The program passes {passed_tests}.",
         "syntax": "The program does not compile.",
@@ -289,14 +295,20 @@ def _format_headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: S
 
 def _format_failure(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> str:
     """Return one failing test as a sentence."""
-    error = f"{test.error}: {test.message}" if test.message else test.error
+    error = test.error
+    if test.message:
+        error += f": {test.message}"
     if test.trace and test.trace[-1] in lines:
         line = test.trace[-1]
-        event = "is still running" if test.error == "OutOfTime" else f"raises {error}"
+        event = f"raises {error}"
+        if test.error == "OutOfTime":
+            event = "is still running"
         return f"{test.name} {event} in line {line}: {lines[line][1]}"
     if test.expected or test.got:
         return f"{test.name} fails: {test.statement} expects {test.expected or '?'} and gets {test.got or '?'}."
-    position = f" at {test.statement}" if test.statement else ""
+    position = ""
+    if test.statement:
+        position = f" at {test.statement}"
     return f"{test.name} fails{position} with {error}."
 
 

@@ -62,9 +62,15 @@ class FindingLinesTask(FindingsTask):
             return measured
         expected = set(find_measured_details(reference))
         reported = set(find_measured_details(response_text))
-        recall = len(expected & reported) / len(expected) if expected else 1.0
-        precision = 1 - measured["invented"] if reported else 0.0
-        f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+        recall = 1.0
+        if expected:
+            recall = len(expected & reported) / len(expected)
+        precision = 0.0
+        if reported:
+            precision = 1 - measured["invented"]
+        f1 = 0.0
+        if precision + recall:
+            f1 = 2 * precision * recall / (precision + recall)
         return measured | {"detail_recall": recall, "detail_f1": f1}
 
 

@@ -44,13 +44,19 @@ def feedback_function(prompt_text: str, response_text: str) -> tuple[str, list[S
         if is_true and detail in reported:
             continue
         reported.add(detail)
-        sentence = f"{detail}: so says the text." if is_true else f"{detail}: the text has no such {kind}."
-        critique += f" {sentence}" if critique else sentence
+        sentence = f"{detail}: the text has no such {kind}."
+        if is_true:
+            sentence = f"{detail}: so says the text."
+        if critique:
+            critique += " "
+        critique += sentence
         about = (len(critique) - len(sentence), len(critique))
         if is_true:
             good.append(Span(start=start, end=end, label=1, severity=1, critique_range=about))
             continue
-        fix = find_correction(prompt_text, response_text, detail) if kind == "date" else None
+        fix = None
+        if kind == "date":
+            fix = find_correction(prompt_text, response_text, detail)
         severity = _SEVERITY[kind]
         poor.append(Span(start=start, end=end, label=-1, severity=severity, critique_range=about, fix=fix))
     return critique or "It names nobody, no number and no date.", good, poor

@@ -53,10 +53,14 @@ class PromptsTask(Task):
         if record.get("prompt") is not None or not isinstance(record.get("messages"), list):
             return None
         last = read_messages(record["messages"], "messages")[-1]
-        return get_text(last, "content") if last["role"] == "assistant" else None
+        if last["role"] != "assistant":
+            return None
+        return get_text(last, "content")
 
     def _messages(self, record: Record) -> list[Message]:
-        name = "prompt" if isinstance(record.get("prompt"), list) else "messages"
+        name = "messages"
+        if isinstance(record.get("prompt"), list):
+            name = "prompt"
         if name == "messages" and (record.get("prompt") is not None or record.get("messages") is None):
             return [{"role": "user", "content": get_text(record, "prompt", "messages")}]
         messages = read_messages(record[name], name)

@@ -54,7 +54,9 @@ class SummarizationTask(Task):
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
         feedback = _get_first_text(payload, "feedback")
-        return f"A human's feedback on this summary:\n{feedback}" if feedback else None
+        if not feedback:
+            return None
+        return f"A human's feedback on this summary:\n{feedback}"
 
     def can_measure(self, prompt: Prompt) -> bool:
         try:
