@@ -116,9 +116,11 @@ def test_a_removed_key_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
 )
 def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, override: str, new: str) -> None:
     (sentence,) = refused(tmp_path, GOOD, override)
-    assert sentence.startswith(f"command line: {override.partition('=')[0]} was re") and new in sentence
+    assert sentence.startswith(f"command line: {override.partition('=')[0]} was re")
+    assert new in sentence
     guide = (Path(t2g.__file__).parent / "guides/migrate-to-0.2.md").read_text()
-    assert f"`{override.partition('=')[0]}" in guide and f"`{new}`" in guide
+    assert f"`{override.partition('=')[0]}" in guide
+    assert f"`{new}`" in guide
 
 
 def test_a_renamed_key_of_every_engine_is_refused_with_the_new_one(tmp_path: Path) -> None:
@@ -542,7 +544,8 @@ def test_keys_in_which_a_resumed_run_may_differ(job: type[Section], key: str, fr
 
 def test_the_identity_of_a_run_is_what_may_not_differ(tmp_path: Path) -> None:
     one = loading.identity_values(load(tmp_path, GOOD, "num_steps=5", "rollout.workers=2"))
-    assert one == loading.identity_values(load(tmp_path, GOOD)) and "rollout.temperature" in one
+    assert one == loading.identity_values(load(tmp_path, GOOD))
+    assert "rollout.temperature" in one
     assert one != loading.identity_values(load(tmp_path, GOOD, "run.seed=2"))
 
 
@@ -618,7 +621,8 @@ def test_an_engine_has_at_most_its_share_of_the_memory(tmp_path: Path) -> None:
 def test_time_sharing_is_refused_where_it_cannot_work(tmp_path: Path, overrides: str, need: str) -> None:
     given = ("cluster.gpu_sharing=alternate", "rollout.gpus=1", "learner.gpus=1")
     rollout, learner = load(tmp_path, GOOD, *given).reserved
-    assert 0.5 < rollout.gpus < 1 and rollout.gpus + learner.gpus == 1, "in Ray's books"
+    assert 0.5 < rollout.gpus < 1, "in Ray's books"
+    assert rollout.gpus + learner.gpus == 1, "in Ray's books"
     assert rollout.gpu_memory_utilization == 0.85, "in its turn an engine has the GPU to itself"
     (error_text,) = refused(tmp_path, GOOD, *given, overrides)
     assert "gpu_sharing=alternate" in error_text and need in error_text

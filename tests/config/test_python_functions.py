@@ -46,7 +46,8 @@ def no_functions() -> Iterator[None]:
 
 def in_cell(monkeypatch: pytest.MonkeyPatch, text: str, name: str = "judge") -> Any:
     """Run `text` as a notebook runs a cell: in `__main__`, which has no file, with its lines kept for tracebacks."""
-    main, file = ModuleType("__main__"), f"<cell {hash(text)}>"
+    main = ModuleType("__main__")
+    file = f"<cell {hash(text)}>"
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setitem(linecache.cache, file, (len(text), None, text.splitlines(keepends=True), file))
     exec(compile(text, file, "exec"), main.__dict__)  # noqa: S102
@@ -55,12 +56,15 @@ def in_cell(monkeypatch: pytest.MonkeyPatch, text: str, name: str = "judge") -> 
 
 def test_a_function_of_a_module_keeps_its_import_path() -> None:
     path = name_function(judge)
-    assert path == f"{__name__}:judge" and import_object(path) is judge and source_text(path) is None
+    assert path == f"{__name__}:judge"
+    assert import_object(path) is judge
+    assert source_text(path) is None
     assert name_function(json.decoder.JSONDecoder) == "json.decoder:JSONDecoder"
 
 
 def test_a_function_without_an_import_path_has_the_name_and_the_content_of_its_text() -> None:
-    first, lines = closure("a"), "    def find(prompt: str, response: str) -> bool:\n        return word in response\n"
+    first = closure("a")
+    lines = "    def find(prompt: str, response: str) -> bool:\n        return word in response\n"
     path = name_function(first)
     assert path == name_function(first) == "__main__:find"
     assert import_object(path) is first and source_text(path) == lines
@@ -105,5 +109,6 @@ def test_the_command_line_refuses_a_function_of_a_program_in_one_sentence() -> N
     with pytest.raises(UserError) as caught:
         make_local_source(FeedbackConfig(source="__main__:judge"), PromptsTask())
     assert str(caught.value).startswith("feedback.source=__main__:judge cannot be imported: ")
-    assert "Python program that started this run" in str(caught.value) and "\n" not in str(caught.value)
+    assert "Python program that started this run" in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert source_hash("__main__:judge") == ""

@@ -174,7 +174,8 @@ def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> N
         part = [i for i in ids if (f"write {i[1:]}" in held) is inside]
         assert part and prompt_ids(folder / name) == part
     assert metrics["train_records"] + metrics["heldout_records"] == NUM_SAMPLES
-    assert metrics["failed_share"] == 0 and json.loads((folder / DONE_FILE).read_text()) == metrics
+    assert metrics["failed_share"] == 0
+    assert json.loads((folder / DONE_FILE).read_text()) == metrics
     assert metrics["style"] == {"critique": True, "labels": "sparse", "spans": True}
 
     untouched = FakeFleets(sampled)
@@ -202,7 +203,8 @@ def test_failed_feedback_is_in_the_file_and_requested_again(given: AnnotateJob) 
     with pytest.raises(RunStopped, match=r"40% of 20 responses .* allows 25%(?s:.*)20 records: 12 ok, 8 failed"):
         annotate_data(given, fleets)
     assert [row["status"] for row in read(folder / ANNOTATED_FILE)] == ["failed"] * 8 + ["ok"] * 12
-    assert len(read(folder / JOURNAL_FILE)) == 12 and not (folder / DONE_FILE).exists()
+    assert len(read(folder / JOURNAL_FILE)) == 12
+    assert not (folder / DONE_FILE).exists()
 
     again = FakeFleets(given)
     again.source.failing = lambda prompt: prompt.prompt_id == "p0"
@@ -213,7 +215,8 @@ def test_failed_feedback_is_in_the_file_and_requested_again(given: AnnotateJob) 
 
     last = FakeFleets(given)
     assert annotate_data(given, last)["ok"] == 20
-    assert last.num_judged == 1 and len(read(folder / JOURNAL_FILE)) == 20
+    assert last.num_judged == 1
+    assert len(read(folder / JOURNAL_FILE)) == 20
 
 
 def test_a_record_without_a_response_is_counted_and_named(given: AnnotateJob, tmp_path: Path) -> None:
@@ -245,7 +248,8 @@ def test_changed_data_is_judged_anew_and_the_rest_is_not(given: AnnotateJob) -> 
     metrics = annotate_data(given, fleets)
     assert fleets.num_judged == 3 and metrics["records"] == 21
     made = {row["prompt_id"]: row for row in read(given.run.folder / ANNOTATED_FILE)}
-    assert list(made)[:2] == ["new", "p19"] and made["p7"]["response"] == "changed b"
+    assert list(made)[:2] == ["new", "p19"]
+    assert made["p7"]["response"] == "changed b"
     assert len(read(given.run.folder / JOURNAL_FILE)) == 23  # nothing that was paid for is thrown away
 
 
@@ -301,7 +305,8 @@ class Signalled(FakeFleets):
 
     def __init__(self, config: AnnotateJob, *, again: bool = False) -> None:
         super().__init__(config)
-        self.stop, self.again = StopFlag(), again
+        self.stop = StopFlag()
+        self.again = again
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         said = await super().judge(prompt, response_text)
@@ -332,9 +337,11 @@ def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
         annotate_samples(config, read_samples(config), fleets, fleets.stop)
     assert fleets.stop.signal_name == "SIGTERM"
     assert f"SIGTERM: waiting up to {timeout_s:g} s for 2 answers under way" in capsys.readouterr().err
-    assert prompt_ids(config.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(6)] and fleets.num_judged == 7
+    assert prompt_ids(config.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(6)]
+    assert fleets.num_judged == 7
     rest = FakeFleets(config)
-    assert annotate_data(config, rest)["ok"] == 20 and rest.num_judged == 14
+    assert annotate_data(config, rest)["ok"] == 20
+    assert rest.num_judged == 14
 
 
 def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:

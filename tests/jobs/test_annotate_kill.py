@@ -54,14 +54,13 @@ def asked_about(body: dict[str, Any]) -> str:
 
 def flaky(number: int, body: dict[str, Any]) -> Reply:
     """Every fifth request fails, each time in another way; the others answer after a while."""
-    ways = (
-        Reply(429, {"error": {"message": "slow down"}}, headers={"Retry-After": "0.02"}),
-        Reply(500, "<html>oops</html>"),
-        Reply(200, completion(answer("Fine.")), missing_bytes=20),
-        says(answer("Wrong.", span("not there", "poor", phrase="Wrong"))),
-        Reply(503, "<html>later</html>"),
-        says(answer("Wrong.")[:30]),
-    )
+    slow_down = Reply(429, {"error": {"message": "slow down"}}, headers={"Retry-After": "0.02"})
+    cut_off = Reply(200, completion(answer("Fine.")), missing_bytes=20)
+    lost_quote = says(answer("Wrong.", span("not there", "poor", phrase="Wrong")))
+    half_an_answer = says(answer("Wrong.")[:30])
+    oops = Reply(500, "<html>oops</html>")
+    later = Reply(503, "<html>later</html>")
+    ways = (slow_down, oops, cut_off, lost_quote, later, half_an_answer)
     if number % 5 == 0:
         return ways[number // 5 % len(ways)]
     return Reply(body=completion(answer("Wrong.", span("answer", "poor", phrase="Wrong"))), delay_s=0.03)
@@ -87,10 +86,13 @@ def test_a_job_that_is_killed_again_and_again_makes_each_record_once(endpoint: F
     journal = tmp_path / "run" / JOURNAL_FILE
 
     for number, until in ((signal.SIGKILL, 8), (signal.SIGTERM, 18), (signal.SIGKILL, 28)):
-        known, num_requests = {row["prompt_id"] for row in read(journal)}, len(endpoint.requests)
-        process, deadline = start(config, tmp_path), time.monotonic() + DEADLINE_S
+        known = {row["prompt_id"] for row in read(journal)}
+        num_requests = len(endpoint.requests)
+        process = start(config, tmp_path)
+        deadline = time.monotonic() + DEADLINE_S
         while len(read(journal)) < until:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "out.txt").read_text()
+            assert process.poll() is None, (tmp_path / "out.txt").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "out.txt").read_text()
             time.sleep(0.005)
         process.send_signal(number)
         assert process.wait(timeout=DEADLINE_S) == (-9 if number == signal.SIGKILL else 143)
@@ -101,7 +103,8 @@ def test_a_job_that_is_killed_again_and_again_makes_each_record_once(endpoint: F
         assert not (tmp_path / "run" / DONE_FILE).exists()
     assert "stopped by SIGTERM: the same command goes on from here" in (tmp_path / "out.txt").read_text()
 
-    known, num_requests = {row["prompt_id"] for row in read(journal)}, len(endpoint.requests)
+    known = {row["prompt_id"] for row in read(journal)}
+    num_requests = len(endpoint.requests)
     with journal.open("ab") as file:
         file.write(b'{"prompt_id": "r1", "pro')  # as a power cut leaves it
     assert start(config, tmp_path).wait(timeout=DEADLINE_S) == 0, (tmp_path / "out.txt").read_text()
@@ -130,7 +133,8 @@ def test_the_code_sample_is_annotated_by_program(tmp_path: Path) -> None:
     for record, row in zip(made, rows, strict=True):
         faulty = row["faulty_lines"]
         assert record["response"] == row["solution"] and record["critique"]
-        assert record["status"] == "ok" and record["execution"]["passed"] is (not faulty)
+        assert record["status"] == "ok"
+        assert record["execution"]["passed"] is (not faulty)
         assert all({"start", "end", "label", "severity"} <= set(span) for span in record["spans"])
         poor = [span for span in record["spans"] if span["label"] == -1 and span["severity"] == 3]
         lines = {record["response"].count("\n", 0, span["start"]) + 1 for span in poor}
@@ -201,6 +205,7 @@ def test_critiques_that_people_wrote_are_aligned_by_an_endpoint(endpoint: FakeEn
     assert len(endpoint.requests) == len(with_feedback) > 3
     for record in made:
         if record["status"] == "ok":
-            assert record["source"] == "human" and record["spans"][0]["severity"] == 2
+            assert record["source"] == "human"
+            assert record["spans"][0]["severity"] == 2
         else:
             assert record["reason"].endswith("the critique is None; it needs to be a text")

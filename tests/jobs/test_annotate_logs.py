@@ -50,20 +50,27 @@ def test_the_starter_annotates_its_conversations(starter: Path, capsys: pytest.C
     assert run() == 0
     folder = starter / "runs" / "my-logs"
     records = read(folder / "annotated.jsonl")
-    replies = [
-        (f"{row['id']}/{i // 2 + 1}", row["messages"][i]["content"], row["messages"][i + 1]["content"])
-        for row in read(starter / "logs.jsonl")
-        for i in range(1, len(row["messages"]) - 1, 2)
-    ]
-    assert [(r["prompt_id"], r["response"], r["critique"]) for r in records] == replies and len(records) == 16
-    assert {r["status"] for r in records} == {"ok"} and {r["source"] for r in records} == {"next_message"}
-    quotes = {r["prompt_id"]: [r["response"][s["start"] : s["end"]] for s in r["spans"]] for r in records}
-    assert quotes["mean/1"] == ["length"] and quotes["area/1"] == ["radius * 2", "3.14"]
+    replies = []
+    for row in read(starter / "logs.jsonl"):
+        texts = [message["content"] for message in row["messages"]]
+        for i in range(1, len(texts) - 1, 2):
+            turn = i // 2 + 1
+            replies.append((f"{row['id']}/{turn}", texts[i], texts[i + 1]))
+    assert [(r["prompt_id"], r["response"], r["critique"]) for r in records] == replies
+    assert len(records) == 16
+    assert {r["status"] for r in records} == {"ok"}
+    assert {r["source"] for r in records} == {"next_message"}
+    quotes = {}
+    for r in records:
+        quotes[r["prompt_id"]] = [r["response"][s["start"] : s["end"]] for s in r["spans"]]
+    assert quotes["mean/1"] == ["length"]
+    assert quotes["area/1"] == ["radius * 2", "3.14"]
     assert quotes["last/1"] == ["    return items[-1]"]
     assert {r["prompt_id"]: r["spans"][0]["label"] for r in records} == {r: 1 if r[-1] == "2" else -1 for r in quotes}
     summary = json.loads((folder / "annotated.json").read_text())
     assert summary["left_out"] == [[1, "data record 1 (logs.jsonl:1): the assistant's turn 3 has no reply"]]
-    train, heldout = ({r["prompt_id"].split("/")[0] for r in read(folder / f"{n}.jsonl")} for n in ("train", "heldout"))
+    train = {r["prompt_id"].split("/")[0] for r in read(folder / "train.jsonl")}
+    heldout = {r["prompt_id"].split("/")[0] for r in read(folder / "heldout.jsonl")}
     assert train and heldout and not train & heldout  # all turns of a conversation are on one side
     assert summary["train_records"] + summary["heldout_records"] == 16
 
@@ -95,7 +102,8 @@ def test_a_log_that_grows_has_only_its_new_turns_judged(starter: Path) -> None:
     journal = read(folder / "journal.jsonl")
     assert journal[:6] == judged and len(journal) == 17  # mean/3 has a reply now
     assert [r["prompt_id"] for r in read(folder / "annotated.jsonl")][:3] == ["mean/1", "mean/2", "mean/3"]
-    assert run() == 0 and len(read(folder / "journal.jsonl")) == 17
+    assert run() == 0
+    assert len(read(folder / "journal.jsonl")) == 17
 
 
 def test_a_folder_of_logs_without_an_aligner(starter: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,10 @@ from t2g.study.baselines import Arm, dpo, ilf, reflection, revise_steps, sample_
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import FinishReason, Prompt, Rollout, SpanFeedback
 
-NUM_PROMPTS, NUM_HELD_OUT, NUM_STEPS = 6, 4, 3  # 2 prompts a step: each is seen once
+# 2 prompts a step: each is seen once
+NUM_PROMPTS = 6
+NUM_HELD_OUT = 4
+NUM_STEPS = 3
 
 
 class Letters(PromptsTask):
@@ -43,24 +46,28 @@ class Reviser:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.asked: list[tuple[str, Sampling]] = []
-        self.texts, self.truncated = ["aaaa", "aaab", "aabb"], set[str]()
+        self.texts = ["aaaa", "aaab", "aabb"]
+        self.truncated = set[str]()
 
     async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
         self.asked.append((self.tokenizer.decode(prompt.prompt_ids), sampling))
         texts = self.texts[: sampling.num_samples]
-        return [
-            Rollout(
+        rollouts = []
+        for i, text in enumerate(texts):
+            response_ids = self.tokenizer(text)["input_ids"]
+            finish_reason = "length" if text in self.truncated else "stop"
+            rollout = Rollout(
                 prompt_id=prompt.prompt_id,
                 sample_index=i,
                 prompt_ids=prompt.prompt_ids,
-                response_ids=np.array(self.tokenizer(text)["input_ids"], np.int32),
+                response_ids=np.array(response_ids, np.int32),
                 rollout_logprobs=np.zeros(4, np.float32),
                 response_text=text,
-                finish_reason="length" if text in self.truncated else "stop",
+                finish_reason=finish_reason,
                 policy_versions=((0, 4, 0),),
             )
-            for i, text in enumerate(texts)
-        ]
+            rollouts.append(rollout)
+        return rollouts
 
 
 class World:
@@ -68,18 +75,22 @@ class World:
 
     def __init__(self, folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
         tokenizer = letter_tokenizer(folder)
-        self.feedback, self.reviser, self.base = FakeFeedback(), Reviser(tokenizer), FakeRollouts(tokenizer)
+        self.feedback = FakeFeedback()
+        self.reviser = Reviser(tokenizer)
+        self.base = FakeRollouts(tokenizer)
         self.served: list[tuple[str, int]] = []
         self.learnt: list[Any] = []
         self.job = make_job(folder)
         self.log = RunLog(self.job.run.folder, self.job.log)
         self.log.truncate(0)
+        prompts = letter_prompts(NUM_PROMPTS)
+        eval_prompts = letter_prompts(NUM_HELD_OUT, "e")
         self.arm = Arm(
             job=self.job,
             task=Letters(),
             tokenizer=tokenizer,
-            prompts=letter_prompts(NUM_PROMPTS),
-            eval_prompts=letter_prompts(NUM_HELD_OUT, "e"),
+            prompts=prompts,
+            eval_prompts=eval_prompts,
             feedback=self.feedback,
             reviser=ModelConfig(policy="reviser"),
             reviser_tokenizer=tokenizer,
@@ -146,13 +157,17 @@ def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world
     again = World(tmp_path / "again")
     with closing(again.log):
         _, steps = again.from_base(3)  # a function of the seed: the same samples
-    groups = [[r for _, r, _ in step.responses[i : i + 3]] for step in steps for i in (0, 3)]
+    groups = []
+    for step in steps:
+        sampled = [rollout for _, rollout, _ in step.responses]
+        groups += [sampled[0:3], sampled[3:6]]
     expected = [(max(map(worth, group)), min(map(worth, group))) for group in groups]
     a, b, _ = world.base.ids
-    learnt = [
-        tuple(int((ids == a).sum() - (ids == b).sum()) for ids in (pair.chosen_ids, pair.rejected_ids))
-        for pair in world.learnt
-    ]
+
+    def worth_of(ids: np.ndarray) -> int:
+        return int((ids == a).sum() - (ids == b).sum())
+
+    learnt = [(worth_of(pair.chosen_ids), worth_of(pair.rejected_ids)) for pair in world.learnt]
     assert learnt == [(best, worst) for best, worst in expected if best > worst]
     assert metrics["dpo/ties_share"] == pytest.approx(1 - len(learnt) / 6)
     assert (metrics["samples"], metrics["dpo/pairs"], metrics["dpo/loss"]) == (18, len(learnt), 0.5)
@@ -192,28 +207,34 @@ class Finishing(FakeRollouts):
 
 
 def test_a_response_with_its_fixes_is_a_revision_that_may_be_the_best(world: World) -> None:
-    world.base, world.feedback = Finishing(world.arm.tokenizer), Fixer()
+    world.base = Finishing(world.arm.tokenizer)
+    world.feedback = Fixer()
     world.arm = replace(world.arm, feedback=world.feedback)
     world.reviser.texts = ["cbbb", "cccc"]
     metrics = ilf(world.arm)
     fixed = {name: text.replace("b", "a") for name, text in world.base.texts.items() if "b" in text and name != "p0"}
     expected = [fixed.get(f"p{i}", "cccc") for i in range(NUM_PROMPTS)]
     learnt = [world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt]
-    assert sorted(learnt) == sorted(expected) and 0 < expected.count("cccc") < NUM_PROMPTS
+    assert sorted(learnt) == sorted(expected)
+    assert 0 < expected.count("cccc") < NUM_PROMPTS
     assert metrics["ilf/fixed_share"] == 1 - expected.count("cccc") / NUM_PROMPTS
     assert (metrics["samples"], metrics["ilf/revised_share"]) == (18, 1)
 
 
 @pytest.mark.parametrize("source", [FakeFeedback, Fixer])
 def test_ilf_judges_as_many_responses_as_ppo_with_and_without_fixes(world: World, source: type[FakeFeedback]) -> None:
-    world.base, feedback = Finishing(world.arm.tokenizer), source()
+    world.base = Finishing(world.arm.tokenizer)
+    feedback = source()
     world.arm = replace(world.arm, feedback=feedback)
     _, steps = world.from_base(1)
     revised = world.serve(world.arm.reviser, world.job.rollout, partial(revise_steps, world.arm, steps))
     assert [len(step.responses) for step in steps] == [2] * NUM_STEPS
     assert [len(step.responses) for step in revised] == [4] * NUM_STEPS  # as PPO: 3 samples of 2 prompts
-    texts = [[rollout.response_text for _, rollout, _ in step.responses[i : i + 2]] for step in revised for i in (0, 2)]
-    assert {row[-1] for row in texts} == ({"aaab"} if source is FakeFeedback else {"aaab", "aaaa"})
+    last_texts = set()
+    for step in revised:  # two revisions of each of two prompts
+        texts = [rollout.response_text for _, rollout, _ in step.responses]
+        last_texts |= {texts[1], texts[3]}
+    assert last_texts == ({"aaab"} if source is FakeFeedback else {"aaab", "aaaa"})
 
 
 def test_of_revisions_worth_the_same_the_first_is_imitated(world: World) -> None:

@@ -62,7 +62,8 @@ def test_sides_alternate_in_both_directions() -> None:
 def test_a_summary_is_of_medians_and_half_the_range() -> None:
     rows = [{"seconds": 2.0, "cpu_s": 9.0}, {"seconds": 1.0, "cpu_s": 1.0, "late": 4.0}, {"seconds": 4.0, "cpu_s": 2.0}]
     assert summary(rows[1:]) == {"seconds": 2.5, "cpu_s": 1.5, "late": 4.0, "spread": 0.6}
-    assert summary(rows)["seconds"] == 2.0 and summary(rows)["spread"] == 0.75
+    assert summary(rows)["seconds"] == 2.0
+    assert summary(rows)["spread"] == 0.75
 
 
 def test_the_first_turn_of_each_side_is_discarded_and_the_rest_is_timed(tmp_path: Path) -> None:
@@ -79,8 +80,10 @@ def test_the_first_turn_of_each_side_is_discarded_and_the_rest_is_timed(tmp_path
     race = Race(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, reference="a")  # type: ignore[dict-item]
     found = asyncio.run(Bench(job(tmp_path)).race(race))
     assert called == [*"abbaab"]
-    a, b = found["sides"]["a"], found["sides"]["b"]
-    assert 0.02 <= a["seconds"] < 0.2 and 0.04 <= b["seconds"] < 0.4, "the slow first turn is not among them"
+    a = found["sides"]["a"]
+    b = found["sides"]["b"]
+    assert 0.02 <= a["seconds"] < 0.2, "the slow first turn is not among them"
+    assert 0.04 <= b["seconds"] < 0.4, "the slow first turn is not among them"
     assert a["turn"] == 4.5 and b["turn"] == 4.5  # turns 4 and 5, 3 and 6
     assert a["rate"] == pytest.approx(6 / a["seconds"], rel=0.5)
 
@@ -95,7 +98,8 @@ def test_a_side_that_does_not_end_is_named(tmp_path: Path) -> None:
 
 
 def test_seconds_of_the_processor_and_memory_are_those_of_the_tree() -> None:
-    before, until = cpu_seconds(), time.process_time() + 0.2
+    before = cpu_seconds()
+    until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
     assert 0.15 <= cpu_since(before) < 2 and os.getpid() in before
@@ -108,7 +112,8 @@ def test_a_later_report_with_less_removes_nothing() -> None:
 
 
 def test_a_bare_library_has_the_environment_of_what_it_is_compared_with() -> None:
-    engine, rank = environment(RolloutConfig(threads=2)), environment(LearnerConfig(threads=2))
+    engine = environment(RolloutConfig(threads=2))
+    rank = environment(LearnerConfig(threads=2))
     assert engine["OMP_NUM_THREADS"] == rank["OMP_NUM_THREADS"] == "2"
     assert engine["OMP_WAIT_POLICY"] == "PASSIVE" and int(engine["GOMP_SPINCOUNT"]) > 0
     assert "OMP_WAIT_POLICY" not in rank
@@ -140,14 +145,15 @@ def test_results_are_kept_by_phase_and_compared_with_the_reference(tmp_path: Pat
     again = BenchmarkResults(job(tmp_path))
     again.add("rollout", [{**race, "sides": sides(bare=50.0, fleet=45.0)}])
     assert [*again.phases] == ["rollout", "learner"]
-    rows = [
-        dict(zip(HEAD, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
-        for line in (tmp_path / "run" / TABLE_FILE).read_text().splitlines()[2:]
-    ]
+    rows = []
+    for line in (tmp_path / "run" / TABLE_FILE).read_text().splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows.append(dict(zip(HEAD, cells, strict=True)))
     assert [(row["side"], row["relative rate"], row["aim"]) for row in rows] == [
         ("bare", "–", "–"), ("fleet", "0.900", "0.95"), ("t2g", "–", "–"),
     ]  # fmt: skip
-    assert rows[0]["seconds"] == "2.000 ± 10%" and rows[0]["CPU s / 1,000"] == "30"
+    assert rows[0]["seconds"] == "2.000 ± 10%"
+    assert rows[0]["CPU s / 1,000"] == "30"
     with pytest.raises(UserError, match=r"shape\.hidden_size"):
         BenchmarkResults(job(tmp_path, shape={**SHAPE, "hidden_size": 128}))
     assert (tmp_path / "run" / FILE).is_file()
@@ -160,7 +166,8 @@ def test_models_end_their_responses_at_the_configured_rate(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = make_model(ShapeConfig.model_validate(SHAPE), tmp_path, seed=1, mean_length=mean_length)
-    model, end = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder).eos_token_id
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
     ids = torch.from_numpy(np.random.default_rng(1).integers(5, 300, (4, 50)))
     with torch.no_grad():
         said = model(ids).logits.float().softmax(-1)[..., end].mean().item()
@@ -189,7 +196,8 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
 
     class Ours:
         def __init__(self, bench: Bench, job: PolicyJob) -> None:
-            critic, threads = job.objective.advantages == "gae", (job.rollout.threads, job.learner.threads)
+            critic = job.objective.advantages == "gae"
+            threads = (job.rollout.threads, job.learner.threads)
             assert threads == ((2, 1) if job.rollout.max_staleness else (4, 3)), "who works at once shares the cores"
             self.step = side("critic" if critic else "ahead" if job.rollout.max_staleness else "t2g")
 
@@ -218,7 +226,8 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
     assert step["aims"] == dict.fromkeys(["t2g", "t2g, max_staleness=1"], 1 / 1.15), "a critic is work of its own"
     rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
     expected = [("GRPO step", "TRL", {**rivals, "t2g": 4.0, **variants})] if with_trl else []
-    assert [said(race) for race in grpo] == expected and all([*race["aims"].values()] == [1.4, 1.4] for race in grpo)
+    assert [said(race) for race in grpo] == expected
+    assert all([*race["aims"].values()] == [1.4, 1.4] for race in grpo)
 
 
 ONE_GPU = {
@@ -297,7 +306,8 @@ def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monk
     bench = Bench(job(tmp_path))
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
     (race,) = asyncio.run(race_teacher.measure(bench))
-    plain, distilling = "steps, no", "steps-teacher, 20"
+    plain = "steps, no"
+    distilling = "steps-teacher, 20"
     assert ran == [f"open {plain}", f"open {distilling}", *[plain, distilling, distilling, plain, plain, distilling]]
     assert {name: row["rank_gib"] for name, row in race["sides"].items()} == {"t2g": 2.0, "t2g, with a teacher": 3.0}
     assert race["reference"] == "t2g"
@@ -342,5 +352,6 @@ def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest
 
     found = asyncio.run(race_step.able({"one": works, "two": dies, "three": hangs}, 0.05))
     said = capsys.readouterr().out
-    assert [*found] == ["one"] and found["one"] is works
+    assert [*found] == ["one"]
+    assert found["one"] is works
     assert "two has no side: RayError: its engine ended" in said and "three has no side: TimeoutError" in said

@@ -196,7 +196,8 @@ def session(arms: Arms, stop: StopFlag | None = None) -> Session:
 def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> None:
     found = session(finished_arms(tmp_path))
     scores, lr = found.find_lr("span")
-    assert lr == 0.2 and scores == {rate: {101: pytest.approx(0.8 if rate == lr else 0.3)} for rate in (0.1, 0.2, 0.4)}
+    assert lr == 0.2
+    assert scores == {rate: {101: pytest.approx(0.8 if rate == lr else 0.3)} for rate in (0.1, 0.2, 0.4)}
     scores, lr = found.find_lr("scalar")
     assert (lr, sorted(scores)) == (0.1, [0.05, 0.1, 0.2])  # no end of what was tried
     found.run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
@@ -314,7 +315,8 @@ def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:
 
 
 def test_a_stop_begins_no_run(tmp_path: Path) -> None:
-    arms, stop = arms_of(tmp_path), StopFlag()
+    arms = arms_of(tmp_path)
+    stop = StopFlag()
     stop.signal_name = "SIGTERM"
     with pytest.raises(Stopped):
         session(arms, stop).run("span", arms.arm("span", 1, 1e-3))
@@ -378,7 +380,8 @@ class FakeFleets:
     """Hands out one pair of engines, and counts how often."""
 
     def __init__(self, rollouts: FakeRollouts) -> None:
-        self.rollouts, self.asked = rollouts, 0
+        self.rollouts = rollouts
+        self.asked = 0
 
     def for_policy(self, job: PolicyJob, task: Any) -> tuple[FakeRollouts, FakeFeedback]:
         self.asked += 1
@@ -386,7 +389,8 @@ class FakeFleets:
 
 
 def test_the_reference_is_made_once_and_kept(tmp_path: Path) -> None:
-    tokenizer, prompts = letter_tokenizer(tmp_path), letter_prompts(8)
+    tokenizer = letter_tokenizer(tmp_path)
+    prompts = letter_prompts(8)
     data = PolicyData(task=LetterTask(), tokenizer=tokenizer, prompts=[], eval_prompts=prompts)
     fleets = FakeFleets(FakeRollouts(tokenizer))
     arms = arms_of(tmp_path / "runs", "compare.reference_prompts=5")
@@ -400,9 +404,11 @@ def test_the_reference_is_made_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_targeting_is_measured_on_the_responses_of_the_base(tmp_path: Path) -> None:
-    tokenizer, prompts = letter_tokenizer(tmp_path), letter_prompts(6)
+    tokenizer = letter_tokenizer(tmp_path)
+    prompts = letter_prompts(6)
     data = PolicyData(task=LetterTask(), tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts)
-    arms, rollouts = arms_of(tmp_path / "runs", "compare.reference_prompts=6"), FakeRollouts(tokenizer)
+    arms = arms_of(tmp_path / "runs", "compare.reference_prompts=6")
+    rollouts = FakeRollouts(tokenizer)
     references = ReferenceResponses(arms, data, FakeFleets(rollouts))
     arm = arms.arm("span", 1, 1e-3)
     begin_folder(arm)
@@ -413,7 +419,10 @@ def test_targeting_is_measured_on_the_responses_of_the_base(tmp_path: Path) -> N
 
     still = measured()
     texts = [r.response_text for _, r, _ in references.responses]
-    places = {letter: [i for text in texts for i, one in enumerate(text) if one == letter] for letter in "abc"}
+    places: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for text in texts:
+        for i, letter in enumerate(text):
+            places[letter].append(i)
     assert all(places.values())
     assert still["criticised"] == pytest.approx(-0.1 * np.mean(places["b"]))
     assert still["praised"] == pytest.approx(-0.1 * np.mean(places["a"]))

@@ -29,7 +29,9 @@ def test_every_job_has_a_word_and_every_word_a_job() -> None:
 def test_the_output_and_exit_code_of_a_job_are_passed_on(tmp_path: Path) -> None:
     asked = [sys.executable, "-m", "jobs", "report", "--run", str(tmp_path)]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 2 and "holds no finished step" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert "holds no finished step" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["--help"], 0), (["fly"], 2), (["init"], 2)])
@@ -61,12 +63,14 @@ def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(
     with pytest.raises(UserError, match=r"model\.policy is missing"):
         loading.load(PolicyJob, folder / "policy.yaml", environ={}, cwd=folder)
     config = loading.load(PolicyJob, folder / "policy.yaml", ["model.policy=my/model"], environ={}, cwd=folder)
-    assert config.data.path == str(folder / "prompts.jsonl") and config.feedback.source == "feedback:judge"
+    assert config.data.path == str(folder / "prompts.jsonl")
+    assert config.feedback.source == "feedback:judge"
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     assert len(set(prompts)) == len(prompts) >= config.rollout.prompts_per_step
     (folder / "policy.yaml").write_text("mine")
     assert console.main(["init", str(folder)]) == 2
-    assert "is not empty" in capsys.readouterr().err and (folder / "policy.yaml").read_text() == "mine"
+    assert "is not empty" in capsys.readouterr().err
+    assert (folder / "policy.yaml").read_text() == "mine"
 
 
 def test_the_starter_function_blames_what_says_nothing_and_what_was_said() -> None:
@@ -79,7 +83,9 @@ def test_the_starter_function_blames_what_says_nothing_and_what_was_said() -> No
 
 
 def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_path: Path) -> None:
-    source, empty, site = tmp_path / "source", tmp_path / "empty", tmp_path / "site"
+    source = tmp_path / "source"
+    empty = tmp_path / "empty"
+    site = tmp_path / "site"
     empty.mkdir()
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     for name in listed.stdout.split("\0"):
@@ -106,4 +112,5 @@ def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_pa
     done = subprocess.run(command, cwd=empty, **quiet)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "world: 6,000 posts to train on, 512 held out" in done.stdout
-    assert f"run folder: {empty}/runs/demo" in done.stdout and not (empty / "runs").exists()
+    assert f"run folder: {empty}/runs/demo" in done.stdout
+    assert not (empty / "runs").exists()

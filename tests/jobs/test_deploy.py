@@ -96,7 +96,8 @@ def test_every_subcommand_says_what_it_does(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as asked:
         command("--help")
     listed = capsys.readouterr().out
-    assert asked.value.code == 0 and all(f"    {name} " in listed for name in commands)
+    assert asked.value.code == 0
+    assert all(f"    {name} " in listed for name in commands)
 
 
 def test_no_cluster_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

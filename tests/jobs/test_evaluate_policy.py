@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from t2g.interfaces import Sampling
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout
 
-SENTENCES = [f"The {thing} that I bought in {town} broke after {n} days and the shop is rude about it ."
-             for n, (thing, town) in enumerate((t, c) for t in ("phone", "car", "lamp", "radio", "chair")
-                                               for c in ("Rome", "Bonn", "Oslo", "Lima"))]  # fmt: skip
+PURCHASES = [*product(("phone", "car", "lamp", "radio", "chair"), ("Rome", "Bonn", "Oslo", "Lima"))]
+SENTENCES = [
+    f"The {thing} that I bought in {town} broke after {n} days and the shop is rude about it ."
+    for n, (thing, town) in enumerate(PURCHASES)
+]
 RECORDS = [{"id": str(i), "post": f"post {i}", "ideal_human_summary": text} for i, text in enumerate(SENTENCES)]
 PLAIN = [{"prompt": record["post"], **record} for record in RECORDS]  # of a task without ROUGE and BLEU, which are slow
 
@@ -38,7 +41,9 @@ class Engine:
     end: type[BaseException] = KeyboardInterrupt
 
     def __init__(self, num_words: int, left: int = 10**6, says: Callable[[str, int], str] | None = None) -> None:
-        self.num_words, self.left, self.says = num_words, left, says
+        self.num_words = num_words
+        self.left = left
+        self.says = says
         self.asked: list[str] = []
         self.samplings: list[Sampling] = []
 
@@ -49,16 +54,25 @@ class Engine:
         self.asked.append(prompt.prompt_id)
         self.samplings.append(sampling)
         words = prompt.payload.get("ideal_human_summary", "").split()
-        return [
-            Rollout(
+        rollouts = []
+        for index in range(sampling.num_samples):
+            text = self.says(prompt.prompt_id, index) if self.says else " ".join(words[: self.num_words])
+            finish_reason = "length" if self.num_words < len(words) else "stop"
+            rollout = Rollout(
                 prompt_id=prompt.prompt_id, sample_index=index, prompt_ids=prompt.prompt_ids,
-                response_ids=np.zeros(1, np.int32), rollout_logprobs=np.zeros(1, np.float32),
-                response_text=self.says(prompt.prompt_id, index) if self.says else " ".join(words[: self.num_words]),
-                finish_reason="length" if self.num_words < len(words) else "stop",
-                policy_versions=((0, 1, 0),),
-            )
-            for index in range(sampling.num_samples)
-        ]  # fmt: skip
+                response_ids=np.zeros(1, np.int32), rollout_logprobs=np.zeros(1, np.float32), response_text=text,
+                finish_reason=finish_reason, policy_versions=((0, 1, 0),),
+            )  # fmt: skip
+            rollouts.append(rollout)
+        return rollouts
+
+
+def temperatures_of(engines: dict[str, Engine]) -> list[set[float]]:
+    temperatures = []
+    for engine in engines.values():
+        own_temperatures = {sampling.temperature for sampling in engine.samplings}
+        temperatures.append(own_temperatures)
+    return temperatures
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +113,14 @@ def test_a_policy_truncated_to_8_words_is_worse(tmp_path: Path, models: Path) ->
     result = run(config, {"whole": Engine(100), "cut": Engine(8)})
     for measure in ("rouge1", "rouge2", "rougeL", "bleu"):
         found = pair(result, measure)
-        assert found["policy"] == "cut" and found["high"] < 0 and found["p_holm"] < 0.01
+        assert found["policy"] == "cut"
+        assert found["high"] < 0
+        assert found["p_holm"] < 0.01
         assert found["value"] < -found["resolvable"]
     assert result["policies"]["whole"]["bleu"]["value"] == pytest.approx(100)
     assert result["policies"]["cut"]["words"] == {"value": 8, "low": 8, "high": 8}
-    assert result["policies"]["cut"]["cut"]["value"] == 1 and result["problems"]["cut"]["count"] == len(RECORDS)
+    assert result["policies"]["cut"]["cut"]["value"] == 1
+    assert result["problems"]["cut"]["count"] == len(RECORDS)
     folder = config.run.folder
     assert json.loads((folder / "evaluation.json").read_text())["prompts"] == len(RECORDS)
     assert "| cut | whole | rougeL | -0." in (folder / "evaluation.md").read_text()
@@ -146,7 +163,8 @@ def test_rouge_and_bleu_of_the_saved_responses_are_the_reports(tmp_path: Path, m
     lines = (config.run.folder / "responses" / "cut" / "responses.jsonl").read_text().splitlines()
     texts = {row["prompt_id"]: row["responses"][0]["text"] for row in map(json.loads, lines)}
     result = json.loads((config.run.folder / "evaluation.json").read_text())["policies"]["cut"]
-    scorer, references = RougeScorer(["rougeL"], use_stemmer=True), {r["id"]: r["ideal_human_summary"] for r in records}
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    references = {r["id"]: r["ideal_human_summary"] for r in records}
     rouge = [scorer.score(references[i], text)["rougeL"].fmeasure for i, text in texts.items()]
     assert result["rougeL"]["value"] == pytest.approx(sum(rouge) / len(rouge), abs=1e-6)
     bleu = BLEU().corpus_score([*texts.values()], [[references[i] for i in texts]]).score
@@ -177,21 +195,21 @@ def test_pass_at_k_of_problems_of_both_formats(tmp_path: Path, models: Path) -> 
     always = Engine(0, says=lambda prompt_id, index: says(prompt_id, 0))
     result = run(config, {"whole": Engine(0, says=says), "cut": always})
     figures = {name: of["pass@1"]["value"] for name, of in result["policies"].items()}
-    assert (
-        figures == {"whole": pytest.approx(2.5 / 3), "cut": 1} and result["policies"]["whole"]["pass@2"]["value"] == 1
-    )
+    assert figures == {"whole": pytest.approx(2.5 / 3), "cut": 1}
+    assert result["policies"]["whole"]["pass@2"]["value"] == 1
     one = pair(result, "pass@1")
-    assert (one["wins"], one["ties"], one["losses"]) == (1, 2, 0) and one["value"] < one["resolvable"]
+    assert (one["wins"], one["ties"], one["losses"]) == (1, 2, 0)
+    assert one["value"] < one["resolvable"]
     assert result["warning"] is None
 
 
 def test_a_policy_may_have_a_temperature_of_its_own(tmp_path: Path, models: Path) -> None:
     engines = {"whole": Engine(100), "cut": Engine(8)}
     run(job(tmp_path, models, PLAIN, task="prompts", temperatures={"cut": 0.3}), engines)
-    assert [{s.temperature for s in engine.samplings} for engine in engines.values()] == [{1.0}, {0.3}]
+    assert temperatures_of(engines) == [{1.0}, {0.3}]
     again = {"whole": Engine(100), "cut": Engine(8)}
     run(job(tmp_path, models, PLAIN, task="prompts", temperatures={"cut": 0.5}), again)
-    assert [{s.temperature for s in engine.samplings} for engine in again.values()] == [set(), {0.5}]
+    assert temperatures_of(again) == [set(), {0.5}]
     with pytest.raises(ValueError, match="temperatures names warm; the policies are whole, cut"):
         job(tmp_path, models, temperatures={"warm": 1})
 
@@ -203,10 +221,12 @@ def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path
         run(config, first)
     second = {"whole": Engine(100), "cut": Engine(8)}
     result = run(config, second)
-    assert second["whole"].asked == [] and result["policies"]["cut"]["words"]["value"] == 8
+    assert second["whole"].asked == []
+    assert result["policies"]["cut"]["words"]["value"] == 8
     assert sorted(first["cut"].asked + second["cut"].asked) == sorted(record["id"] for record in RECORDS)
     again = {"whole": Engine(0), "cut": Engine(0)}
-    assert run(config, again)["pairs"] == result["pairs"] and again["cut"].asked == []
+    assert run(config, again)["pairs"] == result["pairs"]
+    assert again["cut"].asked == []
 
 
 def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tmp_path: Path, models: Path) -> None:
@@ -221,7 +241,8 @@ def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tm
                 await asyncio.sleep(0.5)
             return said
 
-    first, second = Slow(8), Engine(8)
+    first = Slow(8)
+    second = Engine(8)
     with pytest.raises(Stopped):
         run(config, {"cut": first}, stop)
     assert 4 <= len(first.asked) <= 6, "two at once; nothing new is asked"
@@ -257,7 +278,9 @@ def test_an_adapter_is_merged_again_for_other_weights_of_it_or_of_its_base(
 ) -> None:
     from actors.learner import lora
 
-    base, adapter, merges = tmp_path / "base", tmp_path / "adapter", list[str]()
+    base = tmp_path / "base"
+    adapter = tmp_path / "adapter"
+    merges = list[str]()
 
     def merge(adapter: Path, folder: Path, dtype: str) -> None:
         merges.append(folder.name)
@@ -369,7 +392,8 @@ def test_a_corrected_test_is_run_on_the_same_responses(tmp_path: Path, models: P
     config = job(tmp_path, models, records(6), **options | {"sandbox": {"require": [], "timeout_s": 5}})
     assert num_lines(config, "scores/cut.jsonl") == 3
     run(config, {"cut": engine})
-    assert num_lines(config, "scores/cut.jsonl") == 5 and len(engine.asked) == 2, "other limits, the same responses"
+    assert num_lines(config, "scores/cut.jsonl") == 5, "other limits, the same responses"
+    assert len(engine.asked) == 2, "other limits, the same responses"
 
 
 @pytest.mark.parametrize("task", ["measured_task:Mine", "derived_task:Derived"])
@@ -487,7 +511,9 @@ def test_a_judge_sees_both_orders_and_is_called_once_for_each(
     server.reply = prefers_long
     engines = {"whole": Engine(100), "cut": Engine(8)}
     (judged,) = run(config, engines)["judged"]["pairs"]
-    assert judged["win_rate"]["value"] == 0 and judged["consistency"] == 1 and judged["first_bias"]["value"] == 0
+    assert judged["win_rate"]["value"] == 0
+    assert judged["consistency"] == 1
+    assert judged["first_bias"]["value"] == 0
     assert judged["by_length"]["shorter"] == {"win_rate": 0, "prompts": 4}
     assert len(server.requests) == 8
     two = job(tmp_path, models, RECORDS[:4], judges={"j": llm(server), "k": llm(server) | {"temperature": 1.0}})
@@ -541,15 +567,20 @@ def test_a_policy_behind_a_server_answers_in_free_text(tmp_path: Path, models: P
     )  # fmt: skip
     server.reply = lambda number, body: says("A summary.", finish_reason="length")
     result = run(config, {})
-    assert result["policies"]["far"]["words"]["value"] == 2 and result["policies"]["far"]["cut"]["value"] == 1
-    assert len(server.requests) == 8 and len({body["seed"] for body in server.requests}) == 8
+    assert result["policies"]["far"]["words"]["value"] == 2
+    assert result["policies"]["far"]["cut"]["value"] == 1
+    assert len(server.requests) == 8
+    assert len({body["seed"] for body in server.requests}) == 8
     body = server.requests[0]
-    assert "response_format" not in body and (body["max_completion_tokens"], body["temperature"]) == (7, 0.5)
-    assert body["messages"][0]["content"].startswith("Summarize") and "post" in body["messages"][0]["content"]
+    assert "response_format" not in body
+    assert (body["max_completion_tokens"], body["temperature"]) == (7, 0.5)
+    assert body["messages"][0]["content"].startswith("Summarize")
+    assert "post" in body["messages"][0]["content"]
     with fake_endpoint() as other:
         other.reply = lambda number, body: says("Another model's summary.")
         moved = with_overrides(config, {"endpoints": {"far": llm(other)}})
-        assert run(moved, {})["policies"]["far"]["words"]["value"] == 3 and len(other.requests) == 8
+        assert run(moved, {})["policies"]["far"]["words"]["value"] == 3
+        assert len(other.requests) == 8
 
 
 def test_without_a_key_nothing_starts(tmp_path: Path, models: Path, server: FakeEndpoint) -> None:

@@ -36,7 +36,9 @@ class Policy:
     is_ready = True
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.sampled, self.scored = tokenizer, list[str](), list[str]()
+        self.tokenizer = tokenizer
+        self.sampled = list[str]()
+        self.scored = list[str]()
 
     async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
         text = self.tokenizer.decode(prompt.prompt_ids)
@@ -104,7 +106,8 @@ def test_the_same_prompts_are_scored_without_a_critique_with_their_own_and_with_
 
 def test_the_gaps_are_log_ratios_of_the_policys_own_tokens(tmp_path: Path) -> None:
     result, _ = evaluate(tmp_path, 7)
-    own, control = result["gaps"]["teacher"], result["gaps"]["shuffled"]
+    own = result["gaps"]["teacher"]
+    control = result["gaps"]["shuffled"]
     assert {kind: of["value"] for kind, of in own.items()} == {"good": 0.5, "poor": -1.0, "poor_first": -1.0}
     assert {kind: of["value"] for kind, of in control.items()} == {"good": -0.125, "poor": 0.25, "poor_first": 0.25}
     assert "can help" in result["advice"]
@@ -118,12 +121,14 @@ def test_gaps_are_means_over_tokens_with_an_interval_over_responses() -> None:
     found = summarize_gaps(responses)
     assert [*found] == ["good"], "no token is poor"
     assert found["good"]["value"] == pytest.approx(0.5)
-    assert found["good"]["low"] < 0.3 and 0.7 < found["good"]["high"] < 1
+    assert found["good"]["low"] < 0.3
+    assert 0.7 < found["good"]["high"] < 1
 
 
 def test_a_smoke_run_measures_as_many_prompts_as_a_step_has_responses(tmp_path: Path) -> None:
     result, policy = evaluate(tmp_path, 40, smoke=True)
-    assert len(policy.sampled) == 32 + 7 + 7 and result["prompts"] == 7
+    assert len(policy.sampled) == 32 + 7 + 7
+    assert result["prompts"] == 7
 
 
 def test_a_comparison_needs_two_prompts_with_critiques(tmp_path: Path) -> None:

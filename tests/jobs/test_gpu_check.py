@@ -33,7 +33,9 @@ class Jobs:
 
     def __init__(self, **losses: float) -> None:
         self.configs: list[Any] = []
-        self.losses, self.fails, self.hangs = {"cpu": 1.0, "gpu": 1.0} | losses, False, False
+        self.losses = {"cpu": 1.0, "gpu": 1.0} | losses
+        self.fails = False
+        self.hangs = False
 
     def run(self, command: list[str], timeout: float, stderr: Any, **how: Any) -> int:
         _, _, job, _, config, *overrides = command
@@ -64,16 +66,20 @@ def check(monkeypatch: pytest.MonkeyPatch, out: Path, jobs: Jobs, *items: str, g
 def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, said = check(monkeypatch, tmp_path, Jobs(), "world", "rank", "ipc", "alternate")
     world, rank, *others = said["items"]
-    assert code == 0 and said["gpus"] == world["on"] == rank["on"] == "no GPU: run on the CPU"
+    assert code == 0
+    assert said["gpus"] == world["on"] == rank["on"] == "no GPU: run on the CPU"
     assert world["answer"] == "yes" and world["figures"]["sync/load_s"] == 0.5
     assert world["figures"]["probe_gap_nats"]["p95"] == 0.05
-    assert [item["answer"] for item in others] == ["not run", "not run"] and "on" not in others[0]
+    assert [item["answer"] for item in others] == ["not run", "not run"]
+    assert "on" not in others[0]
 
 
 def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     jobs = Jobs(gpu=1.001)
     code, said = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "compiled", "alternate", "nccl", gpus=2)
-    assert code == 0 and {item["on"] for item in said["items"]} == {"GPU"} and said["gpus"] == ["a GPU"] * 2
+    assert code == 0
+    assert {item["on"] for item in said["items"]} == {"GPU"}
+    assert said["gpus"] == ["a GPU"] * 2
     world, on_cpu, on_gpu, *others = jobs.configs
     judge = world.feedback.engine
     assert (world.learner.sync_transport, world.feedback.source) == ("store", "reward_model")
@@ -81,7 +87,8 @@ def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.Monkey
     stages = loading.load(DemoJob, world.artifacts, environ={})
     assert stages.rollout.gpus == stages.reward_engine.gpus == 0.4, "vLLM for GPUs has no CPU engines"
     assert world.rollout.gpus + world.learner.gpus + world.feedback.engine.gpus == pytest.approx(1), "on one GPU"
-    assert (on_cpu.sft.gpus, on_gpu.sft.gpus) == (0, 1) and on_cpu.sft.dtype == on_gpu.sft.dtype == "float32"
+    assert (on_cpu.sft.gpus, on_gpu.sft.gpus) == (0, 1)
+    assert on_cpu.sft.dtype == on_gpu.sft.dtype == "float32"
     assert [job.learner.sync_transport for job in others] == ["ipc", "ipc", "ipc", "nccl"]
     assert [job.cluster.gpu_sharing for job in others] == ["split", "split", "alternate", "none"]
     one_gpu = loading.load(PolicyJob, ROOT / "configs/own/one_gpu.yaml", environ={}, cwd=ROOT)
@@ -101,14 +108,17 @@ def test_half_a_billion_has_the_memory_that_it_asks_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=24 * 2**30))
     jobs = Jobs()
     code, said = check(monkeypatch, tmp_path, jobs, "half_a_billion", gpus=1)
-    (item,), (job,) = said["items"], jobs.configs
+    (item,) = said["items"]
+    (job,) = jobs.configs
     assert code == 0 and job.learner.sync_transport == "ipc"
     assert "estimated GiB on each GPU, of 24 (24.0):" in item["figures"]["expected"]
 
 
 def test_a_loss_that_is_another_one_is_a_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, said = check(monkeypatch, tmp_path, Jobs(gpu=1.01), "rank", gpus=1)
-    assert code == 3 and said["items"][0]["answer"] == "no" and "0.01 of its size" in said["items"][0]["why"]
+    assert code == 3
+    assert said["items"][0]["answer"] == "no"
+    assert "0.01 of its size" in said["items"][0]["why"]
 
 
 def test_a_failed_or_hanging_job_reports_its_last_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,7 +141,8 @@ def test_the_last_output_of_engines_stays_with_a_failure(monkeypatch: pytest.Mon
     jobs.fails = True
     check(monkeypatch, tmp_path / "out", jobs, "world")
     first, *others, last = (tmp_path / "out" / "world-workers.log").read_text().splitlines()
-    assert (first, last) == ("worker-1.err:", "ValueError: no room for a cache") and len(others) < 100
+    assert (first, last) == ("worker-1.err:", "ValueError: no room for a cache")
+    assert len(others) < 100
     assert (tmp_path / "out" / "world.log").read_text().startswith("a warning")
 
 
@@ -139,7 +150,8 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
     closed: list[bool] = []
 
     class Fleet:
-        role, is_ready = "rollout", False
+        role = "rollout"
+        is_ready = False
 
         def __init__(self, model: str, config: RolloutConfig, **place: Any) -> None:
             self.config = config
@@ -198,4 +210,5 @@ def test_an_engine_gets_supported_calls_and_its_successor_is_awaited(monkeypatch
     prompts = [Prompt(prompt_id=str(i), prompt_ids=np.arange(3, dtype=np.int32), prompt_text="", task="") for i in "ab"]
     figures = asyncio.run(gpu_check.measure(fleet, prompts))  # type: ignore[arg-type]
     assert figures.keys() == {"compiling_tokens_per_s", "bare_tokens_per_s", "fleet_tokens_per_s", "successor_s"}
-    assert sorted(asked[:8]) == [0, 0, 1, 1, 2, 2, 3, 3] and figures["bare_tokens_per_s"] > 0
+    assert sorted(asked[:8]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert figures["bare_tokens_per_s"] > 0

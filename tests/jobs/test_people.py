@@ -52,5 +52,6 @@ def test_two_peoples_marks_become_one_record_for_each_response(tmp_path: Path) -
             load_annotated(DataConfig(path=str(tmp_path / "runs" / name / f"{part}.jsonl")))
             for part in ("train", "heldout")
         ]
-        assert all(parts) and sum(map(len, parts)) == 2 * NUM_PROMPTS
+        assert all(parts)
+        assert sum(map(len, parts)) == 2 * NUM_PROMPTS
         assert not {record.prompt for record in parts[0]} & {record.prompt for record in parts[1]}

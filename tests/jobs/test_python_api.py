@@ -57,10 +57,12 @@ def config(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """No call leaves a signal handler or a function behind."""
+    """No call leaves a signal handler or a function behind. Commands of other tests leave their handler of SIGINT."""
+    left = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    signal.signal(signal.SIGINT, left)
     forget_functions()
 
 
@@ -88,12 +90,13 @@ def test_records_and_a_function_of_the_program_are_annotated(config: dict[str, A
     assert [(r["response"], r["critique"], r["payload"]["note"]) for r in records] == [
         (row["response"], "It says a.", row["note"]) for row in PROMPTS
     ]
-    assert [[(span["start"], span["label"]) for span in r["spans"]] for r in records][:2] == [
-        [(6, 1), (0, -1)], [(3, 1), (0, -1)],
-    ]  # fmt: skip
+    expected = [[(6, 1), (0, -1)], [(3, 1), (0, -1)]]
+    for record, spans in zip(records[:2], expected, strict=True):
+        assert [(span["start"], span["label"]) for span in record["spans"]] == spans
     folder = config["run"]["root"] / "r"
     kept = [(folder / name).read_text().splitlines() for name in ("train.jsonl", "heldout.jsonl")]
-    assert all(kept) and len(kept[0] + kept[1]) == len(seen) == len(PROMPTS)
+    assert all(kept)
+    assert len(kept[0] + kept[1]) == len(seen) == len(PROMPTS)
     assert records[0]["version"] == "__main__:judge"
 
 
@@ -107,7 +110,8 @@ def test_the_same_call_goes_on_and_another_function_is_refused(
     with pytest.raises(UserError, match=r"other inputs: the content of annotate\.source \(hash \w+ -> \w+\); .*accept"):
         annotate(config, prompts=PROMPTS, feedback=make_strict_judge(seen))
     fewer = annotate(config, prompts=PROMPTS[:3], feedback=make_judge("a", seen))
-    assert len(fewer) == 3 and len(seen) == len(PROMPTS), "annotation compares the data record by record"
+    assert len(fewer) == 3, "annotation compares the data record by record"
+    assert len(seen) == len(PROMPTS), "annotation compares the data record by record"
     annotate(config, prompts=PROMPTS, feedback=make_judge("a", seen))
     forget_functions()  # as in another process
     file = config["run"]["root"] / "r" / "config.yaml"
@@ -134,19 +138,23 @@ def test_a_config_is_an_object_a_dict_or_a_file(file: str, monkeypatch: pytest.M
     config = loading.load(PolicyJob, ROOT / file, environ={}, have=cli.find_resources)
     forms = [config, loading.read_yaml(ROOT / file)[0], ROOT / file, file]
     loaded = [job_start._load(PolicyJob, form, {}, []) for form in forms]
-    assert all(each == config for each in loaded) and len({each.model_dump_json() for each in loaded}) == 1
+    assert all(each == config for each in loaded)
+    assert len({each.model_dump_json() for each in loaded}) == 1
 
 
 def test_a_function_stands_wherever_a_config_takes_an_import_path(tmp_path: Path) -> None:
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]
 
+    sources = {"own": {"source": make_judge("a", [])}, "other": {"source": json.dumps}}
     values = {
-        "run": {"root": tmp_path}, "model": ModelConfig(policy=str(tmp_path), system_prompt="Be short."),
-        "data": {"path": tmp_path / "d.jsonl"}, "num_steps": 7,
+        "run": {"root": tmp_path},
+        "model": ModelConfig(policy=str(tmp_path), system_prompt="Be short."),
+        "data": {"path": tmp_path / "d.jsonl"},
+        "num_steps": 7,
         "objective": {"outcome_rewards": [{"source": reward, "weight": 0.5}]},
-        "feedback": {"sources": {"own": {"source": make_judge("a", [])}, "other": {"source": json.dumps}}},
-    }  # fmt: skip
+        "feedback": {"sources": sources},
+    }
     loaded = job_start._load(PolicyJob, values, {}, [])
     assert loaded.feedback.sources is not None and loaded.model.system_prompt == "Be short."
     assert {name: source.source for name, source in loaded.feedback.sources.items()} == {
@@ -259,7 +267,8 @@ def test_a_signal_ends_the_run_at_its_next_checkpoint(
     flags: list[StopFlag] = []
 
     def job(job: AnnotateJob, read: Any) -> None:
-        stop, deadline = stop_flag(), time.monotonic() + 30
+        stop = stop_flag()
+        deadline = time.monotonic() + 30
         flags.append(stop)
         threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
         while not stop:

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,19 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     random_model(tmp_path / "base", "llama", seed=1)
     folder = tmp_path / "runs" / "mine"
     random_model(folder / "policy", "llama", seed=2)
-    config = {
+    files = {
         "run": {"root": tmp_path / "runs", "name": "mine", "seed": 5},
         "model": {"policy": str(tmp_path / "base")},
         "data": {"path": str(tmp_path / "train.jsonl")},
         "eval_data": {"path": str(tmp_path / "heldout.jsonl"), "too_long": "skip"},
+    }
+    settings = {
         "feedback": {"source": "of_runs_judge:judge"},
         "rollout": {"temperature": 0.7, "max_new_tokens": 32, "max_model_len": 128},
         "objective": {"rewards": {"poor": [-3, -3, -3]}},
         "eval": {"samples_per_prompt": 2, "num_prompts": 50},
     }
-    loading.write(PolicyJob.model_validate(config), folder)
+    loading.write(PolicyJob.model_validate(files | settings), folder)
     return folder
 
 
@@ -63,19 +66,18 @@ class Engine:
     """Answers each prompt as SAYS says for the model's folder."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.samplings = name, list[Sampling]()
+        self.name = name
+        self.samplings = list[Sampling]()
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         self.samplings.append(sampling)
         text = SAYS[self.name][int(prompt.prompt_text[1:])]
-        return [
-            Rollout(
-                prompt_id=prompt.prompt_id, sample_index=index, prompt_ids=prompt.prompt_ids,
-                response_ids=np.zeros(1, np.int32), rollout_logprobs=np.zeros(1, np.float32),
-                response_text=text, finish_reason="stop", policy_versions=((0, 1, 0),),
-            )
-            for index in range(sampling.num_samples)
-        ]  # fmt: skip
+        rollout = Rollout(
+            prompt_id=prompt.prompt_id, sample_index=0, prompt_ids=prompt.prompt_ids,
+            response_ids=np.zeros(1, np.int32), rollout_logprobs=np.zeros(1, np.float32), response_text=text,
+            finish_reason="stop", policy_versions=((0, 1, 0),),
+        )  # fmt: skip
+        return [replace(rollout, sample_index=index) for index in range(sampling.num_samples)]
 
 
 def load(folder: Path, *overrides: str) -> PolicyEvaluationJob:
@@ -106,7 +108,8 @@ def test_a_runs_policy_is_scored_by_the_runs_feedback_function(finished: Path) -
     assert scores == {"base": pytest.approx((-1 - 0.5 + 0) / 3), "policy": pytest.approx((1 - 0.5 + 0) / 3)}
     (pair,) = [pair for pair in result["pairs"] if pair["measure"] == "feedback"]
     assert (pair["policy"], pair["against"], pair["value"]) == ("policy", "base", pytest.approx(2 / 3))
-    assert next(iter(result["policies"]["base"])) == "feedback" and result["feedback"] == "of_runs_judge:judge"
+    assert next(iter(result["policies"]["base"])) == "feedback"
+    assert result["feedback"] == "of_runs_judge:judge"
     sampling = engines["policy"].samplings[0]
     assert (sampling.num_samples, sampling.temperature, sampling.max_new_tokens) == (2, 0.7, 32)
     rows = [json.loads(line) for line in (config.run.folder / FOLDER / "policy.jsonl").read_text().splitlines()]
@@ -156,13 +159,14 @@ def test_the_folder_decides_what_is_evaluated(finished: Path, tmp_path: Path) ->
     folder = tmp_path / "runs" / "reward"
     loading.write(RewardJob.model_validate(reward), folder)
     random_model(folder / "model", "llama", seed=3)
-    assert find_what([str(finished), "a=b"]) == "policy" and find_what(["a=b", str(folder)]) == "reward"
-    assert (
-        find_what(["--config", "c.yaml"]) == "reward" and find_what(["--what", "teacher", str(finished)]) == "teacher"
-    )
+    assert find_what([str(finished), "a=b"]) == "policy"
+    assert find_what(["a=b", str(folder)]) == "reward"
+    assert find_what(["--config", "c.yaml"]) == "reward"
+    assert find_what(["--what", "teacher", str(finished)]) == "teacher"
     values = evaluation_values(folder)
     assert values["feedback"]["reward_model"] == str(folder / "model")
-    assert values["data"]["path"] == "heldout.jsonl" and values["data"]["limit"] == 200
+    assert values["data"]["path"] == "heldout.jsonl"
+    assert values["data"]["limit"] == 200
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,8 @@ def test_the_best_policy_of_an_unfinished_run_is_named_without_a_key(finished: P
     for make_values in (evaluation_values, serving_values):
         with pytest.raises(UserError) as refusal:
             make_values(finished)
-        assert str(best) in str(refusal.value) and "=" not in str(refusal.value)
+        assert str(best) in str(refusal.value)
+        assert "=" not in str(refusal.value)
 
 
 def test_either_a_folder_or_a_config(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

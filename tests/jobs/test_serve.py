@@ -94,7 +94,8 @@ def stranger(port: int) -> Iterator[None]:
 def test_no_harness_runs_against_another_process_on_the_port(
     start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, start_command = free_port(), server.ended
+    port = free_port()
+    start_command = server.ended
 
     @contextmanager
     def start_late(command: list[str], *arguments: Any, **more: Any) -> Iterator[Any]:
@@ -108,7 +109,9 @@ def test_no_harness_runs_against_another_process_on_the_port(
     with stranger(port) if start == "before the job" else nullcontext():
         code = serve(tmp_path, port, f"touch {tmp_path}/harness_ran")
     error = capsys.readouterr().err
-    assert code == 2 and f"serve.port={port}: " in error and "other process" in error
+    assert code == 2
+    assert f"serve.port={port}: " in error
+    assert "other process" in error
     assert not (tmp_path / "harness_ran").exists()
 
 

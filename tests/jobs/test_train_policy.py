@@ -192,11 +192,12 @@ def test_the_schedule_spans_the_steps_that_it_is_given() -> None:
     longer = with_overrides(job, {"num_steps": 30})
     kept = with_overrides(longer, {"learner.schedule_steps": job.num_steps})
     assert [learner_spec(config).num_updates for config in (job, longer, kept)] == [10, 30, 10]
-    rates = [[lr_factor(step, config.learner.policy, num) for step in range(30)] for config, num in
-             ((longer, 30), (kept, learner_spec(kept).num_updates))]  # fmt: skip
+    num_kept = learner_spec(kept).num_updates
+    longer_rates = [lr_factor(step, longer.learner.policy, 30) for step in range(30)]
+    kept_rates = [lr_factor(step, kept.learner.policy, num_kept) for step in range(30)]
     whole = [lr_factor(step, job.learner.policy, 10) for step in range(10)]
-    assert rates[1][:10] == whole != rates[0][:10]
-    assert set(rates[1][10:]) == {job.learner.policy.final_lr_ratio}
+    assert kept_rates[:10] == whole != longer_rates[:10]
+    assert set(kept_rates[10:]) == {job.learner.policy.final_lr_ratio}
 
 
 def test_references_that_fail_are_left_out_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

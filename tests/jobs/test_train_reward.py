@@ -52,7 +52,8 @@ def test_the_style_decides_question_and_answer(tmp_path: Path, style: StyleConfi
 def test_a_critique_is_not_learned_from_records_without_one(tmp_path: Path) -> None:
     config = job(tmp_path, StyleConfig())
     record = read_record({"prompt": "p", "response": "ab cd", "critique": "It is.", "good": ["ab"]})
-    blank, failed = record.model_copy(update={"critique": " "}), record.model_copy(update={"status": "failed"})
+    blank = record.model_copy(update={"critique": " "})
+    failed = record.model_copy(update={"status": "failed"})
     write_annotated(tmp_path / "train.jsonl", [blank, failed])
     with pytest.raises(UserError, match=r"train\.jsonl: style\.critique is on, and no record that could be used has"):
         read_data(config)
@@ -61,7 +62,9 @@ def test_a_critique_is_not_learned_from_records_without_one(tmp_path: Path) -> N
     assert len(read_data(config).examples) == 2
 
 
-SPARSE, DENSE, BARE = StyleConfig(), StyleConfig(labels="dense"), StyleConfig(critique=False)
+SPARSE = StyleConfig()
+DENSE = StyleConfig(labels="dense")
+BARE = StyleConfig(critique=False)
 
 
 @pytest.mark.parametrize(("made", "asked"), [(SPARSE, DENSE), (DENSE, SPARSE), (BARE, SPARSE)])

@@ -126,7 +126,8 @@ def test_a_lock_that_is_no_file_of_ours_is_not_followed(
 
     assert main(DemoJob, run, argv=["--config", str(file)]) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'lock'}: " in said and f"remove the {what} in its place" in said
+    assert f"{tmp_path / 'lock'}: " in said
+    assert f"remove the {what} in its place" in said
     assert victim.read_text() == "kept"
 
 
@@ -298,7 +299,8 @@ def test_a_signal_only_sets_the_flag(name: str) -> None:
     process.send_signal(signal.Signals[name])
     assert process.stderr is not None and process.stderr.readline() == "\n"
     answer = process.stderr.readline()  # at once, before the job ends
-    assert answer.startswith(f"{name}: ") and ("a second Ctrl-C" in answer) == (name == "SIGINT")
+    assert answer.startswith(f"{name}: ")
+    assert ("a second Ctrl-C" in answer) == (name == "SIGINT")
     out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == (f"{name}\n", 0)
 

@@ -1,5 +1,6 @@
 """Reward models as arms of a comparison: what each differs in, its records and its figures."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_the_table_has_a_row_for_each_model() -> None:
     zero = dict.fromkeys(REWARD_COLUMNS, 0.0)
     runs = {1: zero | {"good_f1": 0.8}, 2: zero | {"good_f1": 0.9}, 3: zero | {"good_f1": 1.0}}
     lines = tables({"methods": {}, "noise": {}, "rewards": {"plain": runs, "dense": runs}}).splitlines()
-    header, rule, plain, dense = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4])
+    header, rule, plain, dense = (re.split(r" *\| *", line.strip("| ")) for line in lines[:4])
     assert len(header) == len(rule) == len(plain) == len(dense) == 1 + len(REWARD_COLUMNS)
     assert (plain[0], dense[0]) == ("plain", "dense")
     assert plain[header.index("good f1")] == dense[header.index("good f1")] == "0.900 ± 0.248"

@@ -36,7 +36,8 @@ def test_the_world_of_code_has_a_world_and_a_base_policy_alone(tmp_path: Path, m
     given = [f"run.root={tmp_path}", "world.num_train=8", "world.num_heldout=200"]
     demo = loading.load(DemoJob, TINY / "code.yaml", given)
     made = make_stages(demo, Fleets())  # which starts none
-    assert list(made) == ["world", "base"] and made["base"]["examples"] == 8
+    assert list(made) == ["world", "base"]
+    assert made["base"]["examples"] == 8
     assert 0.05 < made["world"]["references_passed"] < 0.25  # .13 of a thousand
     assert (tmp_path / "code" / "world" / "policy" / "model.safetensors").exists()
     with pytest.raises(UserError, match="task=tiny_code has no reward model"):
@@ -74,7 +75,8 @@ def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
     monkeypatch.setattr(placement, "resources", lambda address: asked.append(address) or {"GPU": 1})
     given = [f"run.root={tmp_path}", f"artifacts={stages}", "cluster.address=head:6379"]
     demo = demo_of(loading.load(PolicyJob, TINY / "policy.yaml", given))
-    assert demo is not None and (demo.policy_sft.gpus, demo.policy_sft.dtype) == (1, "bfloat16")
+    assert demo is not None
+    assert (demo.policy_sft.gpus, demo.policy_sft.dtype) == (1, "bfloat16")
     assert asked == ["head:6379"]
 
 
@@ -93,7 +95,8 @@ def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(
         load_or_run(tmp_path / "world", WorldConfig(seed=3), make)
     first = load_or_run(tmp_path / "world", WorldConfig(seed=3), make)
     assert load_or_run(tmp_path / "world", WorldConfig(seed=3), make) == first
-    assert (len(made), first["records"]) == (2, 7.0) and first["seconds"] >= 0
+    assert (len(made), first["records"]) == (2, 7.0)
+    assert first["seconds"] >= 0
     purpose = f"phase world: {stages.PURPOSES['world']} ..."
     kept = "phase world: kept, it took 0 s in an earlier start"
     assert capsys.readouterr().err.splitlines() == [purpose, purpose, "phase world: 0 s", kept]
@@ -110,13 +113,15 @@ def test_a_demo_that_was_moved_goes_on_with_its_stages_and_no_other_contents(tmp
         return {"loss": 0.5}
 
     made: list[int] = []
-    here, there = base("here"), base("there")
+    here = base("here")
+    there = base("there")
     for file in (Path(here.model.policy) / "model.safetensors", Path(here.data.path)):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     first = load_or_run(here.run.folder, here, make)
     (tmp_path / "here").rename(tmp_path / "there")
-    assert load_or_run(there.run.folder, there, make) == first and made == [1]
+    assert load_or_run(there.run.folder, there, make) == first
+    assert made == [1]
 
     Path(there.data.path).write_text("{ }")
     with pytest.raises(UserError, match=r"base was made with other inputs: the content of data\.path") as error:
@@ -138,7 +143,7 @@ def test_the_table_has_a_row_for_the_base_and_one_for_each_arm() -> None:
         return select_facts({"fact_f1": f1, **beside})
 
     text = table({"base": row(0.6), "arms": {"span": row(0.9), "scalar": row(0.7)}, "samples": 128, "steps": 2})
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines()]
     assert rows[2] == ["base", "0.600", "0.500", "0.250", "0.125", "15.0"]
     assert [row[:2] for row in rows[3:5]] == [["span", "0.900"], ["scalar", "0.700"]]
     assert text.endswith("128 sampled responses in each arm, 2 steps")

@@ -37,11 +37,19 @@ FUNCTIONS = "def judge(prompt, response): return '', [], []\n"
 DATA = {"path": "data.jsonl"}
 POLICY = {"model": {"policy": "model"}, "data": DATA, "feedback": {"source": "start_functions:judge"}}
 REWARD_MODEL = {"feedback": {"reward_model": "reward"}}
-JOBS: list[tuple[type[Any], dict[str, Any], str, str]] = [  # schema, config, file that binds the folder, changed key
-    (PolicyJob, POLICY | {"num_steps": 2}, "config.yaml", "learner.policy.lr=0.5"),
-    (CompareJob, POLICY | {"eval_data": DATA, "num_steps": 2}, "config.yaml", "rollout.temperature=0.5"),
-    (SFTJob, {"model": {"policy": "model"}, "data": DATA}, f"{MODEL}.part", "sft.optim.lr=0.5"),
-    (RewardJob, {"model": {"policy": "model"}, "data": DATA, "eval_data": DATA}, MODEL, "sft.optim.lr=0.5"),
+TRAIN = POLICY | {"num_steps": 2}
+COMPARE = TRAIN | {"eval_data": DATA}
+SFT = {"model": {"policy": "model"}, "data": DATA}
+SFT_PART = f"{MODEL}.part"
+REWARD = SFT | {"eval_data": DATA}
+# schema, config, file that binds the folder, changed key
+JOBS: list[tuple[type[Any], dict[str, Any], str, str]] = [
+    (PolicyJob, TRAIN, "config.yaml", "learner.policy.lr=0.5"),
+    (CompareJob, COMPARE, "config.yaml", "rollout.temperature=0.5"),
+    (SFTJob, SFT, SFT_PART, "sft.optim.lr=0.5"),
+    (RewardJob, REWARD, MODEL, "sft.optim.lr=0.5"),
+]
+JOBS += [
     (AnnotateJob, {"data": DATA, "annotate": {"source": "program"}}, "journal.jsonl", "task=qa"),
     (EvaluateJob, {"data": DATA, **REWARD_MODEL}, "evaluation.json", "run.seed=7"),
     (PolicyEvaluationJob, {"data": DATA, "policies": {"base": {"policy": "m"}}}, "responses", "run.seed=7"),
