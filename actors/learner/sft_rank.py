@@ -17,6 +17,7 @@ from actors.learner.rank_batches import select_rank_batch
 from actors.learner.trainers import LearnerSpec
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
+from t2g.config.run_values import MODEL
 from t2g.data.batching import draw_steps, microbatches, normalize_weights
 from t2g.metrics import GRAD_NORM, LEARNING_RATE, POLICY_LOSS, fill
 from t2g.runs.checkpoint import CheckpointStore
@@ -25,7 +26,6 @@ from t2g.types import TrainSequence
 LABEL = "supervised training"  # in messages
 REPORT_EVERY = 10  # optimizer steps between two reports
 CHECKPOINTS = "checkpoints"  # in the folder of an unfinished training
-MODEL = "model"  # in the same folder
 ENGINE = "engine"  # what `LearnerWorker.save` wrote, in a checkpoint
 
 

@@ -26,6 +26,7 @@ from jobs.common.run_folder import SMOKE_PROMPTS, begin_folder
 from jobs.evaluate.feedback_scores import FeedbackScores, JudgedResponses, ServeFeedback, find_feedback
 from t2g.concurrency import gather_all
 from t2g.config import LLMConfig, ModelConfig, PolicyEvaluationJob, StyleConfig
+from t2g.config.evaluation import ADAPTER_FILE
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import UserError
@@ -60,7 +61,6 @@ RESPONSES = "responses"
 SCORES = "scores"
 JUDGEMENTS = "judgements.jsonl"
 MERGED = "merged"
-ADAPTER_FILE = "adapter_config.json"
 MAX_SEED = 2**31 - 1  # that every server takes
 
 Questions = tuple[Task, Sequence[Record], Sequence[Prompt]]

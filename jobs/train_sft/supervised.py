@@ -9,6 +9,7 @@ from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
 from jobs.common.run_folder import SMOKE_STEPS, begin_folder, sole_process
 from t2g.config import SFTJob, SFTOptions, with_overrides
+from t2g.config.run_values import MODEL
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.feedback.examples import make_policy_examples
@@ -22,7 +23,6 @@ from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.text.thinking import find_thinking_tags
 from t2g.types import TrainSequence
 
-MODEL = "model"
 LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
 
 

@@ -22,13 +22,13 @@ from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import describe_unserializable
 from t2g.feedback.cut_answers import load_cut_object
+from t2g.feedback.judge_json import MAX_ANSWER_CHARS
 from t2g.feedback.sentences import claim_sentence
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate
 from t2g.text.segments import printable
 from t2g.types import MAX_FIX_CHARS, FeedbackStatus, FinishReason, Severity, Span, SpanFeedback
 
-MAX_ANSWER_CHARS = 65_536  # of an answer, critique or execution; longer ones are rejected
 MAX_QUOTES = 256  # of each label that are located; further ones count as not located
 MAX_METRICS = 32  # of a judgement
 AT_MAX_SPANS = "at_max_spans"  # metric of an answer

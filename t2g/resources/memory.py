@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from t2g.config import Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, SFTOptions
+from t2g.config.auto import GIB
 from t2g.resources.model_shape import ModelShape
 
-GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.
 GPUS = {"L4": 22.5, "A100-40GB": 40.0, "L40S": 45.0, "H100-80GB": 79.6, "A100-80GB": 80.0, "H200": 140.4, "B200": 179.0}
 BYTES: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}

@@ -30,6 +30,7 @@ import numpy as np
 from t2g import metrics as m
 from t2g.concurrency import gather_unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
+from t2g.config.run_values import POLICY
 from t2g.data.prompts import encode_revision
 from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
@@ -52,8 +53,6 @@ from t2g.tasks.base import Task
 from t2g.text.offsets import decode
 from t2g.text.thinking import find_thinking_tags
 from t2g.types import JudgedResponse, Prompt, Rollout, TrainSequence
-
-POLICY = "policy"  # folder of the trained model, inside the run folder
 
 Metrics = dict[str, float]
 # (model, engine settings, coroutine function) -> its result; the engines live until the coroutine has returned
