@@ -141,7 +141,7 @@ def engine(machine: Machine) -> Figures:
     Tokens/s of an engine called without its fleet, and through it; then it is killed, and its successor serves.
     """
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.train_policy.policy_runs import read_data
+    from jobs.train_policy.policy_data import read_data
 
     stages = machine.out / "stages"
     given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")

@@ -35,6 +35,11 @@ class FleetGpuTimeSharing:
         self._timeout_s = timeout_s
         self.sending = asyncio.Lock()  # the lock of the weight sync: no engine may sleep during a catch-up
 
+    def attach_learner(self, learner: OffloadableLearner, sending: asyncio.Lock) -> None:
+        """Have a learner take part. `sending` is the lock of its weight sync."""
+        self.learner = learner
+        self.sending = sending
+
     async def switch_to(self, user: GpuUser) -> None:
         """Give the GPUs to the engines or to the learner, once the others have released them.
 

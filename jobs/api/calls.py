@@ -3,53 +3,19 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from jobs.api.job_start import GivenConfig, Records, start
 from jobs.common.cli import print_outputs, stop_flag
+from jobs.train_policy.policy_job import READ_DATA, PolicyRun, run_training
 from t2g.config import AnnotateJob, EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob
-from t2g.errors import RunStopped, UserError
+from t2g.errors import UserError
 
-READ_POLICY_DATA = "jobs.train_policy.policy_runs:read_data"
 READ_SAMPLES = "jobs.annotate.annotation_runs:read_samples"
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-@dataclass(frozen=True, kw_only=True)
-class PolicyRun:
-    """A run by its folder; its files are read at each access, while it goes on as well."""
-
-    folder: Path
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return the numbers of each step, lines of metrics.jsonl."""
-        return self._read("metrics.jsonl")
-
-    @property
-    def samples(self) -> list[dict[str, Any]]:
-        """Return the logged responses with their feedback, lines of samples.jsonl."""
-        return self._read("samples.jsonl")
-
-    @property
-    def policy(self) -> Path:
-        """Return the folder of the trained model, which transformers and vLLM load."""
-        return self.folder / "policy"
-
-    @property
-    def report(self) -> Path:
-        """Return the HTML report."""
-        return self.folder / "report.html"
-
-    def _read(self, name: str) -> list[dict[str, Any]]:
-        from t2g.runs.log import read_records
-
-        return [*read_records(self.folder / name)]
-
-
 def train(
     config: GivenConfig, *, prompts: Records | None = None, eval_prompts: Records | None = None, feedback: Any = None
 ) -> PolicyRun:
@@ -66,100 +32,7 @@ def train(
         UserError, RunStopped, Stopped, KeyboardInterrupt: See `start`.
     """
     given = {"data.path": prompts, "eval_data.path": eval_prompts, "feedback.source": feedback}
-    return start(PolicyJob, run_training, READ_POLICY_DATA, config, given)
-
-
-def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
-    """Describe the full run from three steps: its speed, its duration, and whether feedback gives rewards."""
-    from t2g.runs.progress import format_duration
-
-    timing = summary["timing"]
-    num_steps = config.num_steps
-    steps_made = summary["steps"]
-    step_s = timing["steps_s"] / steps_made
-    evaluations_made = 1 + ceil(steps_made / config.eval.every)
-    evaluations_planned = 1 + ceil(num_steps / config.eval.every)
-    evaluations_s = timing["evaluations_s"] / evaluations_made * evaluations_planned
-
-    pace = summary["samples"] / timing["steps_s"]
-    duration = format_duration(step_s * num_steps + evaluations_s)
-    text = f"smoke run done: {pace:.1f} samples/s, {step_s:.1f} s a step; {num_steps} steps will take about {duration}"
-    if summary["unlabelled"]:
-        text += (
-            f"\nno token of these responses was labelled: feedback.source={config.feedback.describe()} quoted nothing "
-            "of them, so no span was paid; samples.jsonl has its critiques"
-        )
-    return text
-
-
-def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
-    """Return lines about the teacher of a smoke run, before anything is trained; [] without one. See `inputs` there."""
-    from jobs.train_policy.teacher_evaluation import evaluate_teacher, format_result
-
-    if not config.run.smoke or config.objective.teacher is None:
-        return []
-    try:
-        result = evaluate_teacher(config, *inputs)
-        return [format_result(result)]
-    except RunStopped as error:
-        return [f"the teacher was not measured: {error}"]
-
-
-def show_one(folder: Path) -> None:
-    """Print a response of the last step with colored spans, with feedback if there is any."""
-    from rich.console import Console
-
-    from t2g.report.run_page import examples
-    from t2g.report.terminal import show_feedback
-    from t2g.runs.log import SAMPLES_FILE
-
-    last_samples = [samples[-1] for samples in examples(folder / SAMPLES_FILE)]
-    judged = [sample for sample in last_samples if sample.feedback is not None]
-    if not judged:
-        return
-    one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
-    print(f"\ncritique and text of one response, of step {one.step}:")
-    show_feedback(Console(), one.response, one.feedback)
-
-
-def run_training(job: PolicyJob, data: Any) -> PolicyRun:
-    """Connect, start the fleets, train. data: PolicyData, None if stages are made first."""
-    from jobs.artifacts.stages import demo_of, make_stages
-    from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.run_folder import sole_process
-    from jobs.train_policy import policy_runs as runs
-    from t2g.runs.control import publish_phases
-
-    demo = demo_of(job)
-    config = runs.limit_smoke(job)
-    made = PolicyRun(folder=config.run.folder)
-    if runs.report_steps_done(config):
-        return made
-    summary = runs.finished(config)
-    if summary is None:
-        with (
-            sole_process(made.folder),
-            publish_phases(made.folder, config.num_steps) as publish_phase,
-            on_cluster(config),
-        ):
-            if demo:
-                with Fleets() as fleets:
-                    make_stages(demo, fleets, reward="reward_model" in config.feedback.models)
-            data = runs.run_references(config, data or runs.read_data(config))
-            publish_phase("loading")
-            stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
-            with Fleets() as fleets:
-                rollouts, feedback = fleets.for_policy(config, data.task)
-                teacher = try_teacher(config, data, rollouts, feedback)
-                summary = runs.train(config, data, rollouts, feedback, stop)
-    if job.run.smoke:
-        print(format_smoke_summary(job, summary), *teacher, sep="\n")
-        show_one(made.folder)
-    else:
-        held_out = [f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None]
-        print(f"held out: {', '.join(held_out) or 'not measured, eval_data is not given'}")
-    print_outputs(policy=made.policy, report=made.report, numbers=made.folder / "summary.json")
-    return made
+    return start(PolicyJob, run_training, READ_DATA, config, given)
 
 
 # ---------------------------------------------------------------------------------------------------------- annotation
@@ -243,25 +116,18 @@ def run_reward(config: EvaluateJob, records: Any, what: str) -> dict[str, Any]:
 
 
 def run_teacher(config: PolicyJob, data: Any, what: str) -> dict[str, Any]:
-    from jobs.artifacts.stages import demo_of, make_stages
-    from jobs.common.fleets import Fleets, on_cluster
+    from jobs.common.fleets import Fleets
     from jobs.common.run_folder import begin_folder, sole_process
-    from jobs.train_policy.policy_runs import read_data, run_references
+    from jobs.train_policy.prepared import prepared_job
     from jobs.train_policy.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
     from t2g.files import write_json
 
-    demo = demo_of(config)
     with sole_process(config.run.folder):
         folder = begin_folder(config)
-        with on_cluster(config):
-            if demo:
-                with Fleets() as fleets:
-                    make_stages(demo, fleets, reward="reward_model" in config.feedback.models)
-            data = run_references(config, data or read_data(config))
-            with Fleets() as fleets:
-                rollouts, source = fleets.for_policy(config, data.task)
-                result = evaluate_teacher(config, data, rollouts, source)
-            write_json(folder / TEACHER_FILE, result)
+        with prepared_job(config, data) as checked, Fleets() as fleets:
+            rollouts, source = fleets.for_policy(config, checked.task)
+            result = evaluate_teacher(config, checked, rollouts, source)
+        write_json(folder / TEACHER_FILE, result)
     print(format_result(result))
     print_outputs(numbers=folder / TEACHER_FILE)
     return result
@@ -299,5 +165,5 @@ def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> dict[s
 EVALUATIONS: dict[str, tuple[Any, Callable[..., Any], str]] = {  # by `what`: schema, job, reader of the data
     "reward": (EvaluateJob, run_reward, "jobs.train_reward.reward_models:read_heldout"),
     "policy": (PolicyEvaluationJob, run_policy, "jobs.evaluate.policy_evaluation:read_questions"),
-    "teacher": (PolicyJob, run_teacher, READ_POLICY_DATA),
+    "teacher": (PolicyJob, run_teacher, READ_DATA),
 }

@@ -68,7 +68,7 @@ def _check_own(config: JobConfig, *leftovers: str) -> None:
 
 def _check_policy(job: PolicyJob) -> None:
     from jobs.artifacts.stages import check_stages, demo_of
-    from jobs.train_policy.policy_runs import find_steps_done, limit_smoke
+    from jobs.train_policy.policy_results import find_steps_done, limit_smoke
 
     demo = demo_of(job)
     if demo and not check_stages(demo, reward="reward_model" in job.feedback.models):
@@ -80,7 +80,7 @@ def _check_policy(job: PolicyJob) -> None:
 
 def _check_demo(demo: DemoJob) -> None:
     from jobs.artifacts.stages import check_stages
-    from jobs.train_policy.policy_runs import find_steps_done
+    from jobs.train_policy.policy_results import find_steps_done
 
     if demo.task != "tiny" or not check_stages(demo):
         return

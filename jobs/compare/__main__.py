@@ -17,7 +17,7 @@ from typing import Any
 
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
-from t2g.config import CompareJob
+from t2g.config import CompareJob, DemoJob, PolicyJob
 from t2g.study.methods import NOISY, Arms
 
 
@@ -59,43 +59,20 @@ def check(arms: Arms) -> None:
 
 def run(job: CompareJob, data: Any) -> None:
     """Make all runs, then the figures."""
-    from jobs.artifacts.stages import (
-        FOLLOWER,
-        REVISER,
-        corrector_job,
-        demo_of,
-        make_corrector,
-        make_stages,
-    )
-    from jobs.common.fleets import Fleets, on_cluster
-    from jobs.compare.comparison_runs import finish, make_reward_models, run_all
-    from jobs.train_policy.policy_runs import read_data, run_references
+    from jobs.compare.comparison_runs import finish, make_comparison_artifacts, run_all
+    from jobs.train_policy.prepared import prepared_job
 
-    demo = demo_of(job)
     arms = Arms(job)
     check(arms)
-
-    policy_jobs = [arms.arm(name, 0) for name in arms.methods]
-    models: set[str] = set()
-    for policy_job in (job, *policy_jobs):
-        models.update(policy_job.feedback.models)
-    needs_reward_model = "reward_model" in models and not job.compare.rewards
-    revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
-    used = {REVISER: job.compare.reviser if revises else None, FOLLOWER: job.model.policy}
     rewards: dict[str, Any] = {}
+
+    def make_artifacts(_: PolicyJob, demo: DemoJob) -> None:
+        rewards.update(make_comparison_artifacts(arms, demo))
+
+    methods = [arms.arm(name, 0) for name in arms.methods]
     with sole_process(job.run.folder):
         begin_folder(job)
-        with on_cluster(job):
-            if demo:
-                with Fleets() as fleets:
-                    make_stages(demo, fleets, reward=needs_reward_model)
-                for name, model in used.items():
-                    corrector = corrector_job(demo, name).run.folder / "model"
-                    if model == str(corrector):
-                        make_corrector(demo, name)
-                if job.compare.rewards:
-                    rewards = make_reward_models(arms, demo)
-            checked = run_references(job, data or read_data(job, policy_jobs))
+        with prepared_job(job, data, methods=methods, make_artifacts=make_artifacts) as checked:
             search = run_all(arms, checked, stop_flag())
         finish(arms, search, rewards)
 

@@ -19,19 +19,23 @@ from typing import Any
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from jobs.artifacts.stages import base_model, load_or_run, positions, reward_job
+from jobs.artifacts.stages import (
+    FOLLOWER,
+    REVISER,
+    base_model,
+    corrector_job,
+    load_or_run,
+    make_corrector,
+    make_stages,
+    positions,
+    reward_job,
+)
 from jobs.common.cli import StopFlag, print_outputs
 from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
-from jobs.train_policy.policy_runs import (
-    OnFinished,
-    PolicyData,
-    finished,
-    learner_spec,
-    make_rollout_source,
-    read_data,
-    run_baseline,
-    train,
-)
+from jobs.train_policy.baseline_runs import run_baseline
+from jobs.train_policy.policy_data import PolicyData, read_data
+from jobs.train_policy.policy_results import finished
+from jobs.train_policy.policy_training import OnFinished, PolicyTraining, learner_spec, make_rollout_source
 from jobs.train_reward import reward_models
 from t2g.config import CompareJob, DemoJob, PolicyJob, RewardJob, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -208,7 +212,15 @@ class Session:
         else:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
             on_finished: OnFinished = partial(references.measure, arm) if references else lambda *_: None
-            summary = train(arm, data, rollouts, feedback, self.stop, on_finished, **fields)
+            training = PolicyTraining(
+                config=arm,
+                data=data,
+                rollouts=rollouts,
+                feedback=feedback,
+                stop=self.stop,
+                on_finished=on_finished,
+            )
+            summary = training.run(**fields)
         checkpoints = arm.run.folder / "checkpoints"
         shutil.rmtree(checkpoints, ignore_errors=True)  # tens of runs; the numbers stay
         return summary
@@ -347,6 +359,25 @@ def has_all(arms: Arms, names: Sequence[str], results: ResultLines) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ reward models
+def make_comparison_artifacts(arms: Arms, demo: DemoJob) -> dict[str, Any]:
+    """Make the artifacts that the methods need; return the figures of their reward models, see `make_reward_models`."""
+    job = arms.job
+    feedback_models: set[str] = set()
+    for policy_job in (job, *(arms.arm(name, 0) for name in arms.methods)):
+        feedback_models.update(policy_job.feedback.models)
+    needs_reward_model = "reward_model" in feedback_models and not job.compare.rewards
+    with Fleets() as fleets:
+        make_stages(demo, fleets, reward=needs_reward_model)
+
+    revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
+    correctors = {REVISER: job.compare.reviser if revises else None, FOLLOWER: job.model.policy}
+    for name, model in correctors.items():
+        corrector = corrector_job(demo, name).run.folder / "model"
+        if model == str(corrector):
+            make_corrector(demo, name)
+    return make_reward_models(arms, demo) if job.compare.rewards else {}
+
+
 def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[str, float]]]:
     """Make the unfinished trainings; return model -> seed -> metrics of all. Ray must be connected."""
     config = arms.job.compare.rewards

@@ -71,7 +71,9 @@ def run(demo: DemoJob) -> None:
     from jobs.artifacts.stages import make_stages
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import sole_process
-    from jobs.train_policy.policy_runs import finished, read_data, report_steps_done, train
+    from jobs.train_policy.policy_data import read_data
+    from jobs.train_policy.policy_results import finished, report_steps_done
+    from jobs.train_policy.policy_training import PolicyTraining
     from t2g.runs.progress import format_duration, log_duration
 
     if demo.task != "tiny":
@@ -94,7 +96,8 @@ def run(demo: DemoJob) -> None:
                 summary = finished(job)
                 if not summary:
                     rollouts, feedback = fleets.for_policy(job, data.task)
-                    summary = train(job, data, rollouts, feedback, stop)
+                    training = PolicyTraining(config=job, data=data, rollouts=rollouts, feedback=feedback, stop=stop)
+                    summary = training.run()
                 arms[arm] = summary
     finish(demo, summarize(demo, stages, arms))
     print(f"all phases: {format_duration(time.monotonic() - started)}")

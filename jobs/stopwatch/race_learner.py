@@ -14,7 +14,7 @@ from jobs.common.fleets import loaded_learner
 from jobs.stopwatch.bare import BareLearner, begin
 from jobs.stopwatch.race_step import loop_job, random_samples
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
-from jobs.train_policy.policy_runs import learner_spec
+from jobs.train_policy.policy_training import learner_spec
 from t2g.config.describe import count
 from t2g.data.batching import make_train_batch, microbatches
 from t2g.resources.flops import train_flops

@@ -20,7 +20,7 @@ from jobs.common.fleets import Fleets, loaded_learner
 from jobs.stopwatch.bare import BareEngine, BareLearner, begin
 from jobs.stopwatch.bare_trl import Grpo
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
-from jobs.train_policy.policy_runs import learner_spec
+from jobs.train_policy.policy_training import learner_spec
 from t2g.concurrency import cancel_all, run_with_background
 from t2g.config import BenchmarkJob, PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback

@@ -1,1 +1,1 @@
-"""Train a policy: the command is `__main__`, runs of PPO and of the baselines are in `policy_runs`."""
+"""Train a policy: `policy_job` is the job, `policy_training` a run of PPO, `baseline_runs` one of a baseline."""

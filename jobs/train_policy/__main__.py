@@ -6,9 +6,9 @@
 
 import sys
 
-from jobs.api.calls import READ_POLICY_DATA, run_training
 from jobs.common.cli import main
+from jobs.train_policy.policy_job import READ_DATA, run_training
 from t2g.config import PolicyJob
 
 if __name__ == "__main__":
-    sys.exit(main(PolicyJob, run_training, read=READ_POLICY_DATA))
+    sys.exit(main(PolicyJob, run_training, read=READ_DATA))

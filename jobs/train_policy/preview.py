@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.train_policy.policy_runs import PolicyData
+from jobs.train_policy.policy_data import PolicyData
 from t2g.config import AnyJob, PolicyJob, SFTJob
 from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.text.segments import printable

@@ -14,7 +14,7 @@ import numpy as np
 
 from actors.engines.rollout import RolloutFleet
 from jobs.common.fleets import wait_for_engines
-from jobs.train_policy.policy_runs import PolicyData
+from jobs.train_policy.policy_data import PolicyData
 from t2g.concurrency import gather_all
 from t2g.config import PolicyJob
 from t2g.data.prompts import encode_teacher_prompt

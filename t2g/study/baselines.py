@@ -11,7 +11,7 @@ They share PPO's base policy, prompts, seeds, feedback source, number of samples
     reflection  no training: the policy answers a held-out prompt, reads the critique and answers again
 
 Responses are ranked by the sum of their token rewards, the reward of scalar PPO. This module depends on Protocols
-only: the caller (`jobs.train_policy.policy_runs`) provides the functions that serve and train a model.
+only: the caller (`jobs.train_policy.baseline_runs`) provides the functions that serve and train a model.
 """
 
 import asyncio

@@ -13,7 +13,8 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy.policy_runs import PolicyData, read_data, train
+from jobs.train_policy.policy_data import PolicyData, read_data
+from jobs.train_policy.policy_training import PolicyTraining
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts
 from t2g.interfaces import FeedbackSource, Sampling
@@ -93,7 +94,15 @@ def train_family(folder: Path, architecture: str, learner: dict[str, Any]) -> Tr
 
     with Fleets() as fleets:
         rollouts, feedback = fleets.for_policy(config, data.task)
-        train(config, data, rollouts, feedback, StopFlag(), read_learner)
+        training = PolicyTraining(
+            config=config,
+            data=data,
+            rollouts=rollouts,
+            feedback=feedback,
+            stop=StopFlag(),
+            on_finished=read_learner,
+        )
+        training.run()
         return Trained(
             config=config, data=data, probe_logprobs=probes[0], rollouts=sample(rollouts, data.tokenizer)
         )  # fmt: skip

@@ -6,7 +6,9 @@ import pytest
 
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy.policy_runs import finished, read_data, run_baseline
+from jobs.train_policy.baseline_runs import run_baseline
+from jobs.train_policy.policy_data import read_data
+from jobs.train_policy.policy_results import finished
 from t2g.config import PolicyJob, WorldConfig
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.tasks.tiny.assets import build_model, build_tokenizers

@@ -31,7 +31,8 @@ from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
-from jobs.train_policy.policy_runs import read_data, train
+from jobs.train_policy.policy_data import read_data
+from jobs.train_policy.policy_training import PolicyTraining
 from t2g.config import PolicyJob, loading
 from t2g.errors import Stopped
 from t2g.loop.scaling import MIN_LEARNER_IDLE, WINDOW_STEPS
@@ -174,7 +175,8 @@ def run_through(stage: Stage, job: PolicyJob, plan: dict[int, str], fleets: Call
     rollouts, feedback = fleets()
     chaos.start()
     try:
-        summary = train(job, data, rollouts, feedback, StopFlag())
+        training = PolicyTraining(config=job, data=data, rollouts=rollouts, feedback=feedback, stop=StopFlag())
+        summary = training.run()
     finally:
         done.set()
         chaos.join(timeout=30)
@@ -292,8 +294,10 @@ def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_
     job = make_job(stage.folder, 1000, **scaled, **{"rollout.max_staleness": 1})
     (stage.folder / "policy" / SLOW).touch()
     stop = Grown(job.run.folder, stage.folder / "policy" / SLOW)
+    rollouts, feedback = stub_fleets(job)
+    training = PolicyTraining(config=job, data=read_data(job), rollouts=rollouts, feedback=feedback, stop=stop)
     with pytest.raises(Stopped):
-        train(job, read_data(job), *stub_fleets(job), stop)
+        training.run()
     metrics = [line for line in logged(job.run.folder) if line["step"] > 0]
     sizes = [line["rollout/workers"] for line in metrics]
     grown = sizes.index(2)

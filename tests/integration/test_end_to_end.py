@@ -11,8 +11,8 @@ from own_runs import ROOT, command, logged_steps, make_folder, start
 from registered_metrics import assert_registered
 
 from jobs import __main__ as console
-from jobs.api.calls import READ_POLICY_DATA, run_training
 from jobs.common.cli import main
+from jobs.train_policy.policy_job import READ_DATA, run_training
 from t2g.config import PolicyJob
 
 DEADLINE_S = 600
@@ -122,7 +122,7 @@ def test_an_impossible_setting_fails_with_one_sentence(
     monkeypatch.chdir(ROOT)
     asked = own_command(folder, **{"run.name": "bad", **overrides})
     argv = asked[asked.index("--config") :]
-    assert main(PolicyJob, run_training, read=READ_POLICY_DATA, argv=argv) == 2
+    assert main(PolicyJob, run_training, read=READ_DATA, argv=argv) == 2
     said = capsys.readouterr().err
     assert sentence in said and "Traceback" not in said
 

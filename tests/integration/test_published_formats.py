@@ -15,7 +15,8 @@ from models import random_model
 
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy.policy_runs import read_data, train
+from jobs.train_policy.policy_data import read_data
+from jobs.train_policy.policy_training import PolicyTraining
 from t2g.config import PolicyJob, StyleConfig, loading
 from t2g.feedback.card import CARD_FILE, make_card, write_card
 from t2g.tasks.base import get_task
@@ -110,7 +111,9 @@ def test_two_steps(
     data = read_data(config)
     assert len(data.prompts) >= 12
 
-    summary = train(config, data, *fleets.for_policy(config, data.task), StopFlag())
+    rollouts, feedback = fleets.for_policy(config, data.task)
+    training = PolicyTraining(config=config, data=data, rollouts=rollouts, feedback=feedback, stop=StopFlag())
+    summary = training.run()
 
     assert CARD_FILE not in caplog.text  # nothing is said of a model that answers what it is asked for
     assert summary is not None

@@ -14,7 +14,8 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
-from jobs.train_policy.policy_runs import PolicyData, run_baseline
+from jobs.train_policy.baseline_runs import run_baseline
+from jobs.train_policy.policy_data import PolicyData
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling

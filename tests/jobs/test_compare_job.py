@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter_tokenizer
 
-from jobs.artifacts import stages
-from jobs.common import fleets
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
+from jobs.compare import comparison_runs
 from jobs.compare.__main__ import check, describe, run
 from jobs.compare.comparison_runs import (
     ReferenceResponses,
@@ -26,7 +25,8 @@ from jobs.compare.comparison_runs import (
     make_search_data,
     run_all,
 )
-from jobs.train_policy.policy_runs import PolicyData
+from jobs.train_policy import prepared
+from jobs.train_policy.policy_data import PolicyData
 from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Diverged, RunStopped, Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
@@ -133,8 +133,8 @@ def test_the_stages_have_a_reward_model_where_a_run_asks_one(
         raise Stopped(f"reward={reward}")
 
     (tmp_path / "asks.yaml").write_text("about: A reward model.\noverrides: {feedback.source: reward_model}\n")
-    monkeypatch.setattr(stages, "make_stages", made)
-    monkeypatch.setattr(fleets, "on_cluster", lambda job: nullcontext())
+    monkeypatch.setattr(comparison_runs, "make_stages", made)
+    monkeypatch.setattr(prepared, "on_cluster", lambda job: nullcontext())
     with pytest.raises(Stopped, match=f"reward={wanted}"):
         run(the_job(tmp_path, *(text.format(folder=tmp_path) for text in overrides)), None)
 

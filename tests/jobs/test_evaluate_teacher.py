@@ -10,7 +10,7 @@ import pytest
 from fakes import LetterTask, letter_prompts, letter_tokenizer
 from trainer_bench import job
 
-from jobs.api.calls import try_teacher
+from jobs.train_policy.policy_job import try_teacher
 from jobs.train_policy.teacher_evaluation import (
     advise,
     evaluate_teacher,

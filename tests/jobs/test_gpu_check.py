@@ -169,7 +169,7 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
 
     monkeypatch.setattr("jobs.common.fleets.RolloutFleet", Fleet)
     monkeypatch.setattr("jobs.common.fleets.on_cluster", nullcontext)
-    monkeypatch.setattr("jobs.train_policy.policy_runs.read_data", lambda job: SimpleNamespace(prompts=[1, 2]))
+    monkeypatch.setattr("jobs.train_policy.policy_data.read_data", lambda job: SimpleNamespace(prompts=[1, 2]))
     monkeypatch.setattr(gpu_check, "measure", measure)
     figures = gpu_check.engine(gpu_check.Machine(out=tmp_path, gpus=0, timeout_s=1))
     assert figures == {

@@ -9,13 +9,15 @@ from fakes import letter_tokenizer
 
 from actors.learner.export import EXPORT_FILE
 from actors.learner.zero3 import lr_factor
-from jobs.api.calls import format_smoke_summary, show_one
-from jobs.api.calls import run_training as run
-from jobs.artifacts import stages
 from jobs.common import fleets
 from jobs.demo.__main__ import arm_job
 from jobs.demo.__main__ import run as run_demo
-from jobs.train_policy.policy_runs import learner_spec, read_data, run_references, write_summary
+from jobs.train_policy import prepared
+from jobs.train_policy.policy_data import read_data, run_references
+from jobs.train_policy.policy_job import format_smoke_summary, show_one
+from jobs.train_policy.policy_job import run_training as run
+from jobs.train_policy.policy_results import write_summary
+from jobs.train_policy.policy_training import learner_spec
 from t2g.config import DemoJob, PolicyJob, loading, with_overrides
 from t2g.errors import Stopped, UserError
 from t2g.runs import identity
@@ -106,8 +108,8 @@ def test_the_artifacts_have_a_reward_model_on_request(
     def made(demo: Any, fleets: Any, *, reward: bool) -> None:
         raise Stopped(f"reward={reward}")
 
-    monkeypatch.setattr(stages, "make_stages", made)
-    monkeypatch.setattr(fleets, "on_cluster", lambda job: nullcontext())
+    monkeypatch.setattr(prepared, "make_stages", made)
+    monkeypatch.setattr(prepared, "on_cluster", lambda job: nullcontext())
     tiny = Path(__file__).parents[2] / "configs" / "tiny" / "policy.yaml"
     with pytest.raises(Stopped, match=f"reward={source == 'reward_model'}"):
         run(loading.load(PolicyJob, tiny, [f"run.root={tmp_path}", f"feedback.source={source}"], environ={}), None)
@@ -148,6 +150,7 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
         raise Stopped
 
     monkeypatch.setattr(fleets, "on_cluster", started)
+    monkeypatch.setattr(prepared, "on_cluster", started)
     steps = dict(zip(arms, (20, 30), strict=False))
     for arm, step in steps.items():
         store = CheckpointStore(tmp_path / "demo" / "arms" / arm / "checkpoints", keep=2)

@@ -4,10 +4,10 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trainer_bench import NUM_STEPS, Bench, chosen, job, task_reward
 
 from jobs.common.cli import StopFlag
-from jobs.train_policy.policy_runs import with_restarts
+from jobs.train_policy.policy_training import RestartBudget
 from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, PolicyJob, with_overrides
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError
@@ -25,8 +25,20 @@ from t2g.loop.trainer import TrainerState
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import ContentChange
 
+Result = TypeVar("Result")
+
 PHASES = ("sample", "judge", "measure", "forward", "update", "push", "save", "export")
 CONFIG = with_overrides(job(outcome_rewards=task_reward(0.5)), {"checkpoint.export": True})
+
+
+def with_restarts(attempt: Callable[[float | None], Result], learner: LearnerConfig, stop: StopFlag) -> Result:
+    """Attempt as `PolicyTraining.run` does."""
+    restarts = RestartBudget(learner, stop)
+    while True:
+        try:
+            return attempt(restarts.lost_at)
+        except LearnerLost as lost:
+            restarts.spend(lost)
 
 
 class Killed(BaseException):

@@ -15,7 +15,7 @@ from models import random_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from jobs.train_policy.policy_runs import read_data
+from jobs.train_policy.policy_data import read_data
 from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
 from t2g.errors import UserError
 from t2g.resources.preflight import Findings, emulated_dtypes, preflight, read_inputs

@@ -9,7 +9,7 @@ import pytest
 
 from actors.fleet.steering import Steering
 from jobs.common.cli import StopFlag
-from jobs.train_policy import policy_runs
+from jobs.train_policy.policy_training import PolicyTraining
 from t2g.config import PolicyJob, loading
 from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.loop.trainer import TrainerState
@@ -146,8 +146,8 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
     (config.run.folder / loading.FILE_NAME).unlink()
     shown: list[int] = []
 
-    def run_with_learner(*given: Any) -> TrainerState:
-        steering = next(one for one in given if isinstance(one, Steering))
+    def train(_: PolicyTraining, steering: Steering, *, lost_at: float | None) -> TrainerState:
+        assert (lost_at is None) == (not shown)
         if not shown:
             steering.on_step(3, STARVED)
         else:
@@ -157,7 +157,9 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
             raise LearnerLost("a rank has died")
         return TrainerState(step=3, kl_coef=0.0)
 
-    monkeypatch.setattr(policy_runs, "run_with_learner", run_with_learner)
+    monkeypatch.setattr(PolicyTraining, "_train", train)
+    fleets: Any = {"rollouts": FakeFleet("rollout", 1), "feedback": SimpleNamespace(fleet=None)}
+    training = PolicyTraining(config=config, data=None, stop=StopFlag(), **fleets)
     with pytest.raises(Stopped):
-        policy_runs.train(config, None, FakeFleet("rollout", 1), SimpleNamespace(fleet=None), StopFlag())  # type: ignore[arg-type]
+        training.run()
     assert shown == [3, 3]

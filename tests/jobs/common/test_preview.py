@@ -8,7 +8,7 @@ import pytest
 from thinking import R1_LIKE, build_thinking_tokenizer
 
 from jobs.train_policy import preview
-from jobs.train_policy.policy_runs import PolicyData
+from jobs.train_policy.policy_data import PolicyData
 from jobs.train_policy.preview import MAX_CHARS, preview_data
 from t2g.config import AnnotateJob, PolicyJob, SFTJob
 from t2g.tasks.base import get_task

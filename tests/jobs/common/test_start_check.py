@@ -9,10 +9,10 @@ import ray
 import yaml
 from models import random_model
 
-from jobs.api.calls import READ_POLICY_DATA, run_training
 from jobs.api.start_check import check_start
 from jobs.common.cli import main
 from jobs.common.run_folder import begin_folder
+from jobs.train_policy.policy_job import READ_DATA, run_training
 from jobs.train_sft.supervised import MODEL
 from t2g.config import (
     AnnotateJob,
@@ -140,9 +140,9 @@ def test_the_dry_run_says_what_the_start_says(
     file.write_text(yaml.safe_dump(POLICY | sizes | {"run": {"root": str(folder), "name": "own"}}))
     begin_folder(loading.load(PolicyJob, file))
     argv = ["--config", str(file), "learner.policy.lr=0.5", *options]
-    assert main(PolicyJob, run_training, argv=argv, read=READ_POLICY_DATA) == 2
+    assert main(PolicyJob, run_training, argv=argv, read=READ_DATA) == 2
     captured = capsys.readouterr()
     assert "nothing was found" not in captured.out
     expected = f"{folder / 'own'} was made with other inputs: learner.policy.lr (1e-06 -> 0.5)"
     assert expected in captured.err.splitlines()[-1]
-    assert main(PolicyJob, run_training, argv=["--config", str(file), "--dry-run"], read=READ_POLICY_DATA) == 0
+    assert main(PolicyJob, run_training, argv=["--config", str(file), "--dry-run"], read=READ_DATA) == 0

@@ -1,0 +1,95 @@
+"""The data of a run that trains a policy, read and checked before any process is started."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from actors.learner.lora import check_adapters
+from t2g.config import PolicyJob
+from t2g.data.load import load_records
+from t2g.data.prompts import make_prompts
+from t2g.environments.converse import make_encoder
+from t2g.environments.environment import Environment
+from t2g.feedback.outcome_rewards import OutcomeRewards
+from t2g.loop.steps import check_truncation_penalty
+from t2g.tasks.base import Task, get_task
+from t2g.tasks.references import check_references
+from t2g.text.policy_chat import load_policy_tokenizer
+from t2g.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyData:
+    """The inputs of a run, read before any process is started, so that bad input is refused within seconds."""
+
+    task: Task
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    environment: Environment | None = None
+
+    @property
+    def trainer_inputs(self) -> dict[str, Any]:
+        """Return the fields that a trainer takes."""
+        return {name: value for name, value in vars(self).items() if name != "environment"}
+
+
+def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
+    """Return the task, the tokenizer, the prompts and the held-out prompts.
+
+    Args:
+        arms: Runs that train on the same data with objectives of their own.
+
+    Raises:
+        UserError: The data, the tokenizer or the task cannot be used.
+    """
+    learner = config.learner
+    if learner.lora is not None:
+        uses_cpu_engines = learner.sync_adapters and not config.rollout.gpus
+        check_adapters(learner.lora, config.model, cpu_engines=uses_cpu_engines)
+    task = get_task(config.task)
+    tokenizer = load_policy_tokenizer(config.model)
+    room = config.rollout.max_prompt_tokens
+    records = load_records(config.data)
+    prompts = make_prompts(records, task, tokenizer, room, too_long=config.data.too_long)
+
+    jobs = (config, *arms)
+    for job in jobs:
+        OutcomeRewards(job, task, prompts)  # checks them
+    environment = Environment(config, task) if config.environment else None
+    if environment is not None:
+        make_encoder(tokenizer)  # checks the chat template
+
+    penalty = max(job.objective.truncation_penalty for job in jobs)
+    check_truncation_penalty(tokenizer, prompts, config.model, penalty)
+    prompts_per_step = config.rollout.prompts_per_step
+    if len(prompts) < prompts_per_step:
+        logger.warning(
+            "data.path has only %d prompts, and rollout.prompts_per_step=%d: they get more samples in each step",
+            len(prompts), prompts_per_step,
+        )  # fmt: skip
+
+    eval_prompts: list[Prompt] = []
+    if config.eval_data is not None:
+        eval_records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
+        too_long = config.eval_data.too_long
+        eval_prompts = make_prompts(eval_records, task, tokenizer, room, too_long=too_long, key="eval_data")
+    return PolicyData(
+        task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, environment=environment
+    )
+
+
+def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
+    """Return the data with the mode of each record's tests, without records whose reference fails.
+
+    Raises:
+        UserError: No prompt is left.
+    """
+    checked = partial(check_references, task=data.task, sandbox=config.feedback.sandbox, folder=config.run.folder)
+    prompts = checked(data.prompts)
+    eval_prompts = checked(data.eval_prompts)
+    return replace(data, prompts=prompts, eval_prompts=eval_prompts)
