@@ -59,7 +59,8 @@ def check(arms: Arms) -> None:
 
 def run(job: CompareJob, data: Any) -> None:
     """Make all runs, then the figures."""
-    from jobs.compare.comparison_runs import finish, make_comparison_artifacts, run_all
+    from jobs.compare.comparison_report import finish
+    from jobs.compare.comparison_runs import make_comparison_artifacts, run_all
     from jobs.train_policy.prepared import prepared_job
 
     arms = Arms(job)

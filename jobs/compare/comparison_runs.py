@@ -30,8 +30,9 @@ from jobs.artifacts.stages import (
     positions,
     reward_job,
 )
-from jobs.common.cli import StopFlag, print_outputs
+from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
+from jobs.compare.comparison_report import TARGETING_FILE, load_run
 from jobs.train_policy.baseline_runs import run_baseline
 from jobs.train_policy.policy_data import PolicyData, read_data
 from jobs.train_policy.policy_results import finished
@@ -47,13 +48,9 @@ from t2g.feedback.records import AnnotatedRecord, load_annotated, make_annotated
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import make_sampling
-from t2g.report.comparison_page import write_comparison
-from t2g.runs.log import METRICS_FILE, read_records
-from t2g.runs.versions import collect_versions
 from t2g.sandbox import SandboxConfig
 from t2g.study import targeting
 from t2g.study.baselines import POLICY
-from t2g.study.comparison import RunCurve, base_run, read_run, summarize, summarize_noise, tables
 from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
 from t2g.study.result_lines import ResultLines
 from t2g.study.retention import measure_retention, read_texts
@@ -63,7 +60,6 @@ from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import JudgedResponse
 
-TARGETING_FILE = "targeting.json"
 SEARCH_POSTS = "others"  # than those that are reported on
 
 logger = logging.getLogger(__name__)
@@ -459,61 +455,3 @@ def relabel(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
     answer = judge(record.prompt, record.response, payload=record.payload)
     feedback = read_judgement(answer, record.response, source=record.source, version=record.version)
     return make_annotated_record(record.to_prompt(), record.response, feedback, sample_index=record.sample_index)
-
-
-# ------------------------------------------------------------------------------------------------------------- figures
-def load_run(arm: PolicyJob) -> RunCurve:
-    """Load a finished run."""
-    folder = arm.run.folder
-    path = folder / TARGETING_FILE
-    targeting = json.loads(path.read_text()) if path.exists() else None
-    records = read_records(folder / METRICS_FILE)
-    return read_run(records, targeting)
-
-
-def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, RunCurve]], dict[str, Any]]:
-    """Return method -> seed -> run in the order of compare.methods, and the same by noise."""
-    config = arms.job.compare
-    results = ResultLines(config)
-
-    def load_one(name: str, seed: int, noise: str) -> RunCurve:
-        arm = arms.arm(name, seed, chosen.get(name), noise)
-        return results.find(arm, **arms.identity_extras(name)) or load_run(arm)
-
-    def load(name: str, noise: str = "") -> dict[int, RunCurve]:
-        if arms.methods[name].procedure == "base":
-            trained = load(arms.trained_methods[0])
-            return {seed: base_run(run) for seed, run in trained.items()}
-        return {seed: load_one(name, seed, noise) for seed in config.seeds}
-
-    runs = {name: load(name) for name in arms.methods} if config.seeds else {}
-    runs_by_noise: dict[str, Any] = {}
-    if not runs:
-        return runs, runs_by_noise
-    for noise in config.noise:
-        runs_by_noise[noise] = {name: load(name, noise) for name in NOISY}
-    return runs, runs_by_noise
-
-
-def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
-    """Write compare.json, compare.md, curves.svg and report.html; without seeds of policies the first two."""
-    runs, noise = load_all(arms, search["chosen"])
-    summary = {
-        "methods": summarize(runs),
-        "noise": summarize_noise(noise),
-        "rewards": rewards,
-        "search": search,
-        "config": arms.job.model_dump(mode="json"),
-        "versions": collect_versions(),
-    }
-    folder = arms.job.run.folder
-    numbers = json.dumps(summary, indent=1)
-    numbers_file = folder / "compare.json"
-    write_atomic(numbers_file, numbers.encode())
-    text = tables(summary)
-    table_file = folder / "compare.md"
-    write_atomic(table_file, f"{text}\n".encode())
-    print(text)
-    if runs:
-        write_comparison(folder, summary, runs)
-    print_outputs(report=folder / "report.html", numbers=numbers_file)

@@ -16,15 +16,8 @@ from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
 from jobs.compare import comparison_runs
 from jobs.compare.__main__ import check, describe, run
-from jobs.compare.comparison_runs import (
-    ReferenceResponses,
-    Session,
-    engine_groups,
-    finish,
-    has_all,
-    make_search_data,
-    run_all,
-)
+from jobs.compare.comparison_report import finish
+from jobs.compare.comparison_runs import ReferenceResponses, Session, engine_groups, has_all, make_search_data, run_all
 from jobs.train_policy import prepared
 from jobs.train_policy.policy_data import PolicyData
 from t2g.config import CompareJob, PolicyJob, loading
