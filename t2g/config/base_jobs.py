@@ -73,6 +73,11 @@ class AnyJob(Section):
         return None
 
     @property
+    def teacher_window(self) -> int | None:
+        """Return the most tokens of a context of the teacher, which reads the critique; None without a teacher."""
+        return None
+
+    @property
     def takes_card_settings(self) -> bool:
         """Return whether the card of the reward model sets the task and the style of the job."""
         return False

@@ -116,6 +116,10 @@ class PolicyJob(SyncedJob, JobConfig):
         return self.learner.schedule_steps or self.num_steps
 
     @property
+    def teacher_window(self) -> int | None:
+        return None if self.objective.teacher is None else self.revision_window
+
+    @property
     def revision_window(self) -> int:
         """Return the most tokens of a prompt, its response and a critique: the windows of both engines together."""
         return self.rollout.max_model_len + (self.feedback.engine_source or self.feedback).engine.max_model_len

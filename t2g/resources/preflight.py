@@ -103,7 +103,8 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
             findings.usable.add(key)
     ranks = find_ranks(job)
     if ranks is not None and "model.policy" in findings.usable:
-        findings.collect(_check_revision_window, job)
+        if job.teacher_window is not None:
+            findings.collect(_check_teacher_window, ranks, job.teacher_window)
         findings.collect(_check_memory, ranks)
     if task is not None:
         _check_sources(findings, job, task)
@@ -264,11 +265,10 @@ def _check_data(key: str, data: DataConfig) -> bool:
     return True
 
 
-def _check_revision_window(job: AnyJob) -> None:
+def _check_teacher_window(ranks: JobRanks, window: int) -> None:
     """Check that a prompt with a critique fits in the teacher's context."""
-    if isinstance(job, PolicyJob) and job.objective.teacher is not None:
-        window = "rollout.max_model_len and feedback.engine.max_model_len together"
-        check_positions(job.model.policy, job.model.revision, window, job.revision_window)
+    keys = "rollout.max_model_len and feedback.engine.max_model_len together"
+    check_positions(ranks.model.policy, ranks.model.revision, keys, window)
 
 
 def _check_memory(ranks: JobRanks) -> None:

@@ -98,6 +98,13 @@ def test_the_time_to_stop() -> None:
     assert make(AnnotateJob).stop_deadline_s == 300
 
 
+def test_the_window_of_a_teacher() -> None:
+    windows = {"rollout": {"max_model_len": 300}, "feedback": JUDGE | {"engine": {"max_model_len": 2000}}}
+    assert make(PolicyJob, **windows).teacher_window is None
+    assert make(PolicyJob, **windows, objective={"teacher": {"weight": 0.5}}).teacher_window == 2300
+    assert make(SFTJob).teacher_window is None
+
+
 def test_shared_gpus() -> None:
     on_gpus = {"rollout": {"gpus": 0.6}, "learner": {"gpus": 0.4}}
     assert make(PolicyJob, cluster={"gpu_sharing": "split"}, **on_gpus).shares_gpus
