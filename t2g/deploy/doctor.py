@@ -52,11 +52,15 @@ def findings(
     Args:
         shared: The root folder of all runs.
     """
-    sentences = [f"node {node.name} could not be inspected: {node.fault}" for node in nodes if node.fault]
-    sentences += [f"node {node.name}: {node.sandbox}" for node in nodes if node.sandbox]
+    faulty = [node for node in nodes if node.fault]
+    refusing = [node for node in nodes if node.sandbox]
+    sentences = [f"node {node.name} could not be inspected: {node.fault}" for node in faulty]
+    sentences += [f"node {node.name}: {node.sandbox}" for node in refusing]
     sentences += _different_versions(nodes)
     sentences += _missing_labels(nodes, roles)
-    sentences += [f"placement group {group.name} is pending: {why_pending(group, nodes)}" for group in pending]
+    for group in pending:
+        reason = why_pending(group, nodes)
+        sentences.append(f"placement group {group.name} is pending: {reason}")
     sentences += _not_shared(nodes, shared)
     for pair in unreachable:
         sentences.append(
@@ -107,7 +111,9 @@ def _different_versions(nodes: Sequence[Node]) -> Iterator[str]:
             version = node.versions.get(package, "none")
             by_version.setdefault(version, []).append(node.name)
         if len(by_version) > 1:
-            places = [f"{version} on {', '.join(names)}" for version, names in sorted(by_version.items())]
+            places = []
+            for version, names in sorted(by_version.items()):
+                places.append(f"{version} on {', '.join(names)}")
             listed = "; ".join(places)
             yield f"{package} differs between nodes: {listed}; use the same image on all nodes"
 

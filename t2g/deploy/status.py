@@ -75,10 +75,17 @@ def _fleet_lines(fleet: FleetStatus) -> list[str]:
         window = f", restarts left within {format_duration(fleet.restart_window_s)}"
     lines = [f"{_plain(fleet.role)}: target size {fleet.target_size}{window}"]
     for row in rows:
-        texts = f"  {row.name:<{name_width}}  {row.state:<{state_width}}"
-        numbers = f"{row.version:>7}  {row.restarts:>8}  {row.left:>4}  {row.load:>4}"
-        lines.append(f"{texts}  {numbers}")
-    lines += [f"  {_plain(worker.name)} {_plain(worker.reason)}" for worker in fleet.workers if worker.reason]
+        cells = [
+            row.name.ljust(name_width),
+            row.state.ljust(state_width),
+            row.version.rjust(7),
+            row.restarts.rjust(8),
+            row.left.rjust(4),
+            row.load.rjust(4),
+        ]
+        lines.append("  " + "  ".join(cells))
+    with_reason = [worker for worker in fleet.workers if worker.reason]
+    lines += [f"  {_plain(worker.name)} {_plain(worker.reason)}" for worker in with_reason]
     return lines
 
 

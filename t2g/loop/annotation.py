@@ -164,7 +164,8 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
         if not turns:
             samples.append(Sample(whole, 0, problem=f"{where} has no message by the assistant", is_left_out=True))
 
-        others = {name: value for name, value in task.payload(record).items() if name not in CONVERSATION_FIELDS}
+        payload = task.payload(record)
+        others = {name: value for name, value in payload.items() if name not in CONVERSATION_FIELDS}
         group = ""
         for turn in turns:
             text = format_chat(turn.history)
@@ -314,7 +315,10 @@ def select_heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
     Selects texts whose hash is below `share`, so that other data do not change the selection. Texts are used because
     a prompt with two ids must not be on both sides. At least one is selected and at most all but one; none of one.
     """
-    by_hash = [(int(stable_id(prompt), 16) / 2**64, prompt) for prompt in set(prompts)]
+    by_hash: list[tuple[float, str]] = []
+    for prompt in set(prompts):
+        fraction = int(stable_id(prompt), 16) / 2**64
+        by_hash.append((fraction, prompt))
     by_hash.sort()
     num_below = sum(fraction < share for fraction, _ in by_hash)
     count = min(max(num_below, 1), len(by_hash) - 1)
@@ -389,11 +393,12 @@ def group_reasons(reasons: Iterable[str]) -> list[tuple[int, str]]:
 
 def format_summary(summary: dict[str, Any]) -> str:
     """Return the lines that describe a result of `summarize` to a user."""
-    counts = ", ".join(f"{summary[status]} {status}" for status in STATUSES if summary[status])
-    line = f"{summary['records']} records: {counts}"
+    counts = [f"{summary[status]} {status}" for status in STATUSES if summary[status]]
+    line = f"{summary['records']} records: {', '.join(counts)}"
     for name, template in _MEANS.items():
         if summary[name] is not None:
             line += "; " + template.format(summary[name])
     lines = [f"{count} x {reason}" for count, reason in summary["reasons"]]
-    lines += [f"left out: {count} x {reason}" for count, reason in summary.get("left_out", ())]
+    for count, reason in summary.get("left_out", ()):
+        lines.append(f"left out: {count} x {reason}")
     return "\n  ".join([line, *lines])

@@ -129,8 +129,9 @@ async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
     judged = await feedback.judge(prompt, transcript)
     spans = []
     for span in judged.spans:
-        last = positions[span.end - 1]
-        spans.append(replace(span, start=int(positions[span.start]), end=int(last) + 1))
+        start = int(positions[span.start])
+        end = int(positions[span.end - 1]) + 1
+        spans.append(replace(span, start=start, end=end))
     return replace(judged, spans=tuple(spans), metrics=rollout.metrics | judged.metrics)
 
 
@@ -164,7 +165,11 @@ def shift_spans(feedback: SpanFeedback, offset: int) -> SpanFeedback:
     """Return the feedback with its spans `offset` characters later; `critique_range` counts the critique and stays."""
     if not offset:
         return feedback
-    spans = [replace(span, start=span.start + offset, end=span.end + offset) for span in feedback.spans]
+    spans = []
+    for span in feedback.spans:
+        start = span.start + offset
+        end = span.end + offset
+        spans.append(replace(span, start=start, end=end))
     return replace(feedback, spans=tuple(spans))
 
 
@@ -253,7 +258,8 @@ def _average_measures(
     score_name = task.score_name
     metrics: dict[str, float] = {}
     for name in measured[0].final:
-        metrics[m.EVAL + name] = float(np.mean([response.final[name] for response in measured]))
+        values = [response.final[name] for response in measured]
+        metrics[m.EVAL + name] = float(np.mean(values))
     if config.environment:
         metrics[m.HELD_OUT_FAILED] = 1 - len(measured) / num_responses
         for number in range(1, config.rollout.max_turns):

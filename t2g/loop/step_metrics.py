@@ -226,7 +226,10 @@ def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]
     for row in rows:
         for name, value in row.items():
             values_by_name.setdefault(name, []).append(value)
-    return {f"{prefix}{name}": float(np.mean(values)) for name, values in sorted(values_by_name.items())}
+    means: dict[str, float] = {}
+    for name, values in sorted(values_by_name.items()):
+        means[prefix + name] = float(np.mean(values))
+    return means
 
 
 def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, float]:
@@ -245,11 +248,14 @@ def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, floa
         for kind, fault_start, fault_end in task.faults(prompt, rollout.answer):
             start = answer_start + fault_start
             end = answer_start + fault_end
-            labels = {span.label for span in feedback.spans if span.start < end and start < span.end}
+            overlapping = [span for span in feedback.spans if span.start < end and start < span.end]
+            labels = {span.label for span in overlapping}
             recalled.setdefault(f"{m.RECALL}{kind}", []).append(-1 in labels)
             praised.append(1 in labels)
 
-    shares = {name: float(np.mean(hits)) for name, hits in sorted(recalled.items())}
+    shares: dict[str, float] = {}
+    for name, hits in sorted(recalled.items()):
+        shares[name] = float(np.mean(hits))
     if praised:
         shares[m.FAULTS_PRAISED] = float(np.mean(praised))
     return shares

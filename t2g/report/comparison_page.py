@@ -57,7 +57,9 @@ def mean_curve(name: str, by_seed: Mapping[int, RunCurve]) -> Series:
     for index in range(length):
         scores = [run.scores[index] for run in runs]
         points.append(interval(scores))
-    line = Series(name=name, xs=runs[0].samples[:length], ys=[point["mean"] for point in points])
+    samples = runs[0].samples[:length]
+    means = [point["mean"] for point in points]
+    line = Series(name=name, xs=samples, ys=means)
     if len(runs) == 1:
         return line
     low = [point["low"] for point in points]

@@ -108,10 +108,12 @@ class _Frame:
 
     def x_ticks(self) -> list[tuple[float, str]]:
         """Return positions and texts on the x axis, of as many labels as have room."""
-        tick_width = self.width * self.x_axis.step / (self.x_axis.high - self.x_axis.low)
+        extent = self.x_axis.high - self.x_axis.low
+        tick_width = self.width * self.x_axis.step / extent
         label_width = CHAR * (self.x_axis.num_chars + 1)
         every = math.ceil(label_width / tick_width)
-        return [(self.x_position(value), text) for value, text in self.x_axis.labels[::every]]
+        shown = self.x_axis.labels[::every]
+        return [(self.x_position(value), text) for value, text in shown]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         return [(self.y_position(value), text) for value, text in self.y_axis.labels]
@@ -179,14 +181,18 @@ def _x_axis(xs: Sequence[float]) -> _Axis:
     low = min(xs)
     high = max(max(xs), low + ticks[1] - ticks[0])
     slack = 1e-9 * (high - low)  # of rounding, without which a single point near 0 has no label
-    labels = [label for label in tick_labels(ticks) if low - slack <= label[0] <= high + slack]
+    labels = []
+    for tick, text in tick_labels(ticks):
+        if low - slack <= tick <= high + slack:
+            labels.append((tick, text))
     return _Axis(low=low, high=high, step=ticks[1] - ticks[0], labels=labels)
 
 
 def _y_axis(ys: Sequence[float]) -> _Axis:
     """Return an axis from tick to tick."""
     ticks = nice_ticks(min(ys), max(ys))
-    return _Axis(low=ticks[0], high=ticks[-1], step=ticks[1] - ticks[0], labels=tick_labels(ticks))
+    step = ticks[1] - ticks[0]
+    return _Axis(low=ticks[0], high=ticks[-1], step=step, labels=tick_labels(ticks))
 
 
 def _line_values(series: Sequence[Series], lines: Sequence[list[Point]], frame: _Frame) -> list[dict[str, Any]]:
@@ -222,7 +228,8 @@ def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     least = rough * (1 - 1e-9)
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+    multiples = [power, 2 * power, 5 * power, 10 * power]
+    step = next(multiple for multiple in multiples if multiple >= least)
     if whole:
         step = max(step, 1.0)
     first = math.floor(low / step + 1e-9)
@@ -257,5 +264,6 @@ def thinned(points: Sequence[Item], limit: int = MAX_POINTS) -> list[Item]:
     """Return at most `limit` of the points, evenly spaced, including the first and the last."""
     if len(points) <= limit:
         return [*points]
-    last = len(points) - 1
-    return [points[round(number * last / (limit - 1))] for number in range(limit)]
+    distance = len(points) - 1
+    indices = [round(number * distance / (limit - 1)) for number in range(limit)]
+    return [points[index] for index in indices]

@@ -79,25 +79,31 @@ def write_policy_evaluation(
 def _examples(measured: Mapping[str, Columns], measure: str) -> list[int]:
     """Return the indices of the prompts on which the policies differ most."""
     values = np.hstack([columns[measure] for columns in measured.values()])  # [N, policies]
-    return np.argsort(-np.ptp(values, axis=1), kind="stable")[:NUM_EXAMPLES].tolist()
+    difference = np.ptp(values, axis=1)
+    order = np.argsort(-difference, kind="stable")
+    return order[:NUM_EXAMPLES].tolist()
 
 
 def _problems(answers: Mapping[str, Sequence[Answers]]) -> dict[str, Any]:
     """Return the number of responses with each problem, and examples: [policy, index of the prompt, sample]."""
-    found: dict[str, list[tuple[str, int, int]]] = {kind: [] for kind in PROBLEMS}
+    places: dict[str, list[tuple[str, int, int]]] = {kind: [] for kind in PROBLEMS}
     for policy, rows in answers.items():
         for row_index, row in enumerate(rows):
             for sample, response in enumerate(row.responses):
                 measures = general_measures(response)
                 for kind, least in PROBLEMS.items():
                     if measures[kind] >= least:
-                        found[kind].append((policy, row_index, sample))
-    return {kind: {"count": len(places), "examples": places[:NUM_EXAMPLES]} for kind, places in found.items()}
+                        places[kind].append((policy, row_index, sample))
+    problems: dict[str, Any] = {}
+    for kind, of_kind in places.items():
+        problems[kind] = {"count": len(of_kind), "examples": of_kind[:NUM_EXAMPLES]}
+    return problems
 
 
 def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
     def format_interval(value: Mapping[str, float]) -> str:
-        return f"{number(value['value'])} ({number(value['low'])} to {number(value['high'])})"
+        ends = f"{number(value['low'])} to {number(value['high'])}"
+        return f"{number(value['value'])} ({ends})"
 
     policy_rows = []
     for name, figures in result["policies"].items():

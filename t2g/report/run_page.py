@@ -180,7 +180,10 @@ def _read_config(folder: Path) -> Any:
 
 
 def _read_run(folder: Path) -> _Run:
-    steps = [step | {m.STEP: int(step[m.STEP])} for step in read_records(folder / METRICS_FILE, _STEP)]
+    steps = []
+    for record in read_records(folder / METRICS_FILE, _STEP):
+        number = int(record[m.STEP])
+        steps.append(record | {m.STEP: number})
     if not steps:
         raise UserError(
             f"{folder / METRICS_FILE} holds no finished step: the folder of a run of jobs.train_policy is needed"
@@ -303,8 +306,11 @@ def _base_metrics(arms: Mapping[str, Sequence[Step]], *, must_share: bool) -> di
     Args:
         must_share: Only values that all arms share.
     """
-    first_steps = [steps[0] for steps in arms.values() if steps]
-    bases = [m.select_held_out(step).items() for step in first_steps if not step.get(m.STEP)]
+    bases = []
+    for steps in arms.values():
+        if steps and not steps[0].get(m.STEP):
+            base = m.select_held_out(steps[0])
+            bases.append(base.items())
     if not bases:
         return {}
     first = bases[0]

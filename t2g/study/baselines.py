@@ -339,8 +339,10 @@ async def measure(arm: Arm, pairs: Sequence[Response], *, step: int) -> Metrics:
 
 def score_result(arm: Arm) -> Metrics:
     """Return the held-out metrics of the trained policy, on the prompts and seeds of the base policy."""
-    model = with_overrides(arm.job.model, {"policy": str(arm.job.run.folder / POLICY), "revision": None})
-    _, metrics = arm.serve(model, arm.job.rollout, partial(score_held_out, arm, step=arm.job.num_steps))
+    trained = arm.job.run.folder / POLICY
+    model = with_overrides(arm.job.model, {"policy": str(trained), "revision": None})
+    score = partial(score_held_out, arm, step=arm.job.num_steps)
+    _, metrics = arm.serve(model, arm.job.rollout, score)
     return metrics
 
 

@@ -136,7 +136,8 @@ def summarize_method(by_seed: Mapping[int, RunCurve], scalar: Mapping[int, RunCu
     for level in KL_LEVELS:
         scores = [run.score_at(level, run.kls) for run in runs]
         scores_at_kl[f"{level:g}"] = interval_of_all(scores)
-    summary: dict[str, Any] = {"score": interval([run.score for run in runs]), "score_at_kl": scores_at_kl}
+    final_scores = [run.score for run in runs]
+    summary: dict[str, Any] = {"score": interval(final_scores), "score_at_kl": scores_at_kl}
     summary["samples"] = max(run.samples[-1] for run in runs)
     summary["step_seconds"] = mean_known(run.step_seconds for run in runs)
     summary["targeting"] = summarize_targeting([run.targeting for run in runs])
@@ -224,7 +225,9 @@ def subtract_matched(run: RunCurve, scalar: RunCurve, name: str) -> float | None
 
 def _direction(values: np.ndarray) -> float:
     """Return the sign of the last value less the first one, 0 without values."""
-    return float(np.sign(values[-1] - values[0])) if len(values) else 0.0
+    if not len(values):
+        return 0.0
+    return float(np.sign(values[-1] - values[0]))
 
 
 def _score_at_distance(run: RunCurve, values: np.ndarray, distance: float) -> float | None:
@@ -268,8 +271,10 @@ def reach(run: RunCurve, scalar: RunCurve) -> dict[str, float | None]:
     assert scalar_at is not None
     if run.step_seconds is None or at is None:
         return {"samples": None, "seconds": None, "share": None}
-    share = run.samples[at] / scalar.samples[scalar_at] if scalar.samples[scalar_at] else 1.0
-    return {"samples": run.samples[at], "seconds": run.seconds[at], "share": share}
+    samples = run.samples[at]
+    scalar_samples = scalar.samples[scalar_at]
+    share = samples / scalar_samples if scalar_samples else 1.0
+    return {"samples": samples, "seconds": run.seconds[at], "share": share}
 
 
 def summarize_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
@@ -346,7 +351,10 @@ def tables(summary: Mapping[str, Any]) -> str:
 
 def _method_table(methods: Mapping[str, Any], search: Mapping[str, Any]) -> list[str]:
     """Return the table of methods and its legend."""
-    rows = [(name, _format_lr(name, search), *_cells(figures)) for name, figures in methods.items()]
+    rows = []
+    for name, figures in methods.items():
+        lr = _format_lr(name, search)
+        rows.append((name, lr, *_cells(figures)))
     samples = max(figures["samples"] for figures in methods.values())
     first = next(iter(methods.values()))
     legend = LEGEND.format(seeds=_count_seeds(first["by_seed"]), samples=samples)

@@ -226,7 +226,8 @@ class Arms:
             )
         if config.noise and not set(NOISY) <= set(self.methods):
             raise UserError("compare.noise needs span and scalar among compare.methods: it uses their learning rates")
-        changed = [name for name in self.methods if self.arm(name, 0).feedback != self.reference.feedback]
+        own_feedback = self.reference.feedback
+        changed = [name for name in self.methods if self.arm(name, 0).feedback != own_feedback]
         if changed and config.seeds and not score_name:
             names = ", ".join(changed)
             raise UserError(

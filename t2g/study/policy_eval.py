@@ -63,7 +63,8 @@ def general_measures(response: Response) -> dict[str, float]:
     {'words': 5.0, 'cut': 0.0, 'empty': 0.0, 'repetition': 0.5}
     """
     words = response.text.split()
-    ngrams = [tuple(words[start : start + NGRAM]) for start in range(len(words) - NGRAM + 1)]
+    num_ngrams = len(words) - NGRAM + 1
+    ngrams = [tuple(words[start : start + NGRAM]) for start in range(num_ngrams)]
     repetition = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
     return {
         "words": float(len(words)),

@@ -350,12 +350,15 @@ def _errors_of(record: JudgedRecord) -> dict[str, RecordErrors]:
     wrong: dict[str, list[str]] = {}
     for span in record.gold.spans:
         if not _overlapping_labels(span, feedback, text):
-            wrong.setdefault(f"missed_{_name(span)}", []).append(text[span.start : span.end])
+            kind = f"missed_{_name(span)}"
+            quote = text[span.start : span.end]
+            wrong.setdefault(kind, []).append(quote)
     for span in feedback.spans:
         labels = _overlapping_labels(span, record.gold, text)
         if span.label not in labels:
             kind = "wrong_label" if labels else f"invented_{_name(span)}"
-            wrong.setdefault(kind, []).append(text[span.start : span.end])
+            quote = text[span.start : span.end]
+            wrong.setdefault(kind, []).append(quote)
     errors = {kind: RecordErrors(len(quotes), quotes) for kind, quotes in wrong.items()}
     missing = feedback.num_quotes - feedback.num_located
     if missing:

@@ -59,10 +59,9 @@ async def measure(
     prompts = [response.prompt for response in reference]
     responses_after = await sample_and_judge(prompts, rollouts, feedback, sampling)
 
-    before = [
-        criticisms(response.rollout.response_text, answer)
-        for response, answer in zip(reference, judged_again, strict=True)
-    ]
+    before = []
+    for response, answer in zip(reference, judged_again, strict=True):
+        before.append(criticisms(response.rollout.response_text, answer))
     after = [criticisms(response.rollout.response_text, response.feedback) for response in responses_after]
 
     labels: list[np.ndarray] = []
@@ -151,7 +150,8 @@ def criticisms(response_text: str, feedback: SpanFeedback) -> frozenset[str] | N
     """Return the quotes that are labelled poor, each once, or None if the feedback is unusable."""
     if not feedback.usable:
         return None
-    return frozenset(response_text[span.start : span.end] for span in feedback.spans if span.label < 0)
+    poor = [span for span in feedback.spans if span.label < 0]
+    return frozenset(response_text[span.start : span.end] for span in poor)
 
 
 def returns(before: Sequence[frozenset[str] | None], after: Sequence[frozenset[str] | None]) -> dict[str, Any]:

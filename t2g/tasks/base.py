@@ -222,7 +222,8 @@ def get_task(name: str) -> Task:
         return import_object(path)()
     except Exception as error:  # import of the user's module and construction of its class may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
-        raise kind(mask_secrets(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}")) from error
+        message = f"task={name!r} cannot be loaded: {type(error).__name__}: {error}"
+        raise kind(mask_secrets(message)) from error
 
 
 def stable_id(text: str) -> str:

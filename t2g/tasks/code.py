@@ -202,10 +202,11 @@ def _format_log(log: Any) -> str | None:
     if isinstance(kind, str):
         outcome = f"{outcome} ({kind})"
     summary = f"The tests {outcome}."
-    printed = _format_note("Log of the tests", log.get("stdout")) or _format_note("Log of the tests", log.get("stderr"))
-    if not printed:
-        return summary
-    return f"{summary}\n{printed}"
+    for stream in ("stdout", "stderr"):
+        printed = _format_note("Log of the tests", log.get(stream))
+        if printed:
+            return f"{summary}\n{printed}"
+    return summary
 
 
 def _format_note(heading: str, text: Any) -> str | None:

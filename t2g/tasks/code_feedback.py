@@ -164,8 +164,8 @@ def find_omissions(outcome: Outcome, defaults: Iterable[int]) -> list[int]:
     ends = {test.returned for test in outcome.tests if test.passed and test.returned}
     if len(ends) < 2:
         return []
-    untraced = [test for test in outcome.tests if not test.passed and not test.skipped and not test.trace]
-    failed_ends = {test.returned for test in untraced}
+    failed = [test for test in outcome.tests if not test.passed and not test.skipped]
+    failed_ends = {test.returned for test in failed if not test.trace}
     return sorted(failed_ends & ends & set(defaults))
 
 
@@ -190,7 +190,9 @@ def find_blamed_lines(outcome: Outcome, lines: Mapping[int, Any], fallen: Iterab
     if blamed or not lines:
         return sorted(blamed)
     drastic = _DRASTIC.get(outcome.reason)
-    ending = [line for line, (_, text) in lines.items() if drastic and drastic.search(text)]
+    if drastic is None:
+        return [min(lines)]
+    ending = [line for line, (_, text) in lines.items() if drastic.search(text)]
     return sorted(ending) or [min(lines)]
 
 
@@ -214,7 +216,9 @@ def _most_suspicious(failed: list[TestResult], passed: list[TestResult]) -> set[
     """Return the lines of the highest Ochiai score; of more than MAX_TIED those that returned in failing tests."""
     in_failed = _count_lines(failed)
     in_passed = _count_lines(passed)
-    scores = {line: ochiai(count, in_passed[line], len(failed)) for line, count in in_failed.items()}
+    scores: dict[int, float] = {}
+    for line, count in in_failed.items():
+        scores[line] = ochiai(count, in_passed[line], len(failed))
     best = max(scores.values())
     tied = {line for line, score in scores.items() if score > best - 1e-9}
     if len(tied) <= MAX_TIED:
@@ -241,7 +245,10 @@ def ochiai(num_failed: int, num_passed: int, all_failed: int) -> float:
 def find_praised_lines(outcome: Outcome, blamed: Iterable[int]) -> list[int]:
     """Return lines that ran in passing tests only; lines that returned in a passing test come first."""
     passed = [test for test in outcome.tests if test.passed]
-    excluded = set(blamed).union(*(test.lines for test in outcome.tests if not test.passed))
+    excluded = set(blamed)
+    for test in outcome.tests:
+        if not test.passed:
+            excluded.update(test.lines)
     counts = _count_lines(passed)
     returned = {test.returned for test in passed}
     praised = [line for line in counts if line not in excluded]
@@ -305,7 +312,9 @@ def _format_failure(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> s
             event = "is still running"
         return f"{test.name} {event} in line {line}: {lines[line][1]}"
     if test.expected or test.got:
-        return f"{test.name} fails: {test.statement} expects {test.expected or '?'} and gets {test.got or '?'}."
+        expected = test.expected or "?"
+        got = test.got or "?"
+        return f"{test.name} fails: {test.statement} expects {expected} and gets {got}."
     position = ""
     if test.statement:
         position = f" at {test.statement}"

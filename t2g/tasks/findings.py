@@ -93,13 +93,14 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
     tokens = _TOKEN.findall(_LISTED.sub("", summary))
     source_values = {_normalize(token) for token in source}
     details = find_measured_details(summary)
-    long_tokens = [_normalize(token) for token in tokens if token.isalpha() and len(token) >= COPIED_RUN]
+    long_tokens = [token for token in tokens if token.isalpha() and len(token) >= COPIED_RUN]
+    long_values = [_normalize(token) for token in long_tokens]
     invented = _share_outside(details, source_values)
     return {
         "invents": float(invented > 0),
         "invented": invented,
         "details": float(len(details)),
-        "novel": _share_outside(long_tokens, source_values),
+        "novel": _share_outside(long_values, source_values),
         "copied": compute_copied_share(_lower_words(source), _lower_words(tokens)),
     }
 

@@ -66,7 +66,10 @@ def find_correction(text: str, response: str, date: str) -> str | None:
     """Return the only date of the text, if it has the form of `date`, as `March 2019` and `May 2020`, and is not in the
     response.
     """
-    dates = {text[detail.start : detail.end] for detail in find_details(text) if detail.kind == "date"}
+    dates: set[str] = set()
+    for kind, start, end in find_details(text):
+        if kind == "date":
+            dates.add(text[start:end])
     if len(dates) != 1:
         return None
     fix = dates.pop()

@@ -33,15 +33,18 @@ def convert_to_kodcode(records: Sequence[Record]) -> list[Record]:
 
 def _convert(record: Record) -> Record:
     # The tests import every function of the prompt: the requested function may be the inverse of a given one.
-    prompt, test, entry = (get_text(record, name) for name in ("prompt", "test", "entry_point"))
+    prompt = get_text(record, "prompt")
+    test = get_text(record, "test")
+    entry = get_text(record, "entry_point")
     if not entry.isidentifier():
         raise ValueError(f"field entry_point is {entry!r:.80}; it needs the name of a function")
-    names = ", ".join(dict.fromkeys([*_FUNCTION.findall(prompt), entry]))
+    names = dict.fromkeys([*_FUNCTION.findall(prompt), entry])
+    tests = f"from solution import {', '.join(names)}\n\n{test}\n\ndef test_{entry}():\n    check({entry})\n"
     solution = get_optional_text(record, "canonical_solution")
     return {
         "id": record.get("task_id"),
         "question": prompt,
-        "test": f"from solution import {names}\n\n{test}\n\ndef test_{entry}():\n    check({entry})\n",
+        "test": tests,
         "imports": "\n".join(_IMPORT.findall(prompt)),
         "solution": None if solution is None else prompt + solution,
     }

@@ -79,7 +79,9 @@ def _find_modes(by_key: Mapping[str, Prompt], task: Task, sandbox: SandboxConfig
     Raises:
         UserError: This machine cannot isolate the programs.
     """
-    modes: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
+    modes: dict[str, str | None] = {}
+    if file.exists():
+        modes |= json.loads(file.read_bytes())
     missing = {key: prompt for key, prompt in by_key.items() if key not in modes}
     if not missing:
         return modes
@@ -104,7 +106,10 @@ def _log_modes(modes: Sequence[str | None]) -> None:
     if not counts:
         return
     num_references = counts.total()
-    shares = [f"{count / num_references:.1%} {mode}" for mode, count in sorted(counts.items())]
+    shares = []
+    for mode, count in sorted(counts.items()):
+        share = count / num_references
+        shares.append(f"{share:.1%} {mode}")
     logger.info("tests of %d records with a reference solution: %s", num_references, ", ".join(shares))
 
 

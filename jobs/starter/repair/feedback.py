@@ -16,5 +16,6 @@ def locate(prompt: str, response: str, critique: str) -> tuple[str, list, list]:
         return critique, [response], []
     program = response.split("```python\n")[-1].splitlines()
     quoted = [quote for _, quote in QUOTED.findall(critique) if quote in response]
-    numbered = [program[int(number) - 1] for number in LINE.findall(critique) if 0 < int(number) <= len(program)]
+    numbers = [int(number) for number in LINE.findall(critique)]
+    numbered = [program[number - 1] for number in numbers if 0 < number <= len(program)]
     return critique, [], quoted or numbered
