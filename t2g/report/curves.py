@@ -112,8 +112,8 @@ class _Frame:
         tick_width = self.width * self.x_axis.step / extent
         label_width = CHAR * (self.x_axis.num_chars + 1)
         every = math.ceil(label_width / tick_width)
-        shown = self.x_axis.labels[::every]
-        return [(self.x_position(value), text) for value, text in shown]
+        labels = self.x_axis.labels[::every]
+        return [(self.x_position(value), text) for value, text in labels]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         return [(self.y_position(value), text) for value, text in self.y_axis.labels]
