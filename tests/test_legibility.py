@@ -20,6 +20,7 @@ MAX_STATEMENT = 60
 MAX_FUNCTION = 400
 MEDIAN = 13
 P90 = 26
+P90_OF_TESTS = 28
 COMPREHENSIONS = 4.0  # for each 100 code lines
 CONDITIONALS = 2.0
 MAX_TUPLE_ASSIGNMENTS = 40  # values that belong together
@@ -262,6 +263,25 @@ def test_names_of_one_letter_are_symbols_of_formulas() -> None:
             if (file, name) not in KEYS:
                 letters.append(Place(file=file, line=line, name=name))
     assert not letters, describe(letters)
+
+
+# ------------------------------------------------------------------------------------------------------------ the tests
+def test_few_statements_of_tests_are_dense() -> None:
+    count = count_packages("tests")
+    dense = [place for place in count.statements if place.nodes > P90_OF_TESTS]
+    assert count.nodes_at(0.9) <= P90_OF_TESTS, describe_densest(count, dense)
+
+
+def test_no_statement_of_a_test_is_large_and_no_comprehension_contains_another() -> None:
+    count = count_packages("tests")
+    large = [place for place in count.statements if place.nodes > MAX_STATEMENT]
+    assert not large, describe(large)
+    assert not count.nested, describe(count.nested)
+
+
+def test_a_statement_of_a_test_assigns_one_value() -> None:
+    assignments = count_packages("tests").tuple_assignments
+    assert len(assignments) <= MAX_TUPLE_ASSIGNMENTS, describe(assignments)
 
 
 # ---------------------------------------------------------------------------------------------------------- the counter
