@@ -45,7 +45,8 @@ def serving(data: Path, by: str, *, end: signal.Signals = signal.SIGTERM) -> Ite
             raise AssertionError("".join(output))
     finally:
         job.send_signal(end)
-        output += job.communicate(timeout=60)[0].splitlines()
+        lines = job.communicate(timeout=60)[0].splitlines()
+        output += [line for line in lines if line and not line.startswith(end.name)]  # without the signal's answer
         assert job.returncode == (0 if end == signal.SIGTERM else -end), output
 
 
