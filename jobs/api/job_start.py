@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel
 
-from jobs.common.cli import Config, Result, StopFlag, check_and_run, find_resources
+from jobs.common.cli import Config, Result, StopFlag, check_job, config_errors, find_resources
 from t2g.config import AnyJob, loading, with_overrides
 from t2g.config.python_functions import forget_functions, name_function
 from t2g.errors import RunStopped, Stopped, UserError
@@ -56,7 +56,9 @@ def start(
         made: list[Path] = []
         try:
             loaded = _load(schema, config, given, made)
-            return check_and_run(loaded, run, read, **options)
+            checked = check_job(loaded, read, what=options.get("what"))
+            with config_errors(loaded):
+                return run(checked.config, *checked.inputs, **options)
         except (UserError, RunStopped) as error:  # one of an actor has the remote traceback in its text
             _remove_unused(made)
             raise getattr(error, "cause", error) from None

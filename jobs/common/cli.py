@@ -13,13 +13,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FrameType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -81,20 +81,31 @@ def main(
         if show_config:
             print(loading.to_yaml(config), end="")
             return 0
-        describe_run = describe if dry_run else None
-        result = check_and_run(config, run, read, describe_run, **given)
+        checked = check_job(config, read, describe if dry_run else None, given.get("what"))
+        if dry_run:
+            print("nothing was found that would stop the job")
+            return 0
+        with config_errors(config):
+            result = run(checked.config, *checked.inputs, **given)
         return result if isinstance(result, int) else 0
 
     return exit_code(parser.prog, execute)
 
 
-def check_and_run(
-    config: AnyJob, run: Callable[..., Result], read: str | None, describe: Any = None, **options: Any
-) -> Result:
-    """Read the inputs, report everything that would stop the job, then run it; see `main`.
+class CheckedJob(NamedTuple):
+    """A job in which nothing was found that would stop it."""
+
+    config: Any  # with estimated memory
+    inputs: list[Any]  # what `read` returned; [] for a job that reads nothing
+
+
+def check_job(config: AnyJob, read: str | None, describe: Any = None, what: str | None = None) -> CheckedJob:
+    """Read the inputs, and report everything that would stop the job.
 
     Args:
-        describe: See `main`; for a dry run, which prints the description in place of running.
+        read: See `main`.
+        describe: See `main`; for a dry run, which prints the description.
+        what: Kind of an evaluation, see `jobs.evaluate`.
 
     Raises:
         UserError: Something would stop the job.
@@ -104,20 +115,23 @@ def check_and_run(
     config = import_module("t2g.resources.job_memory").with_estimated_memory(config)
     resources = find_resources(cluster) if cluster == "local" else None
     findings = preflight.preflight(config, resources)
-    data = [preflight.read_inputs(findings, config, resolve_name(read))] if read else []
+    inputs = [preflight.read_inputs(findings, config, resolve_name(read))] if read else []
     if describe and (description := findings.collect(describe, config)):
         print(description, flush=True)
-    if describe and data and data[0] is not None:
-        preview = import_module("jobs.train_policy.preview").preview_data(config, data[0])
+    if describe and inputs and inputs[0] is not None:
+        preview = import_module("jobs.train_policy.preview").preview_data(config, inputs[0])
         print(preview, end="\n" if preview else "", flush=True)
     findings.refuse()
-    start_check = import_module("jobs.api.start_check")
-    start_check.check_start(config, options.get("what"))
-    if describe:
-        return print("nothing was found that would stop the job")
+    import_module("jobs.api.start_check").check_start(config, what)
+    return CheckedJob(config, inputs)
+
+
+@contextmanager
+def config_errors(config: AnyJob) -> Iterator[None]:
+    """Raise UserError for a config that the job makes from its own within the block, and that is invalid."""
     try:
-        return run(config, *data, **options)
-    except ValidationError as error:  # the job made a config from its own
+        yield
+    except ValidationError as error:
         raise UserError("\n".join(format_errors(type(config), error))) from error
 
 

@@ -1,1 +1,1 @@
-"""Train by several methods and compare them: the command is `__main__`, its runs are in `comparison_runs`."""
+"""Train by several methods and compare them: `comparison_runs` makes the runs, `comparison_report` the figures."""
