@@ -5,7 +5,7 @@
 
 Real Ray, ZeRO-3 and vLLM on models with random weights, which it makes. benchmark.json keeps each phase as soon as it
 is measured, benchmark.md is the table; the same command measures what is missing. What is measured and how:
-`jobs.stopwatch`.
+`jobs.benchmark_phases`.
 """
 
 import sys
@@ -19,10 +19,10 @@ def run(config: BenchmarkJob) -> int:
     import asyncio
     from importlib import import_module
 
+    from jobs.benchmark_phases.results import BenchmarkResults
+    from jobs.benchmark_phases.timer import Bench, check_idle_machine
     from jobs.common.fleets import on_cluster
-    from jobs.stopwatch.results import BenchmarkResults
-    from jobs.stopwatch.watch import Bench, check_idle_machine
-    from t2g.config.stopwatch import PHASES
+    from t2g.config.benchmark_job import PHASES
     from t2g.runs.progress import log_duration
 
     results = BenchmarkResults(config)
@@ -35,7 +35,7 @@ def run(config: BenchmarkJob) -> int:
         for phase in wanted:
             try:
                 with log_duration(f"phase {phase}"):
-                    module = import_module(f"jobs.stopwatch.race_{phase}")
+                    module = import_module(f"jobs.benchmark_phases.phase_{phase}")
                     records = asyncio.run(module.measure(bench))
                 results.add(phase, records)
             except Exception as error:  # noqa: BLE001 - the others are measured all the same

@@ -193,7 +193,7 @@ def half_a_billion(machine: Machine) -> Figures:
     """Measure weight sync by ipc, speed and memory of a real size, against the estimates of `t2g.resources.memory`."""
     import torch
 
-    from jobs.stopwatch.random_models import make_model
+    from jobs.benchmark_phases.random_models import make_model
 
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
     sized = (*ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split", f"model.policy={model}")

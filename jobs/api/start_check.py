@@ -99,7 +99,7 @@ def _check_comparison(job: CompareJob) -> None:
 
 
 def _check_benchmark(config: BenchmarkJob) -> None:
-    from jobs.stopwatch.results import FILE
+    from jobs.benchmark_phases.results import FILE
 
     if config.run.resume == "never":
         return

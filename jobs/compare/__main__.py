@@ -18,25 +18,25 @@ from typing import Any
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import CompareJob, DemoJob, PolicyJob
-from t2g.study.methods import NOISY, Arms
+from t2g.study.methods import NOISY, ComparisonPlan
 
 
 def describe(job: CompareJob) -> str:
     """Return the number of runs and the description of one."""
-    arms = Arms(job)
-    check(arms)
+    plan = ComparisonPlan(job)
+    check(plan)
     config = job.compare
     num_seeds = len(config.seeds)
     searched = 0
     if len(config.lr_grid) > 1 and num_seeds > 0:
-        searched = len(arms.trained_methods) * len(config.lr_grid) * len(config.search_seeds)
-    run_methods = [method for method in arms.methods.values() if method.procedure != "base"]
+        searched = len(plan.trained_methods) * len(config.lr_grid) * len(config.search_seeds)
+    run_methods = [method for method in plan.methods.values() if method.procedure != "base"]
     compared = len(run_methods) * num_seeds
     noisy = len(config.noise) * len(NOISY) * num_seeds
     total = searched + compared + noisy
-    lines = [f"{name}: {method.about}" for name, method in arms.methods.items()]
+    lines = [f"{name}: {method.about}" for name, method in plan.methods.items()]
     if config.rewards:
-        models = sorted({arms.reward_model(name) for name in arms.methods})
+        models = sorted({plan.reward_model(name) for name in plan.methods})
         seeds = ", ".join(map(str, config.rewards.seeds))
         lines.append(f"reward models: {', '.join(models)}, each with seeds {seeds}")
     lines.append(
@@ -46,15 +46,15 @@ def describe(job: CompareJob) -> str:
     return "\n".join(lines)
 
 
-def check(arms: Arms) -> None:
+def check(plan: ComparisonPlan) -> None:
     """Raise UserError, before any run, for invalid methods."""
     from t2g.study import baselines
     from t2g.tasks.base import get_task
 
-    arms.check(get_task(arms.job.task).score_name)
-    for name, method in arms.methods.items():
+    plan.check(get_task(plan.job.task).score_name)
+    for name, method in plan.methods.items():
         if method.is_baseline:
-            baselines.check(method.procedure, arms.arm(name, 0))
+            baselines.check(method.procedure, plan.make_job(name, 0))
 
 
 def run(job: CompareJob, data: Any) -> None:
@@ -63,19 +63,19 @@ def run(job: CompareJob, data: Any) -> None:
     from jobs.compare.comparison_runs import make_comparison_artifacts, run_all
     from jobs.train_policy.prepared import prepared_job
 
-    arms = Arms(job)
-    check(arms)
+    plan = ComparisonPlan(job)
+    check(plan)
     rewards: dict[str, Any] = {}
 
     def make_artifacts(_: PolicyJob, demo: DemoJob) -> None:
-        rewards.update(make_comparison_artifacts(arms, demo))
+        rewards.update(make_comparison_artifacts(plan, demo))
 
-    methods = [arms.arm(name, 0) for name in arms.methods]
+    methods = [plan.make_job(name, 0) for name in plan.methods]
     with sole_process(job.run.folder):
         begin_folder(job)
         with prepared_job(job, data, methods=methods, make_artifacts=make_artifacts) as checked:
-            search = run_all(arms, checked, stop_flag())
-        finish(arms, search, rewards)
+            search = run_all(plan, checked, stop_flag())
+        finish(plan, search, rewards)
 
 
 if __name__ == "__main__":

@@ -10,37 +10,37 @@ from t2g.report.comparison_page import write_comparison
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.runs.versions import collect_versions
 from t2g.study.comparison import RunCurve, base_run, read_run, summarize, summarize_noise, tables
-from t2g.study.methods import NOISY, Arms
+from t2g.study.methods import NOISY, ComparisonPlan
 from t2g.study.result_lines import ResultLines
 
 TARGETING_FILE = "targeting.json"
 
 
-def load_run(arm: PolicyJob) -> RunCurve:
+def load_run(method_job: PolicyJob) -> RunCurve:
     """Load a finished run."""
-    folder = arm.run.folder
+    folder = method_job.run.folder
     path = folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
     records = read_records(folder / METRICS_FILE)
     return read_run(records, targeting)
 
 
-def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, RunCurve]], dict[str, Any]]:
+def load_all(plan: ComparisonPlan, chosen: dict[str, float]) -> tuple[dict[str, dict[int, RunCurve]], dict[str, Any]]:
     """Return method -> seed -> run in the order of compare.methods, and the same by noise."""
-    config = arms.job.compare
+    config = plan.job.compare
     results = ResultLines(config)
 
     def load_one(name: str, seed: int, noise: str) -> RunCurve:
-        arm = arms.arm(name, seed, chosen.get(name), noise)
-        return results.find(arm, **arms.identity_extras(name)) or load_run(arm)
+        method_job = plan.make_job(name, seed, chosen.get(name), noise)
+        return results.find(method_job, **plan.identity_extras(name)) or load_run(method_job)
 
     def load(name: str, noise: str = "") -> dict[int, RunCurve]:
-        if arms.methods[name].procedure == "base":
-            trained = load(arms.trained_methods[0])
+        if plan.methods[name].procedure == "base":
+            trained = load(plan.trained_methods[0])
             return {seed: base_run(run) for seed, run in trained.items()}
         return {seed: load_one(name, seed, noise) for seed in config.seeds}
 
-    runs = {name: load(name) for name in arms.methods} if config.seeds else {}
+    runs = {name: load(name) for name in plan.methods} if config.seeds else {}
     runs_by_noise: dict[str, Any] = {}
     if not runs:
         return runs, runs_by_noise
@@ -49,18 +49,18 @@ def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, 
     return runs, runs_by_noise
 
 
-def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
+def finish(plan: ComparisonPlan, search: dict[str, Any], rewards: dict[str, Any]) -> None:
     """Write compare.json, compare.md, curves.svg and report.html; without seeds of policies the first two."""
-    runs, noise = load_all(arms, search["chosen"])
+    runs, noise = load_all(plan, search["chosen"])
     summary = {
         "methods": summarize(runs),
         "noise": summarize_noise(noise),
         "rewards": rewards,
         "search": search,
-        "config": arms.job.model_dump(mode="json"),
+        "config": plan.job.model_dump(mode="json"),
         "versions": collect_versions(),
     }
-    folder = arms.job.run.folder
+    folder = plan.job.run.folder
     numbers = json.dumps(summary, indent=1)
     numbers_file = folder / "compare.json"
     write_atomic(numbers_file, numbers.encode())

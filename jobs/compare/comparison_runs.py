@@ -1,6 +1,6 @@
 """The runs of a comparison, made unless they are finished, and its figures, from the files of the runs.
 
-Reward models are arms as well: one for each style that the methods need, over seeds. All learn from the responses of
+Reward models are compared too: one for each style that the methods need, over seeds. All learn from the responses of
 the demo's stages, judged by the tiny world's feedback function, and are measured on the same held-out ones; a seed
 decides the initial weights and the order of the records. The figures are described in `t2g.study.reward_eval`, of
 policies in `t2g.study.comparison` and `t2g.study.targeting`.
@@ -51,7 +51,7 @@ from t2g.loop.sampling import make_sampling
 from t2g.sandbox import SandboxConfig
 from t2g.study import targeting
 from t2g.study.baselines import POLICY
-from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
+from t2g.study.methods import MAX_WIDER, NOISY, ComparisonPlan, Scores, choose_lr, next_lr
 from t2g.study.result_lines import ResultLines
 from t2g.study.retention import measure_retention, read_texts
 from t2g.study.reward_eval import arm_metrics
@@ -72,8 +72,8 @@ class ReferenceResponses:
     `fleets` has engines with the weights of the base.
     """
 
-    def __init__(self, arms: Arms, data: PolicyData, fleets: Fleets) -> None:
-        job = arms.reference
+    def __init__(self, plan: ComparisonPlan, data: PolicyData, fleets: Fleets) -> None:
+        job = plan.reference
         num_prompts = job.eval.num_prompts
         prompts = data.eval_prompts[:num_prompts]
         folder = job.run.folder
@@ -103,29 +103,31 @@ class ReferenceResponses:
         prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
         groups = read_groups(samples, prompts_by_id)[0]
         self.responses = [JudgedResponse(group.prompt, *group.samples[0]) for group in groups]
-        self._retained = read_texts(arms.job.compare.retention, data.tokenizer, job.rollout.max_model_len)
+        self._retained = read_texts(plan.job.compare.retention, data.tokenizer, job.rollout.max_model_len)
 
-    def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:
+    def measure(
+        self, method_job: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup
+    ) -> None:
         """Measure what a run changed, into its folder. Engines and learner have the trained weights."""
         measured = self._compute_logprobs(learner, has_reference=True)
-        self._write(arm, measured, rollouts, feedback)
+        self._write(method_job, measured, rollouts, feedback)
 
-    def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
+    def measure_exported(self, method_job: PolicyJob, feedback: FeedbackSource) -> None:
         """Measure a run without a learner of ours, from its exported policy."""
         changes = {
-            "model.policy": str(arm.run.folder / POLICY),
+            "model.policy": str(method_job.run.folder / POLICY),
             "model.revision": None,
             "learner.lora": None,  # merged when it was exported
             "objective.advantages": "group",  # no critic takes part
         }
-        exported = with_overrides(arm, changes)
-        placement_timeout_s = arm.cluster.placement_timeout_s
+        exported = with_overrides(method_job, changes)
+        placement_timeout_s = method_job.cluster.placement_timeout_s
         spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
         with loaded_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
             measured = self._compute_logprobs(learner, has_reference=False)
         with Fleets() as own:
             rollouts = own.rollouts(exported.model, exported.rollout, exported)
-            self._write(arm, measured, rollouts, feedback)
+            self._write(method_job, measured, rollouts, feedback)
 
     def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
         """Return the log-probabilities of the reference responses, and `measure_retention`."""
@@ -140,7 +142,7 @@ class ReferenceResponses:
         return logprobs, measure_retention(retained, has_reference=has_reference)
 
     def _write(
-        self, arm: PolicyJob, measured: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
+        self, method_job: PolicyJob, measured: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
         feedback: FeedbackSource,
     ) -> None:  # fmt: skip
         logprobs, retained = measured
@@ -148,7 +150,7 @@ class ReferenceResponses:
         measuring = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
         content = asyncio.run(measuring) | retained
         text = json.dumps(content, indent=1)
-        file = arm.run.folder / TARGETING_FILE
+        file = method_job.run.folder / TARGETING_FILE
         write_atomic(file, text.encode())
 
 
@@ -157,7 +159,7 @@ class ReferenceResponses:
 class Session:
     """Methods that share their engines. Each call makes the unfinished runs, and may raise Stopped."""
 
-    arms: Arms
+    plan: ComparisonPlan
     data: PolicyData
     search_data: PolicyData  # on which learning rates are chosen
     stop: StopFlag
@@ -165,36 +167,40 @@ class Session:
     results: ResultLines  # of runs that are not made again
 
     def run(
-        self, name: str, arm: PolicyJob, references: ReferenceResponses | None = None, data: PolicyData | None = None
+        self,
+        name: str,
+        method_job: PolicyJob,
+        references: ReferenceResponses | None = None,
+        data: PolicyData | None = None,
     ) -> None:
         """Make a run unless it is finished, and measure it with `references`."""
-        method = self.arms.methods[name]
+        method = self.plan.methods[name]
         data = data or self.data
-        identity_extras = self.arms.identity_extras(name)
+        identity_extras = self.plan.identity_extras(name)
         if data is not self.data:
             identity_extras |= {"held_out": SEARCH_POSTS}
 
-        if self.results.find(arm, **identity_extras):
-            print(f"{name}, seed {arm.run.seed}: in {self.arms.job.compare.results}, and not made again")
+        if self.results.find(method_job, **identity_extras):
+            print(f"{name}, seed {method_job.run.seed}: in {self.plan.job.compare.results}, and not made again")
             return
-        summary = finished(arm, **identity_extras)
+        summary = finished(method_job, **identity_extras)
         if summary is None:
             if self.stop:
                 raise Stopped
-            summary = self._train(arm, method.is_baseline, references, data, identity_extras)
+            summary = self._train(method_job, method.is_baseline, references, data, identity_extras)
 
-        targeting_file = arm.run.folder / TARGETING_FILE
+        targeting_file = method_job.run.folder / TARGETING_FILE
         is_measured = targeting_file.exists()
         if references and method.is_trained and not is_measured:
-            feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
-            references.measure_exported(arm, feedback)
-        if references and self.arms.job.compare.results:
+            feedback = self.fleets.feedback(method_job.feedback, self.data.task, method_job)
+            references.measure_exported(method_job, feedback)
+        if references and self.plan.job.compare.results:
             seconds = summary["timing"]["wall_s"]
-            self.results.append(name, arm, load_run(arm), seconds=seconds, **identity_extras)
+            self.results.append(name, method_job, load_run(method_job), seconds=seconds, **identity_extras)
 
     def _train(
         self,
-        arm: PolicyJob,
+        method_job: PolicyJob,
         is_baseline: bool,
         references: ReferenceResponses | None,
         data: PolicyData,
@@ -203,13 +209,13 @@ class Session:
         """Make a run and return its summary."""
         self.fleets.forget_answers()
         if is_baseline:
-            feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
-            summary = run_baseline(arm, data, feedback, self.stop, **fields)
+            feedback = self.fleets.feedback(method_job.feedback, self.data.task, method_job)
+            summary = run_baseline(method_job, data, feedback, self.stop, **fields)
         else:
-            rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
-            on_finished: OnFinished = partial(references.measure, arm) if references else lambda *_: None
+            rollouts, feedback = self.fleets.for_policy(method_job, self.data.task)
+            on_finished: OnFinished = partial(references.measure, method_job) if references else lambda *_: None
             training = PolicyTraining(
-                config=arm,
+                config=method_job,
                 data=data,
                 rollouts=rollouts,
                 feedback=feedback,
@@ -217,24 +223,24 @@ class Session:
                 on_finished=on_finished,
             )
             summary = training.run(**fields)
-        checkpoints = arm.run.folder / "checkpoints"
+        checkpoints = method_job.run.folder / "checkpoints"
         shutil.rmtree(checkpoints, ignore_errors=True)  # tens of runs; the numbers stay
         return summary
 
-    def score(self, name: str, arm: PolicyJob) -> float | None:
+    def score(self, name: str, method_job: PolicyJob) -> float | None:
         """Make a run and return its score; None if it diverged."""
-        folder = arm.run.folder
+        folder = method_job.run.folder
         try:
-            self.run(name, arm, data=self.search_data)
+            self.run(name, method_job, data=self.search_data)
         except Diverged as error:
             logger.warning("%s diverged: %s", folder, error)
             return None
         shutil.rmtree(folder / "policy", ignore_errors=True)
-        return load_run(arm).score
+        return load_run(method_job).score
 
     def find_lr(self, name: str) -> tuple[Scores, float]:
         """Return the scores of the search, {} for a single rate, and the best learning rate."""
-        config = self.arms.job.compare
+        config = self.plan.job.compare
         if len(config.lr_grid) == 1:
             return {}, config.lr_grid[0]
         scores: Scores = {}
@@ -243,42 +249,42 @@ class Session:
         for lr in rates:  # which grow
             scores[lr] = {}
             for seed in config.search_seeds:
-                arm = self.arms.search(name, seed, lr)
-                scores[lr][seed] = self.score(name, arm)
+                method_job = self.plan.search(name, seed, lr)
+                scores[lr][seed] = self.score(name, method_job)
             is_last = len(scores) == len(rates)
             if is_last and len(rates) < max_rates and (wider := next_lr(scores)):
                 rates.append(wider)
         return scores, choose_lr(scores)
 
-    def run_arms(self, names: Sequence[str], chosen: dict[str, float], references: ReferenceResponses) -> None:
+    def run_methods(self, names: Sequence[str], chosen: dict[str, float], references: ReferenceResponses) -> None:
         """Run all methods seed by seed, so that a temporarily slower machine affects all methods."""
-        config = self.arms.job.compare
+        config = self.plan.job.compare
         for seed, name in product(config.seeds, names):
-            arm = self.arms.arm(name, seed, chosen.get(name))
-            self.run(name, arm, references)
+            method_job = self.plan.make_job(name, seed, chosen.get(name))
+            self.run(name, method_job, references)
         if not set(NOISY) <= set(names):
             return
         for noise, seed, name in product(config.noise, config.seeds, NOISY):
-            arm = self.arms.arm(name, seed, chosen[name], noise)
-            self.run(name, arm)
+            method_job = self.plan.make_job(name, seed, chosen[name], noise)
+            self.run(name, method_job)
 
 
 def read_policy_data(job: CompareJob) -> PolicyData:
-    """Return the data of all arms. Raise UserError if an arm cannot use it."""
-    arms = Arms(job)
-    configs = [arms.arm(name, 0) for name in arms.methods]
+    """Return the data of all methods. Raise UserError if a method cannot use it."""
+    plan = ComparisonPlan(job)
+    configs = [plan.make_job(name, 0) for name in plan.methods]
     return read_data(job, configs)
 
 
-def engine_groups(arms: Arms) -> list[list[str]]:
+def engine_groups(plan: ComparisonPlan) -> list[list[str]]:
     """Group the methods by their feedback, the job's own first: only the engines of one group run at a time."""
-    own_feedback = arms.reference.feedback.model_dump_json()
+    own_feedback = plan.reference.feedback.model_dump_json()
     groups: dict[str, list[str]] = {own_feedback: []}
-    for name, method in arms.methods.items():
+    for name, method in plan.methods.items():
         if method.procedure == "base":
             continue
-        arm = arms.arm(name, 0)
-        feedback = arm.feedback.model_dump_json()
+        method_job = plan.make_job(name, 0)
+        feedback = method_job.feedback.model_dump_json()
         groups.setdefault(feedback, []).append(name)
     return [*groups.values()]
 
@@ -297,11 +303,11 @@ def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
     return replace(data, eval_prompts=checked)
 
 
-def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
+def run_all(plan: ComparisonPlan, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     """Make every unfinished run; return the results of the search. Raises Stopped."""
-    config = arms.job.compare
+    config = plan.job.compare
     searches = config.seeds and len(config.lr_grid) > 1
-    search_data = make_search_data(arms.job, data) if searches else data
+    search_data = make_search_data(plan.job, data) if searches else data
     scores: dict[str, Scores] = {}
     chosen: dict[str, float] = {}
     search: dict[str, Any] = {
@@ -315,10 +321,10 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     references: ReferenceResponses | None = None
     results = ResultLines(config)
     has_one_rate = len(config.lr_grid) == 1
-    groups = engine_groups(arms) if config.seeds else []
-    is_made = [has_one_rate and has_all(arms, names, results) for names in groups]
+    groups = engine_groups(plan) if config.seeds else []
+    is_made = [has_one_rate and has_all(plan, names, results) for names in groups]
     for names, is_group_made in zip(groups, is_made, strict=True):
-        trained = [name for name in names if arms.methods[name].is_trained]
+        trained = [name for name in names if plan.methods[name].is_trained]
         # The first group has the engines of the reference, which measures the runs of the others as well.
         if is_group_made and (references or all(is_made)):
             if names:
@@ -327,26 +333,26 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
             continue
 
         with Fleets() as fleets:
-            session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets, results=results)
-            references = references or ReferenceResponses(arms, data, fleets)
+            session = Session(plan=plan, data=data, search_data=search_data, stop=stop, fleets=fleets, results=results)
+            references = references or ReferenceResponses(plan, data, fleets)
             for name in trained:
                 scores_by_lr, chosen[name] = session.find_lr(name)
                 if scores_by_lr:
                     scores[name] = scores_by_lr
-            session.run_arms(names, chosen, references)
+            session.run_methods(names, chosen, references)
     return search
 
 
-def has_all(arms: Arms, names: Sequence[str], results: ResultLines) -> bool:
+def has_all(plan: ComparisonPlan, names: Sequence[str], results: ResultLines) -> bool:
     """Return whether the file of results has every compared run of these methods, at the only learning rate."""
-    config = arms.job.compare
+    config = plan.job.compare
     (only_lr,) = config.lr_grid
 
     def has(name: str, seed: int) -> bool:
-        method = arms.methods[name]
+        method = plan.methods[name]
         lr = only_lr if method.is_trained else None
-        arm = arms.arm(name, seed, lr)
-        found = results.find(arm, **arms.identity_extras(name))
+        method_job = plan.make_job(name, seed, lr)
+        found = results.find(method_job, **plan.identity_extras(name))
         return found is not None
 
     if config.noise:
@@ -355,54 +361,54 @@ def has_all(arms: Arms, names: Sequence[str], results: ResultLines) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ reward models
-def make_comparison_artifacts(arms: Arms, demo: DemoJob) -> dict[str, Any]:
+def make_comparison_artifacts(plan: ComparisonPlan, demo: DemoJob) -> dict[str, Any]:
     """Make the artifacts that the methods need; return the figures of their reward models, see `make_reward_models`."""
-    job = arms.job
+    job = plan.job
     feedback_models: set[str] = set()
-    for policy_job in (job, *(arms.arm(name, 0) for name in arms.methods)):
+    for policy_job in (job, *(plan.make_job(name, 0) for name in plan.methods)):
         feedback_models.update(policy_job.feedback.models)
     needs_reward_model = "reward_model" in feedback_models and not job.compare.rewards
     with Fleets() as fleets:
         make_stages(demo, fleets, reward=needs_reward_model)
 
-    revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
+    revises = any(method.procedure in ("reflection", "ilf") for method in plan.methods.values())
     correctors = {REVISER: job.compare.reviser if revises else None, FOLLOWER: job.model.policy}
     for name, model in correctors.items():
         corrector = corrector_job(demo, name).run.folder / "model"
         if model == str(corrector):
             make_corrector(demo, name)
-    return make_reward_models(arms, demo) if job.compare.rewards else {}
+    return make_reward_models(plan, demo) if job.compare.rewards else {}
 
 
-def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[str, float]]]:
+def make_reward_models(plan: ComparisonPlan, demo: DemoJob) -> dict[str, dict[int, dict[str, float]]]:
     """Make the unfinished trainings; return model -> seed -> metrics of all. Ray must be connected."""
-    config = arms.job.compare.rewards
+    config = plan.job.compare.rewards
     assert config is not None
     methods: dict[str, str] = {}  # the first that needs a model
-    for name in arms.methods:
-        methods.setdefault(arms.reward_model(name), name)
+    for name in plan.methods:
+        methods.setdefault(plan.reward_model(name), name)
     jobs: dict[str, dict[int, RewardJob]] = {}
     for model, name in methods.items():
-        jobs[model] = {seed: arm_job(arms, demo, name, seed) for seed in config.seeds}
+        jobs[model] = {seed: make_reward_job(plan, demo, name, seed) for seed in config.seeds}
 
     metrics: dict[str, dict[int, dict[str, float]]] = {}
     for model, job_by_seed in jobs.items():
         metrics[model] = {}
         for seed, job in job_by_seed.items():
-            metrics[model][seed] = load_or_run(job.run.folder, job, partial(run_arm, demo, job))
+            metrics[model][seed] = load_or_run(job.run.folder, job, partial(run_reward_job, demo, job))
     return metrics
 
 
-def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
+def make_reward_job(plan: ComparisonPlan, demo: DemoJob, method: str, seed: int) -> RewardJob:
     """Return the demo's reward job with the seed, and with the style and records of a method."""
-    config = arms.job.compare.rewards
+    config = plan.job.compare.rewards
     sparse = reward_job(demo)
     assert config is not None
-    model = arms.reward_model(method)
-    at = arms.reward_folder(model, seed)
-    arm = arms.arm(method, seed)
-    style = arm.feedback.style
-    run = arms.job.run.make_part(root=at.parent, name=at.name, seed=seed)
+    model = plan.reward_model(method)
+    at = plan.reward_folder(model, seed)
+    method_job = plan.make_job(method, seed)
+    style = method_job.feedback.style
+    run = plan.job.run.make_part(root=at.parent, name=at.name, seed=seed)
     weights = at.parent / "weights"
     changes: dict[str, Any] = {
         "run": run,
@@ -412,7 +418,7 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
         "eval_records": config.eval_records,
     }
     if style.labels == "dense":
-        dense = arms.job.run.folder / "rewards" / "dense-records"
+        dense = plan.job.run.folder / "rewards" / "dense-records"
         data_path = dense / Path(sparse.data.path).name
         eval_path = dense / Path(sparse.eval_data.path).name
         changes["data.path"] = str(data_path)
@@ -420,7 +426,7 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
     return with_overrides(sparse, changes)
 
 
-def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
+def run_reward_job(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     """Train and measure one model, then end its engine: twelve engines would not fit into memory."""
     from t2g.tasks.tiny.assets import build_reward_model
 

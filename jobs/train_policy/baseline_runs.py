@@ -29,7 +29,7 @@ from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import RunLog
 from t2g.runs.progress import show_progress
 from t2g.study import baselines
-from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
+from t2g.study.baselines import METHODS, POLICY, BaselineRun, Metrics, PreferencePair
 from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.types import TrainSequence
 
@@ -72,7 +72,7 @@ def run_baseline(
         revising = job.model if reviser is None else ModelConfig(policy=reviser)
         reviser_tokenizer = load_policy_tokenizer(revising)
         train_on = train_pairs if procedure == "dpo" else train_examples
-        arm = Arm(
+        baseline = BaselineRun(
             job=job,
             **data.trainer_inputs,
             feedback=journaled,
@@ -84,7 +84,7 @@ def run_baseline(
             train=partial(train_on, job, stop),
         )
         with closing(journaled):
-            metrics = METHODS[procedure](arm)
+            metrics = METHODS[procedure](baseline)
             log.write_step(job.num_steps, metrics)
     return write_summary(job, seconds=time.monotonic() - started)
 

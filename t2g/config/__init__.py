@@ -8,6 +8,7 @@ A default that depends on another section is set by `resolve`, so that the confi
 """
 
 from t2g.config.base_jobs import AnyJob, JobConfig
+from t2g.config.benchmark_job import BenchmarkJob, ShapeConfig
 from t2g.config.common import (
     AlarmConfig,
     ClusterConfig,
@@ -61,4 +62,3 @@ from t2g.config.learning import (
     Transport,
 )
 from t2g.config.serving import ServeJob
-from t2g.config.stopwatch import BenchmarkJob, ShapeConfig

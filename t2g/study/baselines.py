@@ -60,7 +60,7 @@ Serve = Callable[[ModelConfig, RolloutConfig, Callable[[RolloutSource], Coroutin
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class BaselineRun:
     """The inputs of one baseline run.
 
     `job.model` is the base policy. `train` writes its model to the folder POLICY. A stop request raises RunStopped.
@@ -148,32 +148,34 @@ def check(procedure: str, job: PolicyJob) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- methods
-def dpo(arm: Arm) -> Metrics:
+def dpo(baseline: BaselineRun) -> Metrics:
     """Train the base policy on preference pairs of its own samples."""
-    num_samples = arm.job.rollout.samples_per_prompt
-    base = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, num_samples))
-    groups = score(arm, base.steps, arm.tokenizer)
+    num_samples = baseline.job.rollout.samples_per_prompt
+    base = baseline.serve(baseline.job.model, baseline.job.rollout, partial(sample_base, baseline, num_samples))
+    groups = score(baseline, base.steps, baseline.tokenizer)
     pairs, ties = preference_pairs(groups)
     if not pairs:
         raise RunStopped(f"dpo has nothing to learn from: in all {ties} pairs both responses have the same reward")
     began = time.monotonic()
-    trained = arm.train(pairs)
+    trained = baseline.train(pairs)
     learn_s = time.monotonic() - began
 
     metrics = {m.DPO + name: value for name, value in trained.items()}
     metrics[m.DPO_PAIRS] = float(len(pairs))
     metrics[m.DPO_TIES] = ties / (ties + len(pairs))
     responses = list(chain.from_iterable(groups))
-    metrics |= run_metrics(arm.job, base.steps, responses, learn_s=learn_s)
-    return metrics | score_result(arm)
+    metrics |= run_metrics(baseline.job, base.steps, responses, learn_s=learn_s)
+    return metrics | score_result(baseline)
 
 
-def ilf(arm: Arm) -> Metrics:
+def ilf(baseline: BaselineRun) -> Metrics:
     """Fine-tune the base policy on the best revision of each of its responses."""
-    base = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 1))
-    revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, base.steps))
+    base = baseline.serve(baseline.job.model, baseline.job.rollout, partial(sample_base, baseline, 1))
+    revised = baseline.serve(
+        baseline.reviser, revising_rollout(baseline.job), partial(revise_steps, baseline, base.steps)
+    )
     best: list[Scored] = []
-    for group in score(arm, revised, arm.reviser_tokenizer):
+    for group in score(baseline, revised, baseline.reviser_tokenizer):
         finished = [response for response in group if not response.rollout.is_unfinished]
         if finished:
             best.append(max(finished, key=lambda response: response.reward))
@@ -183,9 +185,9 @@ def ilf(arm: Arm) -> Metrics:
             "finished revision"
         )
     began = time.monotonic()
-    tags = find_thinking_tags(arm.tokenizer, arm.job.model.thinking_tags)
-    examples = imitation_examples(best, arm.tokenizer)
-    trained = arm.train([end_thinking(example, arm.tokenizer, tags) for example in examples])
+    tags = find_thinking_tags(baseline.tokenizer, baseline.job.model.thinking_tags)
+    examples = imitation_examples(best, baseline.tokenizer)
+    trained = baseline.train([end_thinking(example, baseline.tokenizer, tags) for example in examples])
     learn_s = time.monotonic() - began
 
     num_responses = sum(len(step.responses) for step in base.steps)
@@ -195,79 +197,79 @@ def ilf(arm: Arm) -> Metrics:
         m.ILF_REVISED: len(best) / num_responses,
         m.ILF_FIXED: mean(is_fixed),
     }
-    metrics |= run_metrics(arm.job, [*base.steps, *revised], best, learn_s=learn_s)
-    return metrics | score_result(arm)
+    metrics |= run_metrics(baseline.job, [*base.steps, *revised], best, learn_s=learn_s)
+    return metrics | score_result(baseline)
 
 
-def reflection(arm: Arm) -> Metrics:
+def reflection(baseline: BaselineRun) -> Metrics:
     """Revise the base policy's held-out responses and evaluate the revisions.
 
     A response is kept unrevised if it has no critique or the critique does not fit the reviser's context.
     """
-    base = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 0))
+    base = baseline.serve(baseline.job.model, baseline.job.rollout, partial(sample_base, baseline, 0))
 
     async def answer_again(rollouts: RolloutSource) -> tuple[list[Response], Metrics]:
         began = time.monotonic()
-        judged = await judge(arm, arm.feedback, base.held_out)
-        revised = await revise(arm, judged, rollouts, split="eval", step=0, num_samples=1)
+        judged = await judge(baseline, baseline.feedback, base.held_out)
+        revised = await revise(baseline, judged, rollouts, split="eval", step=0, num_samples=1)
         pairs = [(response.judged.prompt, response.final_rollout) for response in revised]
         share = float(mean(bool(response.revisions) for response in revised))
         seconds = time.monotonic() - began
         return pairs, {m.SAMPLES: 0.0, m.REFLECTION_REVISED: share, m.REFLECTION_S: seconds}
 
-    pairs, metrics = arm.serve(arm.reviser, revising_rollout(arm.job), answer_again)
-    return metrics | asyncio.run(measure(arm, pairs, step=arm.job.num_steps))
+    pairs, metrics = baseline.serve(baseline.reviser, revising_rollout(baseline.job), answer_again)
+    return metrics | asyncio.run(measure(baseline, pairs, step=baseline.job.num_steps))
 
 
-METHODS: dict[str, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflection": reflection}
+METHODS: dict[str, Callable[[BaselineRun], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflection": reflection}
 
 
 # ---------------------------------------------------------------------------------------------- responses and feedback
-async def sample_base(arm: Arm, num_samples: int, rollouts: RolloutSource) -> BaseSamples:
+async def sample_base(baseline: BaselineRun, num_samples: int, rollouts: RolloutSource) -> BaseSamples:
     """Sample the base policy, and log its held-out score as step 0.
 
     Returns:
         The held-out responses, and for each step `num_samples` judged responses to each of its prompts.
     """
-    job = arm.job
-    held_out, metrics = await score_held_out(arm, rollouts, step=0)
-    arm.log.write_step(0, metrics)
+    job = baseline.job
+    held_out, metrics = await score_held_out(baseline, rollouts, step=0)
+    baseline.log.write_step(0, metrics)
     samples = BaseSamples(held_out, [])
     if num_samples == 0:
         return samples
     sampling_job = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
-    feedback = training_feedback(job, arm.feedback)
+    feedback = training_feedback(job, baseline.feedback)
     with show_progress(f"{job.run.name}: samples of the base", job.num_steps) as bar:
-        async with Producer(sampling_job, arm.prompts, rollouts, feedback) as producer:
+        async with Producer(sampling_job, baseline.prompts, rollouts, feedback) as producer:
             for step in range(1, job.num_steps + 1):
                 producer.admit(step)
-                samples.steps.append(await producer.take(step, arm.stop))
+                samples.steps.append(await producer.take(step, baseline.stop))
                 bar.advance()
     return samples
 
 
-async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutSource) -> list[JudgedStep]:
+async def revise_steps(baseline: BaselineRun, steps: Sequence[JudgedStep], rollouts: RolloutSource) -> list[JudgedStep]:
     """Return each step's judged revisions of each response: by its fixes, if it has any, and by the reviser.
 
     They are `samples_per_prompt` - 1 at most, so that PPO has as many judged responses: a revision by fixes takes the
     place of the reviser's last one.
     """
-    job = arm.job
-    feedback = training_feedback(job, arm.feedback)
+    job = baseline.job
+    feedback = training_feedback(job, baseline.feedback)
     num_samples = job.rollout.samples_per_prompt - 1
     revised_steps: list[JudgedStep] = []
     with show_progress(f"{job.run.name}: revisions", job.num_steps) as bar:
         for step, judged in enumerate(steps, start=1):
             responses = select_usable(judged, job, step=step)
             began = time.monotonic()
-            revised = await revise(arm, responses, rollouts, split="revise", step=step, num_samples=num_samples)
+            revised = await revise(baseline, responses, rollouts, split="revise", step=step, num_samples=num_samples)
             sampled_at = time.monotonic()
 
             candidates: list[Response] = []
             for response in revised:
-                revisions = revise_by_fixes(arm, response.judged) + response.revisions
+                revisions = revise_by_fixes(baseline, response.judged) + response.revisions
                 candidates += [(response.judged.prompt, revision) for revision in revisions[:num_samples]]
-            judged_revisions = await judge(arm, feedback, candidates)
+            judged_revisions = await judge(baseline, feedback, candidates)
             revised_step = JudgedStep(
                 responses=tuple(judged_revisions),
                 generate_s=sampled_at - began,
@@ -278,7 +280,7 @@ async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutS
     return revised_steps
 
 
-def revise_by_fixes(arm: Arm, judged: JudgedResponse) -> list[Rollout]:
+def revise_by_fixes(baseline: BaselineRun, judged: JudgedResponse) -> list[Rollout]:
     """Return the response with its fixes applied, in the reviser's tokens and without engine data; [] without fixes.
 
     A response that is truncated, or exceeds `max_new_tokens` with its fixes, is not revised: it would be imitated.
@@ -287,35 +289,41 @@ def revise_by_fixes(arm: Arm, judged: JudgedResponse) -> list[Rollout]:
     text = apply_fixes(rollout.response_text, judged.feedback.spans)
     if rollout.is_truncated or text == rollout.response_text:
         return []
-    ids = encode_target(text, arm.reviser_tokenizer)
-    if len(ids) > arm.job.rollout.max_new_tokens:
+    ids = encode_target(text, baseline.reviser_tokenizer)
+    if len(ids) > baseline.job.rollout.max_new_tokens:
         return []
     revision = replace(
         rollout,
         response_ids=ids,
-        response_text=decode(arm.reviser_tokenizer, ids),
+        response_text=decode(baseline.reviser_tokenizer, ids),
         rollout_logprobs=np.zeros(len(ids), np.float32),
         policy_versions=(),
     )
     return [revision]
 
 
-async def judge(arm: Arm, feedback: FeedbackSource, pairs: Sequence[Response]) -> list[JudgedResponse]:
+async def judge(baseline: BaselineRun, feedback: FeedbackSource, pairs: Sequence[Response]) -> list[JudgedResponse]:
     """Return the responses with the feedback on them."""
     requests = (judge_answer(feedback, prompt, rollout) for prompt, rollout in pairs)
-    feedbacks = await gather_unless_stopped(requests, arm.stop)
+    feedbacks = await gather_unless_stopped(requests, baseline.stop)
     return [JudgedResponse(*pair, answer) for pair, answer in zip(pairs, feedbacks, strict=True)]
 
 
 async def revise(
-    arm: Arm, judged: Sequence[JudgedResponse], rollouts: RolloutSource, *, split: str, step: int, num_samples: int
+    baseline: BaselineRun,
+    judged: Sequence[JudgedResponse],
+    rollouts: RolloutSource,
+    *,
+    split: str,
+    step: int,
+    num_samples: int,
 ) -> list[Revised]:
     """Return each response with `num_samples` revisions of it, or none if `revision_prompt` returns None."""
-    max_tokens = revising_rollout(arm.job).max_prompt_tokens
-    sampling = make_sampling(arm.job, split, step, num_samples=num_samples)
-    prompts = [revision_prompt(arm.task, response, arm.reviser_tokenizer, max_tokens) for response in judged]
+    max_tokens = revising_rollout(baseline.job).max_prompt_tokens
+    sampling = make_sampling(baseline.job, split, step, num_samples=num_samples)
+    prompts = [revision_prompt(baseline.task, response, baseline.reviser_tokenizer, max_tokens) for response in judged]
     requests = (rollouts.sample(prompt, sampling) for prompt in prompts if prompt)
-    answers = iter(await gather_unless_stopped(requests, arm.stop))
+    answers = iter(await gather_unless_stopped(requests, baseline.stop))
     revised: list[Revised] = []
     for response, prompt in zip(judged, prompts, strict=True):
         revisions = list(next(answers)) if prompt else []
@@ -323,26 +331,30 @@ async def revise(
     return revised
 
 
-async def score_held_out(arm: Arm, rollouts: RolloutSource, *, step: int) -> tuple[list[Response], Metrics]:
+async def score_held_out(
+    baseline: BaselineRun, rollouts: RolloutSource, *, step: int
+) -> tuple[list[Response], Metrics]:
     """Sample the held-out prompts and return the responses with their metrics."""
     began = time.monotonic()
-    pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
-    metrics = await measure(arm, pairs, step=step)
+    pairs = await sample_held_out(baseline.job, baseline.eval_prompts, rollouts)
+    metrics = await measure(baseline, pairs, step=step)
     metrics[m.EVAL_S] = time.monotonic() - began
     return pairs, metrics
 
 
-async def measure(arm: Arm, pairs: Sequence[Response], *, step: int) -> Metrics:
+async def measure(baseline: BaselineRun, pairs: Sequence[Response], *, step: int) -> Metrics:
     """Return the held-out metrics of responses."""
-    return await compute_held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
+    return await compute_held_out_metrics(
+        baseline.job, baseline.task, pairs, baseline.feedback, baseline.log, step=step
+    )
 
 
-def score_result(arm: Arm) -> Metrics:
+def score_result(baseline: BaselineRun) -> Metrics:
     """Return the held-out metrics of the trained policy, on the prompts and seeds of the base policy."""
-    trained = arm.job.run.folder / POLICY
-    model = with_overrides(arm.job.model, {"policy": str(trained), "revision": None})
-    score = partial(score_held_out, arm, step=arm.job.num_steps)
-    _, metrics = arm.serve(model, arm.job.rollout, score)
+    trained = baseline.job.run.folder / POLICY
+    model = with_overrides(baseline.job.model, {"policy": str(trained), "revision": None})
+    score = partial(score_held_out, baseline, step=baseline.job.num_steps)
+    _, metrics = baseline.serve(model, baseline.job.rollout, score)
     return metrics
 
 
@@ -377,7 +389,7 @@ def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], trained: Sequence[S
 
 
 # -------------------------------------------------------------------------------------------------- training examples
-def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Scored]]:
+def score(baseline: BaselineRun, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Scored]]:
     """Group the usable responses by step and prompt, in order, each with the sum of its rewards.
 
     Args:
@@ -387,9 +399,9 @@ def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Sc
     for step, judged in enumerate(steps, start=1):
         if not judged.responses and not judged.unsampled:
             continue
-        for response in select_usable(judged, arm.job, step=step):
+        for response in select_usable(judged, baseline.job, step=step):
             prompt = response.prompt
-            reward = sum_rewards(arm.job, response, tokenizer)
+            reward = sum_rewards(baseline.job, response, tokenizer)
             scored = Scored(prompt=prompt, rollout=response.rollout, reward=reward)
             groups[step, prompt.prompt_id].append(scored)
     return list(groups.values())

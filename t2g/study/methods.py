@@ -108,7 +108,7 @@ def choose_lr(scores: Scores) -> float:
 
 
 @dataclass(frozen=True)
-class Arms:
+class ComparisonPlan:
     """The configs of a comparison's runs.
 
     Raises:
@@ -131,7 +131,7 @@ class Arms:
     def trained_methods(self) -> list[str]:
         return [name for name, method in self.methods.items() if method.is_trained]
 
-    def arm(self, name: str, seed: int, lr: float | None = None, noise: str = "") -> PolicyJob:
+    def make_job(self, name: str, seed: int, lr: float | None = None, noise: str = "") -> PolicyJob:
         """Return the config of a compared run.
 
         Args:
@@ -212,7 +212,7 @@ class Arms:
         """
         self._check_methods(score_name)
         for name, method in self.methods.items():
-            if any(self.arm(name, 0, lr).learner.policy.lr != lr for lr in self.job.compare.lr_grid):
+            if any(self.make_job(name, 0, lr).learner.policy.lr != lr for lr in self.job.compare.lr_grid):
                 raise UserError(
                     f"compare.methods has {name}, which sets learner.policy.lr; compare.lr_grid sets it for all methods"
                 )
@@ -227,7 +227,7 @@ class Arms:
         if config.noise and not set(NOISY) <= set(self.methods):
             raise UserError("compare.noise needs span and scalar among compare.methods: it uses their learning rates")
         own_feedback = self.reference.feedback
-        changed = [name for name in self.methods if self.arm(name, 0).feedback != own_feedback]
+        changed = [name for name in self.methods if self.make_job(name, 0).feedback != own_feedback]
         if changed and config.seeds and not score_name:
             names = ", ".join(changed)
             raise UserError(

@@ -57,23 +57,25 @@ class ResultLines:
             raise UserError(f"compare.results={config.results}: its folder cannot be made: {error}") from error
         self._lines = {line.key: line for line in read_journal(config.results, ResultLine)}
 
-    def find(self, arm: PolicyJob, **identity_extras: Any) -> RunCurve | None:
+    def find(self, method_job: PolicyJob, **identity_extras: Any) -> RunCurve | None:
         """Return the figures of a run, or None. identity_extras: See `Identity.from_config`."""
         if not self._lines:  # the key would hash the run's data
             return None
-        line = self._lines.get(self.make_key(arm, **identity_extras))
+        line = self._lines.get(self.make_key(method_job, **identity_extras))
         return line.run if line else None
 
-    def append(self, method: str, arm: PolicyJob, run: RunCurve, *, seconds: float, **identity_extras: Any) -> None:
+    def append(
+        self, method: str, method_job: PolicyJob, run: RunCurve, *, seconds: float, **identity_extras: Any
+    ) -> None:
         """Append the line of a finished run, if there is a file. identity_extras: See `Identity.from_config`."""
         if self._config.results is None:
             return
-        key = self.make_key(arm, **identity_extras)
+        key = self.make_key(method_job, **identity_extras)
         today = now().date().isoformat()
         line = ResultLine(
             method=method,
-            seed=arm.run.seed,
-            lr=arm.learner.policy.lr,
+            seed=method_job.run.seed,
+            lr=method_job.learner.policy.lr,
             key=key,
             date=today,
             minutes=round(seconds / 60, 1),
@@ -83,11 +85,11 @@ class ResultLines:
         with closing(Journal(self._config.results)) as journal:
             journal.append(line)
 
-    def make_key(self, arm: PolicyJob, **identity_extras: Any) -> str:
+    def make_key(self, method_job: PolicyJob, **identity_extras: Any) -> str:
         """Return a hash of what decides a run's figures."""
-        identity = Identity.from_config(arm, **identity_extras)
+        identity = Identity.from_config(method_job, **identity_extras)
         contents = {key: digest for key, digest in identity.contents.items() if key != MODEL}
         retention = self._config.retention
         texts = retention and (Path(retention.name).name, retention.columns, retention.limit)
-        model = Path(arm.model.policy).parts[-2:]
+        model = Path(method_job.model.policy).parts[-2:]
         return content_key(identity.config, contents, model, self._config.reference_prompts, texts)

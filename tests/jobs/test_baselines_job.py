@@ -22,7 +22,7 @@ from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.sampling import JudgedStep
 from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sandbox import SandboxConfig
-from t2g.study.baselines import Arm, dpo, ilf, reflection, revise_steps, sample_base
+from t2g.study.baselines import BaselineRun, dpo, ilf, reflection, revise_steps, sample_base
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import FinishReason, Prompt, Rollout, SpanFeedback
 
@@ -72,7 +72,7 @@ class Reviser:
 
 
 class World:
-    """An arm on fakes, the models that it asked for, and what it trained on."""
+    """A baseline on fakes, the models that it asked for, and what it trained on."""
 
     def __init__(self, folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
         tokenizer = letter_tokenizer(folder)
@@ -86,7 +86,7 @@ class World:
         self.log.truncate(0)
         prompts = letter_prompts(NUM_PROMPTS)
         eval_prompts = letter_prompts(NUM_HELD_OUT, "e")
-        self.arm = Arm(
+        self.baseline = BaselineRun(
             job=self.job,
             task=Letters(),
             tokenizer=tokenizer,
@@ -110,7 +110,7 @@ class World:
         return asyncio.run(ask(self.base if model == self.job.model else self.reviser))
 
     def from_base(self, num_samples: int) -> tuple[list[tuple[Prompt, Rollout]], list[JudgedStep]]:
-        return self.serve(self.job.model, self.job.rollout, partial(sample_base, self.arm, num_samples))
+        return self.serve(self.job.model, self.job.rollout, partial(sample_base, self.baseline, num_samples))
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return list(read_records(self.job.run.folder / name))
@@ -150,11 +150,11 @@ def test_the_base_is_scored_at_step_0_and_sampled_as_ppo_samples_it(world: World
     assert (line["step"], line["eval/score"]) == (0, pytest.approx(np.mean(shares)))
     assert [len(step.responses) for step in steps] == [6, 6, 6]
     seen = [prompt.prompt_id for step in steps for prompt, _, _ in step.responses[::3]]
-    assert sorted(seen) == sorted(p.prompt_id for p in world.arm.prompts)
+    assert sorted(seen) == sorted(p.prompt_id for p in world.baseline.prompts)
 
 
 def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world: World, tmp_path: Path) -> None:
-    metrics = dpo(world.arm)
+    metrics = dpo(world.baseline)
     again = World(tmp_path / "again")
     with closing(again.log):
         _, steps = again.from_base(3)  # a function of the seed: the same samples
@@ -177,12 +177,12 @@ def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world
 
 
 def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> None:
-    metrics = ilf(world.arm)
+    metrics = ilf(world.baseline)
     revisions = [sampling for _, sampling in world.reviser.asked[:NUM_PROMPTS]]
     assert [sampling.num_samples for sampling in revisions] == [2] * NUM_PROMPTS  # and one response each
     assert len({sampling.seed for sampling in revisions}) == NUM_STEPS
     assert metrics["samples"] == 18  # as PPO: 3 steps of 2 prompts and 3 samples
-    target = [world.base.ids[0]] * 4 + [world.arm.tokenizer.eos_token_id]
+    target = [world.base.ids[0]] * 4 + [world.baseline.tokenizer.eos_token_id]
     assert [example.response_ids.tolist() for example in world.learnt] == [target] * NUM_PROMPTS
     assert (metrics["reward/response_mean"], metrics["ilf/loss"], metrics["ilf/revised_share"]) == (4, 0.5, 1)
     assert world.served == [("base", 64), ("reviser", 64 + 2048), ("policy", 64)]
@@ -208,14 +208,14 @@ class Finishing(FakeRollouts):
 
 
 def test_a_response_with_its_fixes_is_a_revision_that_may_be_the_best(world: World) -> None:
-    world.base = Finishing(world.arm.tokenizer)
+    world.base = Finishing(world.baseline.tokenizer)
     world.feedback = Fixer()
-    world.arm = replace(world.arm, feedback=world.feedback)
+    world.baseline = replace(world.baseline, feedback=world.feedback)
     world.reviser.texts = ["cbbb", "cccc"]
-    metrics = ilf(world.arm)
+    metrics = ilf(world.baseline)
     fixed = {name: text.replace("b", "a") for name, text in world.base.texts.items() if "b" in text and name != "p0"}
     expected = [fixed.get(f"p{i}", "cccc") for i in range(NUM_PROMPTS)]
-    learnt = [world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt]
+    learnt = [world.baseline.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt]
     assert sorted(learnt) == sorted(expected)
     assert 0 < expected.count("cccc") < NUM_PROMPTS
     assert metrics["ilf/fixed_share"] == 1 - expected.count("cccc") / NUM_PROMPTS
@@ -224,11 +224,11 @@ def test_a_response_with_its_fixes_is_a_revision_that_may_be_the_best(world: Wor
 
 @pytest.mark.parametrize("source", [FakeFeedback, Fixer])
 def test_ilf_judges_as_many_responses_as_ppo_with_and_without_fixes(world: World, source: type[FakeFeedback]) -> None:
-    world.base = Finishing(world.arm.tokenizer)
+    world.base = Finishing(world.baseline.tokenizer)
     feedback = source()
-    world.arm = replace(world.arm, feedback=feedback)
+    world.baseline = replace(world.baseline, feedback=feedback)
     _, steps = world.from_base(1)
-    revised = world.serve(world.arm.reviser, world.job.rollout, partial(revise_steps, world.arm, steps))
+    revised = world.serve(world.baseline.reviser, world.job.rollout, partial(revise_steps, world.baseline, steps))
     assert [len(step.responses) for step in steps] == [2] * NUM_STEPS
     assert [len(step.responses) for step in revised] == [4] * NUM_STEPS  # as PPO: 3 samples of 2 prompts
     last_texts = set()
@@ -240,27 +240,27 @@ def test_ilf_judges_as_many_responses_as_ppo_with_and_without_fixes(world: World
 
 def test_of_revisions_worth_the_same_the_first_is_imitated(world: World) -> None:
     world.reviser.texts = ["abab", "bbaa"]
-    ilf(world.arm)
-    targets = {world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt}
+    ilf(world.baseline)
+    targets = {world.baseline.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt}
     assert targets == {"abab"}
 
 
 def test_a_truncated_revision_is_not_imitated(world: World) -> None:
     """The policy would learn to stop in the middle of a sentence."""
     world.reviser.truncated = {"aaaa"}
-    ilf(world.arm)
-    assert {world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt} == {"aaab"}
+    ilf(world.baseline)
+    assert {world.baseline.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt} == {"aaab"}
 
 
 def test_with_truncated_revisions_alone_nothing_is_imitated(world: World) -> None:
     world.reviser.truncated = {"aaaa", "aaab", "aabb"}
     with pytest.raises(RunStopped, match="finished revision"):
-        ilf(world.arm)
+        ilf(world.baseline)
 
 
 def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:
     _, steps = world.from_base(1)
-    revised = world.serve(world.arm.reviser, world.job.rollout, partial(revise_steps, world.arm, steps))
+    revised = world.serve(world.baseline.reviser, world.job.rollout, partial(revise_steps, world.baseline, steps))
     for (_, rollout, _), (text, _) in zip(steps[0].responses, world.reviser.asked, strict=False):
         assert f"given:\n{rollout.response_text}\n" in text
         assert "a yes, b no" in text
@@ -269,14 +269,14 @@ def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:
 
 def test_a_response_without_usable_feedback_is_not_revised(world: World) -> None:
     world.feedback.failing = lambda prompt: prompt.prompt_id == "p0"
-    metrics = ilf(world.arm)
+    metrics = ilf(world.baseline)
     assert len(world.learnt) == NUM_PROMPTS - 1
     assert metrics["ilf/revised_share"] == 5 / 6
 
 
 def test_reflection_answers_held_out_prompts_again_and_keeps_what_has_no_critique(world: World) -> None:
     world.feedback.failing = lambda prompt: prompt.prompt_id == "e0"
-    metrics = reflection(world.arm)
+    metrics = reflection(world.baseline)
     (base,) = world.lines(METRICS_FILE)
     before = {r["prompt_id"]: r["response"] for r in world.lines(SAMPLES_FILE) if r["step"] == 0}
     after = {r["prompt_id"]: r["response"] for r in world.lines(SAMPLES_FILE) if r["step"] == NUM_STEPS}
@@ -289,7 +289,7 @@ def test_reflection_answers_held_out_prompts_again_and_keeps_what_has_no_critiqu
 def test_nothing_to_learn_from_stops_the_run_in_a_sentence(world: World) -> None:
     world.base.logits[:, 0] = 50.0  # always `aaaa`
     with pytest.raises(RunStopped, match="in all 6 pairs both responses have the same reward"):
-        dpo(world.arm)
+        dpo(world.baseline)
 
 
 def test_a_stop_ends_the_sampling(tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ import pytest
 import torch
 from ray.exceptions import RayError
 
-from jobs.stopwatch import race_start, race_step, race_teacher
-from jobs.stopwatch.bare import environment
-from jobs.stopwatch.random_models import make_model
-from jobs.stopwatch.results import FILE, HEAD, TABLE_FILE, BenchmarkResults
-from jobs.stopwatch.watch import (
+from jobs.benchmark_phases import phase_start, phase_step, phase_teacher
+from jobs.benchmark_phases.bare import environment
+from jobs.benchmark_phases.random_models import make_model
+from jobs.benchmark_phases.results import FILE, HEAD, TABLE_FILE, BenchmarkResults
+from jobs.benchmark_phases.timer import (
     Bench,
+    Benchmark,
     Done,
-    Race,
     Record,
     Side,
     abba_order,
@@ -77,8 +77,8 @@ def test_the_first_turn_of_each_side_is_discarded_and_the_rest_is_timed(tmp_path
 
         return run
 
-    race = Race(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, reference="a")  # type: ignore[dict-item]
-    found = asyncio.run(Bench(job(tmp_path)).race(race))
+    benchmark = Benchmark(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, reference="a")  # type: ignore[dict-item]
+    found = asyncio.run(Bench(job(tmp_path)).measure(benchmark))
     assert called == [*"abbaab"]
     a = found["sides"]["a"]
     b = found["sides"]["b"]
@@ -94,7 +94,9 @@ def test_a_side_that_does_not_end_is_named(tmp_path: Path) -> None:
         return Done(amount=1)
 
     with pytest.raises(RunStopped, match=r"slow race, late.*deadline_s=0\.05"):
-        asyncio.run(Bench(job(tmp_path, deadline_s=0.05)).race(Race(name="slow race", unit="t", sides={"late": late})))
+        asyncio.run(
+            Bench(job(tmp_path, deadline_s=0.05)).measure(Benchmark(name="slow race", unit="t", sides={"late": late}))
+        )
 
 
 def test_seconds_of_the_processor_and_memory_are_those_of_the_tree() -> None:
@@ -122,28 +124,28 @@ def test_a_bare_library_has_the_environment_of_what_it_is_compared_with() -> Non
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all cores have worked while this process did not."""
     worked = itertools.count(0, 0.1 / 2 * (os.cpu_count() or 1))
-    monkeypatch.setattr("jobs.stopwatch.watch.SAMPLE_S", 0.1)
-    monkeypatch.setattr("jobs.stopwatch.watch.machine_seconds", lambda: next(worked))
-    monkeypatch.setattr("jobs.stopwatch.watch.cpu_since", lambda before: 0.0)
+    monkeypatch.setattr("jobs.benchmark_phases.timer.SAMPLE_S", 0.1)
+    monkeypatch.setattr("jobs.benchmark_phases.timer.machine_seconds", lambda: next(worked))
+    monkeypatch.setattr("jobs.benchmark_phases.timer.cpu_since", lambda before: 0.0)
     check_idle_machine(0.51)
     with pytest.raises(UserError, match=r"50% of this machine, and max_busy=0\.49"):
         check_idle_machine(0.49)
 
 
 def test_results_are_kept_by_phase_and_compared_with_the_reference(tmp_path: Path) -> None:
-    race = {
+    benchmark = {
         "name": "rollout",
         "unit": "tokens",
         "reference": "bare",
         "aims": {"fleet": 0.95},
         "sides": sides(bare=50.0, fleet=40.0),
     }
-    BenchmarkResults(job(tmp_path)).add("rollout", [race])
+    BenchmarkResults(job(tmp_path)).add("rollout", [benchmark])
     BenchmarkResults(job(tmp_path)).add(
-        "learner", [{**race, "name": "learner", "reference": "", "aims": {}, "sides": sides(t2g=7.0)}]
+        "learner", [{**benchmark, "name": "learner", "reference": "", "aims": {}, "sides": sides(t2g=7.0)}]
     )
     again = BenchmarkResults(job(tmp_path))
-    again.add("rollout", [{**race, "sides": sides(bare=50.0, fleet=45.0)}])
+    again.add("rollout", [{**benchmark, "sides": sides(bare=50.0, fleet=45.0)}])
     assert [*again.phases] == ["rollout", "learner"]
     rows = []
     for line in (tmp_path / "run" / TABLE_FILE).read_text().splitlines()[2:]:
@@ -184,7 +186,7 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_trl: bool
 ) -> None:
     ran: list[str] = []
-    known = (race_step.BARE, "generate", "vllm", "critic", "ahead", "t2g")
+    known = (phase_step.BARE, "generate", "vllm", "critic", "ahead", "t2g")
     rates = dict(zip(known, (8.0, 2.0, 6.0, 3.0, 5.0, 4.0), strict=True))
 
     def side(name: str) -> Side:
@@ -207,27 +209,31 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
         async def __aexit__(self, *error: object) -> None:
             ran.append("closed")
 
-    monkeypatch.setattr(race_step, "running_loop", Ours)
-    monkeypatch.setattr(race_step, "find_spec", lambda name: name if with_trl else None)
-    monkeypatch.setattr(race_step, "bare_step", lambda bench: side(race_step.BARE))
-    monkeypatch.setattr(race_step, "trl", lambda bench, vllm: side("vllm" if vllm else "generate"))
+    monkeypatch.setattr(phase_step, "running_loop", Ours)
+    monkeypatch.setattr(phase_step, "find_spec", lambda name: name if with_trl else None)
+    monkeypatch.setattr(phase_step, "bare_step", lambda bench: side(phase_step.BARE))
+    monkeypatch.setattr(phase_step, "trl", lambda bench, vllm: side("vllm" if vllm else "generate"))
     bench = Bench(job(tmp_path, rollout={"threads": 4}, learner={"threads": 3}))
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
-    step, *grpo = asyncio.run(race_step.measure(bench))
-    turn = [race_step.BARE, *(["generate", "vllm"] if with_trl else []), "t2g"]
+    step, *grpo = asyncio.run(phase_step.measure(bench))
+    turn = [phase_step.BARE, *(["generate", "vllm"] if with_trl else []), "t2g"]
     tried = ["generate", "vllm"] if with_trl else []
     assert ran == [*tried, *turn, *turn[::-1], *turn, "closed", *["ahead"] * 3, "closed", *["critic"] * 3, "closed"]
     variants = {"t2g, max_staleness=1": 5.0, "t2g, with a value model": 3.0}
 
-    def said(race: Record) -> tuple[str, str, dict[str, float]]:
-        return race["name"], race["reference"], {name: found["amount"] for name, found in race["sides"].items()}
+    def said(benchmark: Record) -> tuple[str, str, dict[str, float]]:
+        return (
+            benchmark["name"],
+            benchmark["reference"],
+            {name: found["amount"] for name, found in benchmark["sides"].items()},
+        )
 
-    assert said(step) == ("step", race_step.BARE, {race_step.BARE: 8.0, "t2g": 4.0, **variants})
+    assert said(step) == ("step", phase_step.BARE, {phase_step.BARE: 8.0, "t2g": 4.0, **variants})
     assert step["aims"] == dict.fromkeys(["t2g", "t2g, max_staleness=1"], 1 / 1.15), "a critic is work of its own"
     rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
     expected = [("GRPO step", "TRL", {**rivals, "t2g": 4.0, **variants})] if with_trl else []
-    assert [said(race) for race in grpo] == expected
-    assert all([*race["aims"].values()] == [1.4, 1.4] for race in grpo)
+    assert [said(benchmark) for benchmark in grpo] == expected
+    assert all([*benchmark["aims"].values()] == [1.4, 1.4] for benchmark in grpo)
 
 
 ONE_GPU = {
@@ -267,15 +273,15 @@ def test_on_one_gpu_the_sides_of_a_step_have_it_one_after_the_other(
         assert alive == [], "engine and rank need the whole GPU"
         yield make_side("t2g")
 
-    monkeypatch.setattr(race_step, "running_loop", running_loop)
-    monkeypatch.setattr(race_step, "find_spec", lambda name: name)
-    monkeypatch.setattr(race_step, "bare_step", lambda bench: make_side("bare"))
-    monkeypatch.setattr(race_step, "trl", lambda bench, vllm: make_side("vllm" if vllm else "generate"))
+    monkeypatch.setattr(phase_step, "running_loop", running_loop)
+    monkeypatch.setattr(phase_step, "find_spec", lambda name: name)
+    monkeypatch.setattr(phase_step, "bare_step", lambda bench: make_side("bare"))
+    monkeypatch.setattr(phase_step, "trl", lambda bench, vllm: make_side("vllm" if vllm else "generate"))
     bench = Bench(job(tmp_path, variants=False, **ONE_GPU))
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
-    step, grpo = asyncio.run(race_step.measure(bench))
+    step, grpo = asyncio.run(phase_step.measure(bench))
     assert ran == [*["bare"] * 4, *["generate"] * 4, *["vllm"] * 4, *["t2g"] * 3]  # the first to see whether it works
-    assert [*step["sides"]] == [race_step.BARE, "t2g"]
+    assert [*step["sides"]] == [phase_step.BARE, "t2g"]
     assert [*grpo["sides"]] == ["TRL", "TRL with vLLM", "t2g"]
 
 
@@ -302,15 +308,18 @@ def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monk
 
         yield turn
 
-    monkeypatch.setattr(race_teacher, "running_loop", loop)
+    monkeypatch.setattr(phase_teacher, "running_loop", loop)
     bench = Bench(job(tmp_path))
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
-    (race,) = asyncio.run(race_teacher.measure(bench))
+    (benchmark,) = asyncio.run(phase_teacher.measure(bench))
     plain = "steps, no"
     distilling = "steps-teacher, 20"
     assert ran == [f"open {plain}", f"open {distilling}", *[plain, distilling, distilling, plain, plain, distilling]]
-    assert {name: row["rank_gib"] for name, row in race["sides"].items()} == {"t2g": 2.0, "t2g, with a teacher": 3.0}
-    assert race["reference"] == "t2g"
+    assert {name: row["rank_gib"] for name, row in benchmark["sides"].items()} == {
+        "t2g": 2.0,
+        "t2g, with a teacher": 3.0,
+    }
+    assert benchmark["reference"] == "t2g"
 
 
 def test_a_start_is_timed_by_the_lines_that_it_prints() -> None:
@@ -319,21 +328,21 @@ def test_a_start_is_timed_by_the_lines_that_it_prints() -> None:
         (0.2, "loading: learner: 1 s"), (0.1, "step 1 | KL 0"), (0.3, "writing the policy ..."),
     )  # fmt: skip
     printing = "; ".join(f"time.sleep({seconds}); print({line!r}, flush=True)" for seconds, line in lines)
-    more = race_start.time_lines([sys.executable, "-c", f"import time; {printing}"]).more
+    more = phase_start.time_lines([sys.executable, "-c", f"import time; {printing}"]).more
     total = 0.0  # a line may be read late, and the next part is then shorter: only the sums have a lower bound
     for part, least in (("driver_s", 0.2), ("ray_s", 0.3), ("load_s", 0.6), ("step_s", 0.7)):
         total += more[part]
         assert least <= total < least + 5, part
     assert more["first_step_s"] == pytest.approx(total)
     with pytest.raises(RunStopped, match=r"exit code 3: \['no room'\]"):
-        race_start.time_lines([sys.executable, "-c", "print('no room'); raise SystemExit(3)"])
+        phase_start.time_lines([sys.executable, "-c", "print('no room'); raise SystemExit(3)"])
 
 
 def test_the_critique_of_the_benchmark_has_a_token_for_each_letter(tmp_path: Path) -> None:
     bench = Bench(job(tmp_path, shape={**SHAPE, "vocab_size": 512}))
-    feedback = asyncio.run(race_step.Counted().judge(bench.models.prompts[0], "aab"))
+    feedback = asyncio.run(phase_step.Counted().judge(bench.models.prompts[0], "aab"))
     ids = [
-        encode_teacher_prompt(race_step.BareTask(), bench.models.prompts[0], critique, bench.models.tokenizer, 256)
+        encode_teacher_prompt(phase_step.BareTask(), bench.models.prompts[0], critique, bench.models.tokenizer, 256)
         for critique in ("", feedback.critique)
     ]
     assert len(ids[1]) - len(ids[0]) == 64
@@ -350,7 +359,7 @@ def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest
         await asyncio.sleep(60)
         raise AssertionError
 
-    found = asyncio.run(race_step.able({"one": works, "two": dies, "three": hangs}, 0.05))
+    found = asyncio.run(phase_step.able({"one": works, "two": dies, "three": hangs}, 0.05))
     said = capsys.readouterr().out
     assert [*found] == ["one"]
     assert found["one"] is works

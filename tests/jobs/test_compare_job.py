@@ -23,7 +23,7 @@ from jobs.train_policy.policy_data import PolicyData
 from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Diverged, RunStopped, Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
-from t2g.study.methods import Arms
+from t2g.study.methods import ComparisonPlan
 from t2g.study.result_lines import ResultLines
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, Rollout, TokenStats
@@ -35,12 +35,12 @@ def the_job(root: Path, *overrides: str, config: str = "compare.yaml") -> Compar
     return loading.load(CompareJob, CONFIGS / config, [f"run.root={root}", *overrides], environ={})
 
 
-def arms_of(root: Path, *overrides: str, config: str = "compare.yaml") -> Arms:
-    return Arms(the_job(root, *overrides, config=config))
+def plan_of(root: Path, *overrides: str, config: str = "compare.yaml") -> ComparisonPlan:
+    return ComparisonPlan(the_job(root, *overrides, config=config))
 
 
 def test_methods_are_grouped_by_the_engines_that_they_need(tmp_path: Path) -> None:
-    assert engine_groups(arms_of(tmp_path, config="compare_more.yaml")) == [
+    assert engine_groups(plan_of(tmp_path, config="compare_more.yaml")) == [
         ["reflection", "scalar", "dpo", "ilf", "span"], ["no_critique"], ["dense"],
     ]  # fmt: skip
 
@@ -94,20 +94,20 @@ def test_methods_that_make_no_sense_are_refused_before_any_run(
     tmp_path: Path, overrides: list[str], sentence: str
 ) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        check(arms_of(tmp_path, *overrides))
+        check(plan_of(tmp_path, *overrides))
 
 
 def test_what_the_job_allows_is_not_refused(tmp_path: Path) -> None:
-    check(arms_of(tmp_path, "compare.noise={some: {flip: 0.1}}"))
-    check(arms_of(tmp_path, "compare.methods=[span, dense]", "feedback.source=program"))
+    check(plan_of(tmp_path, "compare.noise={some: {flip: 0.1}}"))
+    check(plan_of(tmp_path, "compare.methods=[span, dense]", "feedback.source=program"))
     for config in ("compare_more.yaml", "reward_study.yaml"):
-        check(arms_of(tmp_path, config=config))
+        check(plan_of(tmp_path, config=config))
 
 
 def test_a_source_that_is_changed_does_not_give_the_marks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no_critique, dense cannot be compared: task tiny has no measure"):
-        arms_of(tmp_path, config="compare_more.yaml").check("")
-    arms_of(tmp_path).check("")
+        plan_of(tmp_path, config="compare_more.yaml").check("")
+    plan_of(tmp_path).check("")
 
 
 @pytest.mark.parametrize(
@@ -144,33 +144,35 @@ def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Pat
 
 
 # ----------------------------------------------------------------------------------------------- finished, and resumed
-def pretend(arms: Arms, arm: PolicyJob, *scores: float) -> None:
+def pretend(plan: ComparisonPlan, method_job: PolicyJob, *scores: float) -> None:
     """A finished run with these held-out scores, the first before training."""
-    begin_folder(arm, **arms.identity_extras("span"))
+    begin_folder(method_job, **plan.identity_extras("span"))
     lines = [
         {"step": i, "samples": 128.0 * i, "eval/score": score} | ({"time/step_s": 2.0} if i else {})
         for i, score in enumerate(scores)
     ]
-    (arm.run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (arm.run.folder / "summary.json").write_text(json.dumps({"steps": arm.num_steps, "timing": {"wall_s": 120.0}}))
+    (method_job.run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (method_job.run.folder / "summary.json").write_text(
+        json.dumps({"steps": method_job.num_steps, "timing": {"wall_s": 120.0}})
+    )
     measured = {"criticised": -1.0, "praised": 0.5, "unmentioned": -0.1, "difference": -0.9, "returns": 0.2}
-    (arm.run.folder / "targeting.json").write_text(json.dumps(measured))
+    (method_job.run.folder / "targeting.json").write_text(json.dumps(measured))
 
 
-def finished_arms(root: Path) -> Arms:
+def finished_plan(root: Path) -> ComparisonPlan:
     """All runs of a small comparison, with noise, are there; the search prefers .2 for span and .1 for scalar."""
-    arms = arms_of(
+    plan = plan_of(
         root, "compare.methods=[sft, scalar, span]", "compare.seeds=[1, 2]", "compare.lr_grid=[0.1, 0.2]",
         "compare.noise={some: {flip: 0.1}}", "num_steps=3", "compare.search_seeds=[101]",
     )  # fmt: skip
     lrs = {"scalar": 0.1, "span": 0.2}
     for method, best in lrs.items():
         for lr in (0.05, 0.1, 0.2, 0.4):  # a step beyond either end of the grid
-            pretend(arms, arms.search(method, 101, lr), 0.1, *[0.8 if lr == best else 0.3] * 3)
+            pretend(plan, plan.search(method, 101, lr), 0.1, *[0.8 if lr == best else 0.3] * 3)
         for seed in (1, 2):
-            pretend(arms, arms.arm(method, seed, best), 0.1, 0.2, 0.3 * seed, 0.4)
-            pretend(arms, arms.arm(method, seed, best, "some"), 0.1, 0.1, 0.1, 0.1)
-    return arms
+            pretend(plan, plan.make_job(method, seed, best), 0.1, 0.2, 0.3 * seed, 0.4)
+            pretend(plan, plan.make_job(method, seed, best, "some"), 0.1, 0.1, 0.1, 0.1)
+    return plan
 
 
 class NoEngines:
@@ -180,32 +182,32 @@ class NoEngines:
         raise AssertionError(f"{name} was asked of the engines")
 
 
-def session(arms: Arms, stop: StopFlag | None = None) -> Session:
+def session(plan: ComparisonPlan, stop: StopFlag | None = None) -> Session:
     data: Any = NoEngines()
-    results = ResultLines(arms.job.compare)
-    return Session(arms=arms, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines(), results=results)
+    results = ResultLines(plan.job.compare)
+    return Session(plan=plan, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines(), results=results)
 
 
 def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> None:
-    found = session(finished_arms(tmp_path))
+    found = session(finished_plan(tmp_path))
     scores, lr = found.find_lr("span")
     assert lr == 0.2
     assert scores == {rate: {101: pytest.approx(0.8 if rate == lr else 0.3)} for rate in (0.1, 0.2, 0.4)}
     scores, lr = found.find_lr("scalar")
     assert (lr, sorted(scores)) == (0.1, [0.05, 0.1, 0.2])  # no end of what was tried
-    found.run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
+    found.run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
 
 
 @pytest.mark.parametrize("name", ["span", "dpo", "ilf", "reflection"])
 def test_a_finished_run_is_kept_for_every_procedure(tmp_path: Path, name: str) -> None:
-    arms = arms_of(tmp_path, f"compare.methods=[{name}]")
-    arm = arms.arm(name, 1, 0.1)
-    begin_folder(arm, **arms.identity_extras(name))  # as `train` and `run_baseline` do
-    (arm.run.folder / "summary.json").write_text(json.dumps({"steps": arm.num_steps}))
-    session(arms).run(name, arm)
-    other = arms_of(tmp_path, f"compare.methods=[{name}]", "compare.reviser=other")
-    with pytest.raises(UserError, match="reviser") if arms.methods[name].is_baseline else nullcontext():
-        session(other).run(name, arm)
+    plan = plan_of(tmp_path, f"compare.methods=[{name}]")
+    method_job = plan.make_job(name, 1, 0.1)
+    begin_folder(method_job, **plan.identity_extras(name))  # as `train` and `run_baseline` do
+    (method_job.run.folder / "summary.json").write_text(json.dumps({"steps": method_job.num_steps}))
+    session(plan).run(name, method_job)
+    other = plan_of(tmp_path, f"compare.methods=[{name}]", "compare.reviser=other")
+    with pytest.raises(UserError, match="reviser") if plan.methods[name].is_baseline else nullcontext():
+        session(other).run(name, method_job)
 
 
 def test_rates_are_chosen_on_other_held_out_prompts(tmp_path: Path) -> None:
@@ -241,21 +243,21 @@ def test_the_search_reads_its_prompts_as_the_evaluation_does(tmp_path: Path, mon
 
 def test_only_a_run_that_diverged_counts_as_a_bad_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is down would choose another rate."""
-    arms = arms_of(tmp_path)
+    plan = plan_of(tmp_path)
     ends: list[RunStopped] = [Diverged("the loss is not finite"), RunStopped("no rollout worker is left")]
     monkeypatch.setattr(Session, "run", lambda *_, **__: (_ for _ in ()).throw(ends.pop(0)))
-    assert session(arms).score("span", arms.search("span", 101, 0.4)) is None
+    assert session(plan).score("span", plan.search("span", 101, 0.4)) is None
     with pytest.raises(RunStopped, match="no rollout worker"):
-        session(arms).score("span", arms.search("span", 101, 0.4))
+        session(plan).score("span", plan.search("span", 101, 0.4))
 
 
 def test_one_rate_is_not_searched(tmp_path: Path) -> None:
-    assert session(arms_of(tmp_path, "compare.lr_grid=[0.1]")).find_lr("span") == ({}, 0.1)
+    assert session(plan_of(tmp_path, "compare.lr_grid=[0.1]")).find_lr("span") == ({}, 0.1)
 
 
 def test_an_arm_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"span-1 was made with other inputs: learner\.policy\.lr"):
-        session(finished_arms(tmp_path)).run_arms(["span"], {"span": 0.1}, SimpleNamespace(measure=lambda *_: None))
+        session(finished_plan(tmp_path)).run_methods(["span"], {"span": 0.1}, SimpleNamespace(measure=lambda *_: None))
 
 
 @pytest.mark.parametrize(
@@ -264,10 +266,10 @@ def test_an_arm_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Pat
 )
 def test_runs_that_were_evaluated_elsewhere_are_not_compared(tmp_path: Path, change: str, sentence: str) -> None:
     """A score is a mean over evaluations: after other numbers of samples it is another figure."""
-    finished_arms(tmp_path)
-    arms = arms_of(tmp_path, "compare.methods=[sft, scalar, span]", "num_steps=3", change)
+    finished_plan(tmp_path)
+    plan = plan_of(tmp_path, "compare.methods=[sft, scalar, span]", "num_steps=3", change)
     with pytest.raises(UserError, match=rf"span-1 was made with other inputs: .*{sentence}"):
-        session(arms).run("span", arms.arm("span", 1, 0.2))
+        session(plan).run("span", plan.make_job("span", 1, 0.2))
 
 
 def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,25 +278,25 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
         "compare.methods=[sft, scalar, span]", "compare.seeds=[1, 2]", "compare.lr_grid=[0.1]", "num_steps=3",
         f"compare.results={tmp_path / 'results.jsonl'}",
     )  # fmt: skip
-    first = arms_of(tmp_path / "first", *options)
+    first = plan_of(tmp_path / "first", *options)
     scores = {("scalar", 1): 0.2, ("scalar", 2): 0.3, ("span", 1): 0.5, ("span", 2): 0.7}
     for (method, seed), score in scores.items():
-        pretend(first, first.arm(method, seed, 0.1), 0.1, *[score] * 3)
+        pretend(first, first.make_job(method, seed, 0.1), 0.1, *[score] * 3)
     references = SimpleNamespace(measure=lambda *_: None)
-    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)
-    session(first).run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)  # adds no line
+    session(first).run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)
+    session(first).run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)  # adds no line
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(row["method"], row["seed"], row["minutes"]) for row in rows] == [
         (*key, 2.0) for key in sorted(scores, key=lambda key: key[1])
     ]
-    second = arms_of(tmp_path / "second", *options)
+    second = plan_of(tmp_path / "second", *options)
     begin_folder(second.job)
     search = run_all(second, NoEngines(), StopFlag())
     finish(second, search, {})
     found = json.loads((second.job.run.folder / "compare.json").read_text())["methods"]
     assert found["span"]["minus_scalar"]["mean"] == pytest.approx(0.35)
     assert found["span"]["targeting"]["criticised"]["mean"] == -1
-    other = arms_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
+    other = plan_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
     assert has_all(second, ["scalar", "span"], ResultLines(second.job.compare))
     assert not has_all(other, ["span"], ResultLines(other.job.compare))
     capsys.readouterr()
@@ -308,20 +310,20 @@ def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:
 
 
 def test_a_stop_begins_no_run(tmp_path: Path) -> None:
-    arms = arms_of(tmp_path)
+    plan = plan_of(tmp_path)
     stop = StopFlag()
     stop.signal_name = "SIGTERM"
     with pytest.raises(Stopped):
-        session(arms, stop).run("span", arms.arm("span", 1, 1e-3))
+        session(plan, stop).run("span", plan.make_job("span", 1, 1e-3))
 
 
 def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arms = finished_arms(tmp_path)
+    plan = finished_plan(tmp_path)
     chosen = {"scalar": 0.1, "span": 0.2}
     scores = {"span": {0.1: {101: 0.3}, 0.2: {101: 0.4}}}
     search = {"grid": [0.1, 0.2], "seeds": [101], "scores": scores, "chosen": chosen}
-    finish(arms, search, {})
-    folder = arms.job.run.folder
+    finish(plan, search, {})
+    folder = plan.job.run.folder
     summary = json.loads((folder / "compare.json").read_text())
     assert list(summary["methods"]) == ["sft", "scalar", "span"]
     span = summary["methods"]["span"]
@@ -345,11 +347,11 @@ def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.Captu
     ("config", "overrides"), [("reward_study.yaml", []), ("compare_more.yaml", ["compare.seeds=[]"])]
 )  # the second asks for noise, of which nothing is left without policies
 def test_reward_models_alone_leave_a_table_and_no_curves(tmp_path: Path, config: str, overrides: list[str]) -> None:
-    arms = arms_of(tmp_path, *overrides, config=config)
-    begin_folder(arms.job)
+    plan = plan_of(tmp_path, *overrides, config=config)
+    begin_folder(plan.job)
     rewards = {"plain": {seed: dict.fromkeys(REWARD_COLUMNS, seed / 10) for seed in (1, 2, 3)}}
-    finish(arms, {"grid": [], "seeds": [], "scores": {}, "chosen": {}}, rewards)
-    folder = arms.job.run.folder
+    finish(plan, {"grid": [], "seeds": [], "scores": {}, "chosen": {}}, rewards)
+    folder = plan.job.run.folder
     assert json.loads((folder / "compare.json").read_text())["rewards"]["plain"]["2"]["parse_rate"] == 0.2
     assert "| plain | 0.200 ± 0.248 |" in (folder / "compare.md").read_text()
     assert not (folder / "report.html").exists()
@@ -386,29 +388,29 @@ def test_the_reference_is_made_once_and_kept(tmp_path: Path) -> None:
     prompts = letter_prompts(8)
     data = PolicyData(task=LetterTask(), tokenizer=tokenizer, prompts=[], eval_prompts=prompts)
     fleets = FakeFleets(FakeRollouts(tokenizer))
-    arms = arms_of(tmp_path / "runs", "compare.reference_prompts=5")
-    made = ReferenceResponses(arms, data, fleets).responses
+    plan = plan_of(tmp_path / "runs", "compare.reference_prompts=5")
+    made = ReferenceResponses(plan, data, fleets).responses
     fleets.rollouts.logits[:, 0] = 9.0  # another policy by now: what is kept must not change with it
-    again = ReferenceResponses(arms, data, fleets).responses
+    again = ReferenceResponses(plan, data, fleets).responses
     assert fleets.asked == 1 and len(made) == 5
     assert [(p, r.response_text, f) for p, r, f in again] == [(p, r.response_text, f) for p, r, f in made]
     with pytest.raises(UserError, match=r"reference was made with other inputs: eval\.num_prompts"):
-        ReferenceResponses(arms_of(tmp_path / "runs", "compare.reference_prompts=6"), data, fleets)
+        ReferenceResponses(plan_of(tmp_path / "runs", "compare.reference_prompts=6"), data, fleets)
 
 
 def test_targeting_is_measured_on_the_responses_of_the_base(tmp_path: Path) -> None:
     tokenizer = letter_tokenizer(tmp_path)
     prompts = letter_prompts(6)
     data = PolicyData(task=LetterTask(), tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts)
-    arms = arms_of(tmp_path / "runs", "compare.reference_prompts=6")
+    plan = plan_of(tmp_path / "runs", "compare.reference_prompts=6")
     rollouts = FakeRollouts(tokenizer)
-    references = ReferenceResponses(arms, data, FakeFleets(rollouts))
-    arm = arms.arm("span", 1, 1e-3)
-    begin_folder(arm)
+    references = ReferenceResponses(plan, data, FakeFleets(rollouts))
+    method_job = plan.make_job("span", 1, 1e-3)
+    begin_folder(method_job)
 
     def measured() -> dict[str, Any]:
-        references.measure(arm, rollouts, FakeFeedback(), ShiftedLearner())
-        return json.loads((arm.run.folder / "targeting.json").read_text())
+        references.measure(method_job, rollouts, FakeFeedback(), ShiftedLearner())
+        return json.loads((method_job.run.folder / "targeting.json").read_text())
 
     still = measured()
     texts = [r.response_text for _, r, _ in references.responses]

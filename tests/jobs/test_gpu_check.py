@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from actors.engines.rollout import RolloutWorker
 from jobs import gpu_check
-from jobs.stopwatch import random_models
+from jobs.benchmark_phases import random_models
 from t2g.config import DemoJob, PolicyJob, RolloutConfig, SFTJob, ShapeConfig, loading
 from t2g.interfaces import Sampling
 from t2g.resources.preflight import preflight

@@ -9,15 +9,15 @@ import pytest
 from configs import differing, shipped
 from t2g.config import CompareJob, PolicyJob, StyleConfig, loading, with_overrides
 from t2g.errors import UserError
-from t2g.study.methods import Arms, choose_lr, next_lr, read_method
+from t2g.study.methods import ComparisonPlan, choose_lr, next_lr, read_method
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(file.stem for file in shipped() if file.parent.name == "methods")
 
 
-def arms_of(root: Path, *overrides: str, config: str = "compare.yaml") -> Arms:
+def plan_of(root: Path, *overrides: str, config: str = "compare.yaml") -> ComparisonPlan:
     file = ROOT / "configs" / "tiny" / config
-    return Arms(loading.load(CompareJob, file, [f"run.root={root}", *overrides], environ={}))
+    return ComparisonPlan(loading.load(CompareJob, file, [f"run.root={root}", *overrides], environ={}))
 
 
 def plain(job: CompareJob) -> PolicyJob:
@@ -26,7 +26,7 @@ def plain(job: CompareJob) -> PolicyJob:
 
 def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> None:
     """Beside the default, which is span; settings that repeat a default change nothing."""
-    arms = arms_of(tmp_path, f"compare.methods=[{', '.join(SHIPPED)}]", config="compare_more.yaml")
+    plan = plan_of(tmp_path, f"compare.methods=[{', '.join(SHIPPED)}]", config="compare_more.yaml")
     always = {"run.root", "run.name", "run.seed", "artifacts", "learner.policy.lr", "feedback.reward_model"}
     placement = "objective.rewards.placement"
     unit = "objective.rewards.unit"
@@ -65,12 +65,12 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     }
     assert sorted(more) == SHIPPED
     for name, keys in more.items():
-        assert differing(plain(arms.job), arms.arm(name, 2, 7e-4)) == always | keys, name
-    arm = arms.arm("grpo", 2, 7e-4)
-    assert (arm.objective.advantages, arm.objective.whiten) == ("group_normalised", "none")
-    assert arm.objective.rewards.placement == "scalar" and not arm.objective.uses_critic
-    assert (arm.run.folder, arm.run.seed) == (tmp_path / "compare-more" / "arms" / "grpo-2", 2)
-    assert arm.learner.policy.lr == 7e-4
+        assert differing(plain(plan.job), plan.make_job(name, 2, 7e-4)) == always | keys, name
+    method_job = plan.make_job("grpo", 2, 7e-4)
+    assert (method_job.objective.advantages, method_job.objective.whiten) == ("group_normalised", "none")
+    assert method_job.objective.rewards.placement == "scalar" and not method_job.objective.uses_critic
+    assert (method_job.run.folder, method_job.run.seed) == (tmp_path / "compare-more" / "arms" / "grpo-2", 2)
+    assert method_job.learner.policy.lr == 7e-4
 
 
 @pytest.mark.parametrize(
@@ -117,16 +117,16 @@ def test_the_procedure_of_a_method_is_in_its_file() -> None:
 
 
 def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> None:
-    arms = arms_of(tmp_path, config="compare_more.yaml")
-    arm = arms.arm("scalar", 1, 3e-4)
-    search = arms.search("scalar", 101, 3e-4)
-    noisy = arms.arm("scalar", 1, 3e-4, "flipped")
+    plan = plan_of(tmp_path, config="compare_more.yaml")
+    method_job = plan.make_job("scalar", 1, 3e-4)
+    search = plan.search("scalar", 101, 3e-4)
+    noisy = plan.make_job("scalar", 1, 3e-4, "flipped")
     assert search.run.folder == tmp_path / "compare-more" / "search" / "scalar-0.0003-101"
     assert noisy.run.folder == tmp_path / "compare-more" / "noise" / "flipped-scalar-1"
-    assert differing(arm, search) == {"run.root", "run.name", "run.seed"}
+    assert differing(method_job, search) == {"run.root", "run.name", "run.seed"}
     assert noisy.feedback.noise is not None
     assert noisy.feedback.noise.flip == 0.3
-    assert arm.feedback.noise is None
+    assert method_job.feedback.noise is None
 
 
 def test_a_learning_rate_is_chosen_by_the_mean_of_its_seeds() -> None:
@@ -152,13 +152,16 @@ def test_a_method_is_served_by_the_reward_model_of_its_style_and_loss(tmp_path: 
         "overrides: {objective.rewards.placement: scalar, feedback.style.labels: dense}\n"
     )
     methods = f"compare.methods=[span, scalar, no_critique, dense, {own}]"
-    arms = arms_of(tmp_path, methods, "compare.rewards.seeds=[4, 5]", config="compare_more.yaml")
-    models = [arms.reward_model(name) for name in arms.methods]
+    plan = plan_of(tmp_path, methods, "compare.rewards.seeds=[4, 5]", config="compare_more.yaml")
+    models = [plan.reward_model(name) for name in plan.methods]
     assert models == ["plain", "plain", "no_critique", "dense", "dense"]
-    arm = arms.arm("dense_scalar", 1, 1e-3)
-    assert (arm.feedback.style, arm.objective.rewards.placement) == (StyleConfig(labels="dense"), "scalar")
-    assert arm.feedback.reward_model == str(tmp_path / "compare-more" / "rewards" / "dense-4" / "model")
-    assert arms.reference.feedback == arms.arm("span", 1).feedback
+    method_job = plan.make_job("dense_scalar", 1, 1e-3)
+    assert (method_job.feedback.style, method_job.objective.rewards.placement) == (
+        StyleConfig(labels="dense"),
+        "scalar",
+    )
+    assert method_job.feedback.reward_model == str(tmp_path / "compare-more" / "rewards" / "dense-4" / "model")
+    assert plan.reference.feedback == plan.make_job("span", 1).feedback
 
 
 def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
@@ -167,9 +170,9 @@ def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
         f"about: Mine.\noverrides: {{feedback.style.labels: dense, feedback.reward_model: {tmp_path}, "
         "feedback.noise: {flip: 0.5}}\n"
     )
-    arms = arms_of(tmp_path, f"compare.methods=[span, {own}]")
-    arms.check("fact_f1")
-    feedback = arms.arm("mine", 1).feedback
+    plan = plan_of(tmp_path, f"compare.methods=[span, {own}]")
+    plan.check("fact_f1")
+    feedback = plan.make_job("mine", 1).feedback
     assert feedback.reward_model == str(tmp_path)
     assert feedback.noise is not None
     assert feedback.noise.flip == 0.5
@@ -182,13 +185,13 @@ def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monk
     own.write_text("about: Mine.\noverrides: {feedback.reward_model: trained, model.policy: org/model}\n")
     demo = tmp_path / "my_demo.yaml"
     demo.write_text("run: {name: world}\n")
-    arms = arms_of(tmp_path, f"compare.methods=[span, {own}]", f"artifacts={demo}")
+    plan = plan_of(tmp_path, f"compare.methods=[span, {own}]", f"artifacts={demo}")
     monkeypatch.chdir(tmp_path)
-    arm = arms.arm("mine", 1)
-    assert (arm.feedback.reward_model, arm.model.policy) == (str(tmp_path / "trained"), "org/model")
+    method_job = plan.make_job("mine", 1)
+    assert (method_job.feedback.reward_model, method_job.model.policy) == (str(tmp_path / "trained"), "org/model")
     own.write_text("about: Mine.\noverrides: {feedback.reward_model: '${artifacts}/other', num_steps: 3}\n")
-    arm = Arms(arms.job).arm("mine", 1)
-    assert (arm.feedback.reward_model, arm.num_steps) == (str(tmp_path / "world" / "other"), 3)
+    method_job = ComparisonPlan(plan.job).make_job("mine", 1)
+    assert (method_job.feedback.reward_model, method_job.num_steps) == (str(tmp_path / "world" / "other"), 3)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_a_broken_method_is_refused_by_name(tmp_path: Path, text: str, sentence:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
-        arms_of(tmp_path, f"compare.methods=[span, {file}]").check("fact_f1")
+        plan_of(tmp_path, f"compare.methods=[span, {file}]").check("fact_f1")
     assert sentence in str(caught.value)
 
 

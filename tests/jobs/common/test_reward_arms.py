@@ -1,4 +1,4 @@
-"""Reward models as arms of a comparison: what each differs in, its records and its figures."""
+"""Reward models of a comparison: what each differs in, its records and its figures."""
 
 import re
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 from configs import differing
 from jobs.artifacts.stages import demo_of, load_or_run, reward_job
 from jobs.compare import comparison_runs
-from jobs.compare.comparison_runs import arm_job, relabel, write_dense
+from jobs.compare.comparison_runs import make_reward_job, relabel, write_dense
 from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote
 from t2g.feedback.records import load_annotated, read_record, write_annotated
 from t2g.study.comparison import REWARD_COLUMNS, tables
-from t2g.study.methods import Arms
+from t2g.study.methods import ComparisonPlan
 from t2g.study.reward_eval import arm_metrics, judged_record
 from t2g.tasks.tiny.assets import build_tokenizer
 
@@ -28,43 +28,43 @@ SPARSE = read_record(
 )  # fmt: skip
 
 
-def study(root: Path) -> tuple[Arms, DemoJob]:
+def study(root: Path) -> tuple[ComparisonPlan, DemoJob]:
     job = loading.load(CompareJob, CONFIG, [f"run.root={root}"])
     demo = demo_of(job)
     assert demo is not None
-    return Arms(job), demo
+    return ComparisonPlan(job), demo
 
 
 def test_each_model_differs_in_one_thing_from_the_demos(tmp_path: Path) -> None:
-    arms, demo = study(tmp_path)
+    plan, demo = study(tmp_path)
     always = {"run.name", "run.root", "run.seed", "model.policy", "sft.num_epochs", "eval_records"}
     more = {
         "span": set(),
         "no_critique": {"style.critique"},
         "dense": {"style.labels", "data.path", "eval_data.path"},
     }
-    assert list(more) == list(arms.methods)
+    assert list(more) == list(plan.methods)
     for name, keys in more.items():
-        assert differing(reward_job(demo), arm_job(arms, demo, name, 2)) == always | keys
-    trained = arm_job(arms, demo, "dense", 1).run.folder / "model"
-    assert str(trained) == arms.arm("dense", 7).feedback.reward_model  # what is trained is what serves
+        assert differing(reward_job(demo), make_reward_job(plan, demo, name, 2)) == always | keys
+    trained = make_reward_job(plan, demo, "dense", 1).run.folder / "model"
+    assert str(trained) == plan.make_job("dense", 7).feedback.reward_model  # what is trained is what serves
 
 
 def test_another_style_of_labels_is_another_run(tmp_path: Path) -> None:
-    arms, demo = study(tmp_path)
-    job = arm_job(arms, demo, "span", 1)
+    plan, demo = study(tmp_path)
+    job = make_reward_job(plan, demo, "span", 1)
     load_or_run(job.run.folder, job, dict)
     with pytest.raises(UserError, match=r"plain-1 was made with other inputs: style\.labels"):
         load_or_run(job.run.folder, job.model_copy(update={"style": StyleConfig(labels="dense")}), dict)
 
 
 def test_dense_records_are_those_of_the_dense_feedback_function(tmp_path: Path) -> None:
-    arms, demo = study(tmp_path)
+    plan, demo = study(tmp_path)
     sparse = reward_job(demo)
     for data in (sparse.data, sparse.eval_data):
         Path(data.path).parent.mkdir(parents=True, exist_ok=True)
         write_annotated(Path(data.path), [SPARSE])
-    job = arm_job(arms, demo, "dense", 1)
+    job = make_reward_job(plan, demo, "dense", 1)
     write_dense(job, sparse)
     for data in (job.data, job.eval_data):
         (record,) = load_annotated(data)
@@ -78,22 +78,22 @@ def test_dense_records_are_those_of_the_dense_feedback_function(tmp_path: Path) 
 
 
 def test_each_model_is_trained_once_with_each_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arms, demo = study(tmp_path)
+    plan, demo = study(tmp_path)
     for data in (reward_job(demo).data, reward_job(demo).eval_data):
         Path(data.path).parent.mkdir(parents=True, exist_ok=True)
         write_annotated(Path(data.path), [SPARSE])
     trained: list[str] = []
 
-    def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
+    def run_reward_job(demo: DemoJob, job: RewardJob) -> dict[str, float]:
         trained.append(job.run.name)
         job.run.folder.mkdir(parents=True)
         return {"good_f1": job.run.seed / 10}
 
-    monkeypatch.setattr(comparison_runs, "run_arm", run_arm)
-    made = comparison_runs.make_reward_models(arms, demo)
+    monkeypatch.setattr(comparison_runs, "run_reward_job", run_reward_job)
+    made = comparison_runs.make_reward_models(plan, demo)
     assert list(made) == ["plain", "no_critique", "dense"]
     assert {seed: metrics["good_f1"] for seed, metrics in made["dense"].items()} == {1: 0.1, 2: 0.2, 3: 0.3}
-    assert comparison_runs.make_reward_models(arms, demo) == made
+    assert comparison_runs.make_reward_models(plan, demo) == made
     assert len(trained) == len(set(trained)) == 9
 
 

@@ -1,4 +1,4 @@
-"""The stopwatch: sides of a race in turns, ABBA, the first of each discarded; medians, spread, CPU seconds, memory.
+"""The timer: sides of a benchmark in turns, ABBA, the first of each discarded; medians, spread, CPU seconds, memory.
 
 Time is that of the wall. CPU seconds are of this process and all its descendants, Ray's and the engines' included, and
 what others took of the machine meanwhile stands beside them.
@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from jobs.stopwatch.random_models import Models
+from jobs.benchmark_phases.random_models import Models
 from t2g.config import BenchmarkJob
 from t2g.errors import RunStopped, UserError
 from t2g.resources.memory import GIB
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 class Done:
     """The work of one measurement."""
 
-    amount: float  # in units of the race
+    amount: float  # in units of the benchmark
     more: Mapping[str, float] = field(default_factory=dict)  # what else is worth a median
 
 
@@ -36,7 +36,7 @@ Side = Callable[[], Awaitable[Done]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Race:
+class Benchmark:
     """Sides that do the same work."""
 
     name: str
@@ -129,32 +129,40 @@ def check_idle_machine(most: float) -> None:
 
 
 class Bench:
-    """The config and models of every phase, and the stopwatch."""
+    """The config and models of every phase, and the timer."""
 
     def __init__(self, config: BenchmarkJob) -> None:
         self.config = config
         self.models = Models(config)
 
-    async def race(self, race: Race) -> Record:
-        """Measure a race. Raises RunStopped if a side exceeds `deadline_s`."""
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in race.sides}
-        order = abba_order([*race.sides], self.config.repeats + 1)
+    async def measure(self, benchmark: Benchmark) -> Record:
+        """Measure a benchmark. Raises RunStopped if a side exceeds `deadline_s`."""
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in benchmark.sides}
+        order = abba_order([*benchmark.sides], self.config.repeats + 1)
         for number, name in enumerate(order):
-            row = await self._run_side(race, name)
-            print(f"  {race.name}, {name}: {row['seconds']:.2f} s, {row['cpu_s']:.2f} CPU s", flush=True)
-            if number >= len(race.sides):
+            row = await self._run_side(benchmark, name)
+            print(f"  {benchmark.name}, {name}: {row['seconds']:.2f} s, {row['cpu_s']:.2f} CPU s", flush=True)
+            if number >= len(benchmark.sides):
                 rows[name].append(row)
         sides = {name: summary(measured) for name, measured in rows.items()}
-        return {"name": race.name, "unit": race.unit, "reference": race.reference, "aims": race.aims, "sides": sides}
+        return {
+            "name": benchmark.name,
+            "unit": benchmark.unit,
+            "reference": benchmark.reference,
+            "aims": benchmark.aims,
+            "sides": sides,
+        }
 
-    async def _run_side(self, race: Race, name: str) -> dict[str, float]:
+    async def _run_side(self, benchmark: Benchmark, name: str) -> dict[str, float]:
         own = cpu_seconds()
         everyone = machine_seconds()
         started = time.monotonic()
         try:
-            done = await asyncio.wait_for(race.sides[name](), self.config.deadline_s)
+            done = await asyncio.wait_for(benchmark.sides[name](), self.config.deadline_s)
         except TimeoutError:
-            raise RunStopped(f"{race.name}, {name}: not done within deadline_s={self.config.deadline_s:g}") from None
+            raise RunStopped(
+                f"{benchmark.name}, {name}: not done within deadline_s={self.config.deadline_s:g}"
+            ) from None
         seconds = time.monotonic() - started
         cpu_s = cpu_since(own)
         others_s = max(0.0, machine_seconds() - everyone - cpu_s)

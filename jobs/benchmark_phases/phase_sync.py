@@ -13,9 +13,9 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup, LearnerSpec
 from actors.weights.buckets import num_bytes
 from actors.weights.sync import FleetWeightSync
+from jobs.benchmark_phases.phase_step import loop_job
+from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
 from jobs.common.fleets import Fleets, loaded_learner
-from jobs.stopwatch.race_step import loop_job
-from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.concurrency import run_with_background
 from t2g.config import with_overrides
 from t2g.config.describe import count
@@ -32,10 +32,10 @@ async def measure(bench: Bench) -> list[Record]:
     with Fleets() as fleets:
         fleet = fleets.rollouts(job.model, job.rollout, job)
         with loaded_learner(spec, fleet, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
-            return await run_with_background(races(bench, learner, fleet), fleet.supervise())
+            return await run_with_background(measure_all(bench, learner, fleet), fleet.supervise())
 
 
-async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> list[Record]:
+async def measure_all(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> list[Record]:
     config = bench.config
     dtype = config.rollout.dtype
     most = fleet.config.workers.max
@@ -60,8 +60,8 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
             sides["learner alone"] = partial(learner_alone, learner, dtype)
         name = f"sync, {count(workers, 'engine')}"
         aims = dict.fromkeys(pushes, AIM)
-        race = Race(name=name, unit="GB", sides=sides, reference="copy", aims=aims)
-        records.append(await bench.race(race))
+        benchmark = Benchmark(name=name, unit="GB", sides=sides, reference="copy", aims=aims)
+        records.append(await bench.measure(benchmark))
     return records
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from actors.engines.reward import RewardFleet
+from jobs.benchmark_phases.bare import BareEngine, OurEngine, begin
+from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
 from jobs.common.fleets import Fleets
-from jobs.stopwatch.bare import BareEngine, OurEngine, begin
-from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.config import FeedbackConfig
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.grammar import make_answer_grammar
@@ -55,8 +55,8 @@ async def measure(bench: Bench) -> list[Record]:
                 "engine alone": partial(alone_side, guide),
                 "fleet": partial(ask_fleet, fleet, prompts, request),
             }
-            race = Race(name=name, unit="answers", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
-            records.append(await bench.race(race))
+            benchmark = Benchmark(name=name, unit="answers", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
+            records.append(await bench.measure(benchmark))
         return records
 
 

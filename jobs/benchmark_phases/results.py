@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jobs.stopwatch.watch import Record
+from jobs.benchmark_phases.timer import Record
 from t2g.config import BenchmarkJob
 from t2g.files import write_atomic, write_json
 from t2g.runs import identity
@@ -42,28 +42,28 @@ class BenchmarkResults:
         write_atomic(self._folder / TABLE_FILE, self.table().encode())
 
     def table(self) -> str:
-        """Return a Markdown table with a row for each side of each race, in order of measurement."""
+        """Return a Markdown table with a row for each side of each benchmark, in order of measurement."""
         rows: list[Sequence[str]] = []
         for phase in self.phases.values():
-            for race in phase["races"]:
-                rows += [_row(race, name) for name in race["sides"]]
+            for benchmark in phase["races"]:
+                rows += [_row(benchmark, name) for name in benchmark["sides"]]
         return markdown(HEAD, rows) + "\n"
 
 
-def _row(race: Record, name: str) -> Sequence[str]:
-    sides = race["sides"]
+def _row(benchmark: Record, name: str) -> Sequence[str]:
+    sides = benchmark["sides"]
     side = sides[name]
-    reference = sides.get(race["reference"])
+    reference = sides.get(benchmark["reference"])
     relative_rate = NOTHING
     if reference and side is not reference:
         relative_rate = f"{side['rate'] / reference['rate']:.3f}"
-    aims = race.get("aims", {})
+    aims = benchmark.get("aims", {})
     aim = f"{aims[name]:.2f}" if name in aims else NOTHING
     cpu_s_per_thousand = 1000 * side["cpu_s"] / side["amount"]
     others = [f"{key} {value:.3g}" for key, value in side.items() if key not in OWN_COLUMNS]
-    row = [race["name"], name]
+    row = [benchmark["name"], name]
     row.append(f"{side['seconds']:.3f} ± {side['spread']:.0%}")
-    row.append(f"{side['rate']:,.4g} {race['unit']}")
+    row.append(f"{side['rate']:,.4g} {benchmark['unit']}")
     row += [relative_rate, aim]
     row.append(f"{side['cpu_s']:.2f}")
     row.append(f"{cpu_s_per_thousand:.3g}")

@@ -8,9 +8,9 @@ from itertools import chain, product
 from pathlib import Path
 
 from actors.engines.rollout import sample_seed
+from jobs.benchmark_phases.bare import BareEngine, OurEngine, begin
+from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
 from jobs.common.fleets import Fleets
-from jobs.stopwatch.bare import BareEngine, OurEngine, begin
-from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.config import ModelConfig
 from t2g.interfaces import Sampling
 
@@ -41,8 +41,8 @@ async def race(bench: Bench, name: str, model: Path) -> Record:
             return sum(len(response.response_ids) for response in chain.from_iterable(groups))
 
         sides["fleet"] = partial(count_tokens, ask_fleet)
-        competition = Race(name=name, unit="tokens", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
-        return await bench.race(competition)
+        competition = Benchmark(name=name, unit="tokens", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
+        return await bench.measure(competition)
 
 
 def plain_sides(bench: Bench, model: Path) -> dict[str, Side]:

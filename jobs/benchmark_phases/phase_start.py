@@ -10,8 +10,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from jobs.stopwatch.race_step import loop_job
-from jobs.stopwatch.watch import Bench, Done, Race, Record, cpu_seconds, cpu_since
+from jobs.benchmark_phases.phase_step import loop_job
+from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, cpu_seconds, cpu_since
 from t2g.config import loading, with_overrides
 from t2g.errors import RunStopped
 from t2g.feedback.card import make_card, write_card
@@ -31,7 +31,7 @@ async def measure(bench: Bench) -> list[Record]:
     write_card(model, make_card(get_task("prompts"), SPARSE))
     # The reward model has random weights: it is loaded and gets no request.
     feedback = {
-        "source": "jobs.stopwatch.race_start:judge",
+        "source": "jobs.benchmark_phases.phase_start:judge",
         "align": "reward_model",
         "reward_model": str(model),
         "engine": bench.config.reward_engine,
@@ -44,8 +44,8 @@ async def measure(bench: Bench) -> list[Record]:
     file = bench.config.run.folder / "start.yaml"
     file.write_text(loading.to_yaml(job))
     sides = {"t2g": partial(start, file, job.run.folder)}
-    race = Race(name="start, to the first step", unit="starts", sides=sides)
-    return [await bench.race(race)]
+    benchmark = Benchmark(name="start, to the first step", unit="starts", sides=sides)
+    return [await bench.measure(benchmark)]
 
 
 async def start(file: Path, folder: Path) -> Done:

@@ -16,10 +16,10 @@ from actors.cluster.fanout import first_line
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.weights.sync import FleetWeightSync
+from jobs.benchmark_phases.bare import BareEngine, BareLearner, begin
+from jobs.benchmark_phases.bare_trl import Grpo
+from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
 from jobs.common.fleets import Fleets, loaded_learner
-from jobs.stopwatch.bare import BareEngine, BareLearner, begin
-from jobs.stopwatch.bare_trl import Grpo
-from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from jobs.train_policy.policy_training import learner_spec
 from t2g.concurrency import cancel_all, run_with_background
 from t2g.config import BenchmarkJob, PolicyJob, with_overrides
@@ -51,7 +51,7 @@ EQUAL = (OURS, AHEAD)  # a critic is work that the others have not
 
 
 async def measure(bench: Bench) -> list[Record]:
-    """Race the same step against TRL, if it is installed, and the bare libraries; then the variants separately.
+    """Benchmark the same step against TRL, if it is installed, and the bare libraries; then the variants separately.
 
     A variant that samples ahead would do so during the other sides.
     """
@@ -63,7 +63,7 @@ async def measure(bench: Bench) -> list[Record]:
         rivals = await able(made, bench.config.deadline_s)
         async with running_loop(bench, loop_job(bench)) as step:
             sides = {BARE: bare_step(bench), **rivals, OURS: step}
-            found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
+            found = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
     else:
         found = await measure_alone(bench, {BARE: partial(bare_step, bench), **makers})
         rivals = found["sides"].keys() - {BARE, OURS}
@@ -87,7 +87,7 @@ async def measure_variants(bench: Bench) -> Record:
     sides: Record = {}
     for name, changes in variants(bench.config).items():
         async with running_loop(bench, loop_job(bench, changes)) as step:
-            record = await bench.race(Race(name="step", unit=UNIT, sides={name: step}))
+            record = await bench.measure(Benchmark(name="step", unit=UNIT, sides={name: step}))
             sides |= record["sides"]
     return sides
 
@@ -102,12 +102,12 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
     for name, make in makers.items():
         sides = await able({name: make()}, bench.config.deadline_s)
         if sides:
-            record = await bench.race(Race(name="step", unit=UNIT, sides=sides))
+            record = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
             measured |= record["sides"]
         del sides
         gc.collect()  # ends the actors of the side
     async with running_loop(bench, loop_job(bench)) as step:
-        found = await bench.race(Race(name="step", unit=UNIT, sides={OURS: step}))
+        found = await bench.measure(Benchmark(name="step", unit=UNIT, sides={OURS: step}))
     return {**found, "sides": measured | found["sides"]}
 
 
