@@ -47,11 +47,11 @@ class FakeRollouts:
             no_wait  # between the first half of a response and the other
         )
         self.num_running = 0
-        self.asked: list[tuple[str, int]] = []  # prompt_id and seed of every request
+        self.requests: list[tuple[str, int]] = []  # prompt_id and seed of every request
         self.answered: list[tuple[str, int]] = []
 
     async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
-        self.asked.append((prompt.prompt_id, sampling.seed))
+        self.requests.append((prompt.prompt_id, sampling.seed))
         self.before_sample(prompt)
         self.num_running += 1
         try:

@@ -86,8 +86,8 @@ def test_forms_of_openai_and_sharegpt_are_read(message: dict[str, Any], expected
 
 
 def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
-    asked = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL, CALL]}
-    text = read_conversation({"messages": [asked]}).messages[0]["content"].splitlines()
+    requests = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL, CALL]}
+    text = read_conversation({"messages": [requests]}).messages[0]["content"].splitlines()
     assert text[0] == "Let me look."
     assert text[1] == text[2]
     assert json.loads(text[1]) == {"name": "weather", "arguments": {"town": "Ås"}}

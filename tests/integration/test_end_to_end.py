@@ -120,8 +120,8 @@ def test_an_impossible_setting_fails_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    asked = own_command(folder, **{"run.name": "bad", **overrides})
-    argv = asked[asked.index("--config") :]
+    requests = own_command(folder, **{"run.name": "bad", **overrides})
+    argv = requests[requests.index("--config") :]
     assert main(PolicyJob, run_training, read=READ_DATA, argv=argv) == 2
     said = capsys.readouterr().err
     assert sentence in said and "Traceback" not in said

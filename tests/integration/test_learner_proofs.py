@@ -206,16 +206,16 @@ def test_the_only_pass_of_an_update_says_the_old_logprobs(
     rollouts = random_rollouts()
     learner = learners["one"]
     learner.group.load(learner.folder)
-    told = learner.group.forward(rollouts)
+    reports = learner.group.forward(rollouts)
     batch = train_batch(learner.group, rollouts, kl_coef=KL_COEF)
     expected, _ = plain_gradients(base, batch.minibatches[0])
 
     objective = OBJECTIVE.model_copy(update={"advantages": "group", "whiten": "none"})
     changes = ONE_STEP | {"tokens_per_microbatch": 40}
     with closing(SharedGroup(learner_spec(base, objective, **changes))) as group:
-        asked = group.forward(rollouts)
-        assert not any(t.old_logprobs.any() or t.entropy.any() for t in asked)
-        for now, before in zip(group.forward(rollouts, ["old_logprobs"]), told, strict=True):  # as jobs.compare asks
+        requests = group.forward(rollouts)
+        assert not any(t.old_logprobs.any() or t.entropy.any() for t in requests)
+        for now, before in zip(group.forward(rollouts, ["old_logprobs"]), reports, strict=True):  # as jobs.compare asks
             np.testing.assert_allclose(now.old_logprobs, before.old_logprobs, rtol=1e-4, atol=1e-5)
             assert not now.ref_logprobs.any()
         unseen = tuple(replace(s, old_logprobs=np.full_like(s.old_logprobs, np.nan)) for s in batch.minibatches[0])
@@ -227,7 +227,7 @@ def test_the_only_pass_of_an_update_says_the_old_logprobs(
     for key, want in expected.items():
         assert np.linalg.norm(gradient[key] - want) < 1e-4 * np.linalg.norm(want), key
     for name in ("old_logprobs", "ref_logprobs", "entropy"):
-        for now, before in zip(seen, told, strict=True):
+        for now, before in zip(seen, reports, strict=True):
             np.testing.assert_allclose(getattr(now, name), getattr(before, name), rtol=1e-4, atol=1e-5)
     for name, value in correction_metrics(batch, objective).items():
         assert metrics[name] == pytest.approx(value, rel=1e-4), name

@@ -66,14 +66,14 @@ def test_the_job_serves_one_policy_after_the_other_and_generates_nothing_twice(t
         byte_llama(tmp_path / name, seed=seed)
         talking(tmp_path / name)
     (tmp_path / "e.yaml").write_text("rollout: {max_model_len: 640, max_new_tokens: 16, kv_cache_gib: 0.1}")
-    asked = [
+    requests = [
         sys.executable, "-m", "jobs.evaluate", "--what", "policy", "--config", str(tmp_path / "e.yaml"),
         f"run.root={tmp_path}", "run.name=e", "task=summarization", f"data.path={data_of(tmp_path)}",
         *(f"policies.{name}.policy={tmp_path / name}" for name in ("base", "new")),
     ]  # fmt: skip
 
     def job() -> dict[str, str]:
-        code = own_runs.start(asked, tmp_path / "log").wait(timeout=280)
+        code = own_runs.start(requests, tmp_path / "log").wait(timeout=280)
         assert code == 0, (tmp_path / "log").read_text()
         return {name: responses(tmp_path / "e", name) for name in ("base", "new")}
 

@@ -101,13 +101,13 @@ def test_two_steps(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    asked = [*overrides(models, tmp_path, DATA / file), f"feedback.source={source}"]
+    requests = [*overrides(models, tmp_path, DATA / file), f"feedback.source={source}"]
     if source == "reward_model":
-        asked += [f"feedback.reward_model={models[task]}"]
-        asked += [f"feedback.engine.{key}={json.dumps(value)}" for key, value in REWARD_ENGINE.items()]
+        requests += [f"feedback.reward_model={models[task]}"]
+        requests += [f"feedback.engine.{key}={json.dumps(value)}" for key, value in REWARD_ENGINE.items()]
     if task == "kodcode":
-        asked.append("feedback.sandbox.tests=separate")  # auto leaves out records whose solution has a seeded fault
-    config = loading.load(PolicyJob, CONFIGS / task / "policy.yaml", asked)
+        requests.append("feedback.sandbox.tests=separate")  # auto leaves out records whose solution has a seeded fault
+    config = loading.load(PolicyJob, CONFIGS / task / "policy.yaml", requests)
     data = read_data(config)
     assert len(data.prompts) >= 12
 

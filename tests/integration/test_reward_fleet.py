@@ -66,7 +66,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluateJob:
 @pytest.fixture(scope="module")
 def fleet(job: EvaluateJob, cluster: None) -> Iterator[RewardFleet]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.train_reward.reward_models, "on_cluster", lambda *asked: nullcontext())  # it is connected
+        patch.setattr(jobs.train_reward.reward_models, "on_cluster", lambda *requests: nullcontext())  # it is connected
         with connected_model(job) as fleet:
             yield fleet
 

@@ -196,11 +196,11 @@ def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers
 def test_scores_are_those_of_transformers_also_in_a_full_window(
     fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
-    for asked, length in ((prompt(0), 5), (prompt(1, length=608), 32), (prompt(2), 1)):
+    for requests, length in ((prompt(0), 5), (prompt(1, length=608), 32), (prompt(2), 1)):
         response_ids = prompt(3, length=length).prompt_ids
-        want = logprobs_of(policies[0], np.concatenate([asked.prompt_ids, response_ids]), temperature=1.0)
-        scores = asyncio.run(fleet.compute_logprobs(asked, response_ids))
-        np.testing.assert_allclose(scores, want[len(asked.prompt_ids) - 1 : -1], atol=1e-4)
+        want = logprobs_of(policies[0], np.concatenate([requests.prompt_ids, response_ids]), temperature=1.0)
+        scores = asyncio.run(fleet.compute_logprobs(requests, response_ids))
+        np.testing.assert_allclose(scores, want[len(requests.prompt_ids) - 1 : -1], atol=1e-4)
 
 
 def _byte_of(token: int) -> bytes:
@@ -424,8 +424,8 @@ async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: Llama
     assert (await FleetWeightSync(GlooLearner(old), fleet, config).push(3)).probe_gap < 1e-4
     assert fleet.heard == [1, "the transfer was aborted: learner rank 0 died during stream_weights", 3]
     sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=1)
-    asked = prompt(0).prompt_id, prompt(0).prompt_ids, sampling
-    rollouts = await asyncio.gather(*(worker.sample(*asked, index) for index in range(sampling.num_samples)))
+    requests = prompt(0).prompt_id, prompt(0).prompt_ids, sampling
+    rollouts = await asyncio.gather(*(worker.sample(*requests, index) for index in range(sampling.num_samples)))
     assert largest_gap(old, rollouts) < 1e-4
     assert all(r.policy_versions == ((0, len(r.response_ids), 3),) for r in rollouts)
     return rollouts

@@ -23,10 +23,10 @@ def status(run: Path) -> dict[str, Any]:
 
 def serving(run: Path) -> int:
     workers = [w for fleet in status(run)["fleets"] if fleet["role"] == "rollout" for w in fleet["workers"]]
-    return sum(worker["state"] == "serving" for worker in workers) if len(workers) == asked(run) else -1
+    return sum(worker["state"] == "serving" for worker in workers) if len(workers) == requests(run) else -1
 
 
-def asked(run: Path) -> int:
+def requests(run: Path) -> int:
     return next(fleet["target_size"] for fleet in status(run)["fleets"] if fleet["role"] == "rollout")
 
 
@@ -67,10 +67,10 @@ def test_workers_join_and_leave_a_running_job(tmp_path: Path) -> None:
 
     until(lambda: status(run)["step"] >= 1 and serving(run) == 1)
     scale(tmp_path / "runs", 3)
-    until(lambda: asked(run) == 3 and serving(run) == 3)
+    until(lambda: requests(run) == 3 and serving(run) == 3)
     three_more_steps()
     scale(tmp_path / "runs", 1)
-    until(lambda: asked(run) == 1 and serving(run) == 1)
+    until(lambda: requests(run) == 1 and serving(run) == 1)
     three_more_steps()
     process.terminate()
     assert process.wait(timeout=120) == 143, log.read_text()[-4000:]

@@ -96,7 +96,7 @@ class Core:
     scheduler: Kept
     version: int = 0
     messages: int = 0
-    told: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)  # (token, logprob, version)
+    reports: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)  # (token, logprob, version)
     wanted: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
 
@@ -116,8 +116,8 @@ class Core:
             return  # nobody reads what it had
         name = output.request_id
         ids = output.new_token_ids
-        began = output.request_id not in self.told
-        known = self.told.setdefault(name, [])
+        began = output.request_id not in self.reports
+        known = self.reports.setdefault(name, [])
         found = output.new_logprobs
         assert found is not None
         assert found.logprob_token_ids[:, 0].tolist() == found.sampled_token_ranks.tolist() == ids
@@ -162,8 +162,8 @@ def test_every_token_is_delivered_once_in_order_with_its_version(lengths: list[i
     whole = {str(number) for number in range(len(lengths))}
     assert core.ended >= whole - lost
     for name in core.ended:
-        assert core.told[name] == core.wanted[name]
-        assert len(core.told[name]) == lengths[int(name)]
+        assert core.reports[name] == core.wanted[name]
+        assert len(core.reports[name]) == lengths[int(name)]
     assert core.scheduler._kept == {} and not core.scheduler.has_requests()
 
 

@@ -47,13 +47,13 @@ def test_an_engine_has_all_its_gpus_in_one_process_on_one_node_and_the_clusters_
     fleet = make_fleet(ray.remote(Telling), {}, engine(GPUS, workers=2), placement_timeout_s=30)
     try:
         fleet.wait_ready()
-        told = [ray.get(worker.starting) for worker in fleet.started()]
+        reports = [ray.get(worker.starting) for worker in fleet.started()]
     finally:
         fleet.close()
     expected = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "3"}
-    for _, environ in told:
+    for _, environ in reports:
         assert {name: environ.get(name) for name in expected} == expected
-    assert len({node for node, _ in told}) == len(told) == 2
+    assert len({node for node, _ in reports}) == len(reports) == 2
 
 
 def test_no_engine_is_spread_over_nodes(nodes: Cluster) -> None:
@@ -87,12 +87,12 @@ def test_ranks_are_a_gang_in_order_of_node_and_gpu(nodes: Cluster) -> None:
         environment={},
     )
     try:
-        told = ray.get([rank.where.remote() for rank in ranks.workers], timeout=60)
+        reports = ray.get([rank.where.remote() for rank in ranks.workers], timeout=60)
     finally:
         ranks.close()
-    assert [rank for rank, _, _ in told] == [0, 1, 2]
-    assert len({node for _, node, _ in told}) == 2
-    assert [place[1:] for place in told] == sorted(place[1:] for place in told)
+    assert [rank for rank, _, _ in reports] == [0, 1, 2]
+    assert len({node for _, node, _ in reports}) == 2
+    assert [place[1:] for place in reports] == sorted(place[1:] for place in reports)
 
 
 def test_what_no_node_will_ever_have_is_refused_at_once(nodes: Cluster) -> None:

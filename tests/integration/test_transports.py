@@ -80,8 +80,8 @@ def rendezvous_of(*members: str, host: str = "127.0.0.1") -> Rendezvous:
 
 def invite(transfer: Any, rendezvous: Rendezvous, rank: int) -> None:
     """As `Intake.join_group` tells the core."""
-    told = over_the_wire({"rendezvous": asdict(rendezvous), "rank_offset": rank})
-    transfer.init_transfer_engine(transfer.parse_init_info(told))
+    reports = over_the_wire({"rendezvous": asdict(rendezvous), "rank_offset": rank})
+    transfer.init_transfer_engine(transfer.parse_init_info(reports))
 
 
 @pytest.mark.usefixtures("_cpu")
@@ -89,7 +89,7 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
     rendezvous = rendezvous_of("w0", "w1")
     versions = range(2)
     engines = [engine(NcclBroadcastEngine) for _ in range(2)]
-    told: list[queue.SimpleQueue[BucketInfo]] = [queue.SimpleQueue() for _ in engines]
+    reports: list[queue.SimpleQueue[BucketInfo]] = [queue.SimpleQueue() for _ in engines]
 
     def receive(number: int) -> Any:
         transfer, model = engines[number]
@@ -101,7 +101,7 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
                 transfer.start_weight_update()
                 model.loaded.clear()
             for _ in BUCKETS:
-                transfer.receive_weights(told[number].get(timeout=10))
+                transfer.receive_weights(reports[number].get(timeout=10))
             transfer.finish_weight_update()
             check(model)
         assert transfer.model_update_group is group
@@ -116,7 +116,7 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
                 for bucket in sender.send(index, NAMES[part], TENSORS[part], time.monotonic()):
                     sent = version * len(BUCKETS) + index
                     assert sender._group.num_broadcasts == sent, "an engine hears of a bucket before it is broadcast"
-                    for inbox in told:
+                    for inbox in reports:
                         inbox.put(
                             BucketInfo(
                                 version=5,
@@ -229,15 +229,15 @@ def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_ro
 
 def test_an_engine_gets_its_group_with_the_manifests() -> None:
     transfer, _ = engine(NcclBroadcastEngine)
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
 
     class Joining(WeightReceiver):
         async def _init_core_transfer(self, info: dict[str, Any]) -> None:
-            told.append(over_the_wire(info))
+            reports.append(over_the_wire(info))
 
     rendezvous = rendezvous_of("w0", "w1", host="10.0.0.1")
     asyncio.run(Joining().join_group("", rendezvous, 2))
-    info = transfer.parse_init_info(told[0])
+    info = transfer.parse_init_info(reports[0])
     assert info.rank_offset == 2
     assert tuple(info.rendezvous["members"]) == rendezvous.members
     assert (info.rendezvous["host"], info.rendezvous["port"]) == ("10.0.0.1", rendezvous.port)

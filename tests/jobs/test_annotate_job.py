@@ -411,9 +411,11 @@ def test_own_engines_have_room_for_a_second_try(name: str, file: str) -> None:
     for sample in read_samples(config):
         assert sample.response is not None
         request = make_request(task, sample.prompt, sample.response, config.annotate.style)
-        asked = make_follow_up(request, "x" * MAX_REPEATED_CHARS, ["x" * 300] * MAX_FAULTS)
+        requests = make_follow_up(request, "x" * MAX_REPEATED_CHARS, ["x" * 300] * MAX_FAULTS)
         notes = task.notes(sample.prompt, sample.response) or ""
-        longest = sum(estimate_tokens(m["content"]) for m in asked) + (MAX_NOTES_CHARS - len(notes)) // BYTES_PER_TOKEN
+        longest = (
+            sum(estimate_tokens(m["content"]) for m in requests) + (MAX_NOTES_CHARS - len(notes)) // BYTES_PER_TOKEN
+        )
         assert longest <= room
 
 

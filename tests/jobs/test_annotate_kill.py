@@ -96,10 +96,10 @@ def test_a_job_that_is_killed_again_and_again_makes_each_record_once(endpoint: F
             time.sleep(0.005)
         process.send_signal(number)
         assert process.wait(timeout=DEADLINE_S) == (-9 if number == signal.SIGKILL else 143)
-        asked = {asked_about(body) for body in endpoint.requests[num_requests:]}
-        assert known & asked == set(), "paid for twice"
+        received_requests = {asked_about(body) for body in endpoint.requests[num_requests:]}
+        assert known & received_requests == set(), "paid for twice"
         if number == signal.SIGTERM:
-            assert asked <= {row["prompt_id"] for row in read(journal)}, "paid for, and lost"
+            assert received_requests <= {row["prompt_id"] for row in read(journal)}, "paid for, and lost"
         assert not (tmp_path / "run" / DONE_FILE).exists()
     assert "stopped by SIGTERM: the same command goes on from here" in (tmp_path / "out.txt").read_text()
 
@@ -170,9 +170,9 @@ def test_published_samples_are_annotated_by_an_endpoint(
         first = record["response"].split()[0]
         assert [(s["start"], s["end"], s["label"], s["severity"]) for s in record["spans"]] == [(0, len(first), 1, 1)]
         assert (record["status"], record["critique"], record["source"]) == ("ok", "Well begun.", "llm")
-    asked = [body["messages"][0]["content"] for body in endpoint.requests]
-    assert [made[0]["response"] in content for content in asked if notes in content] == [True]
-    assert len(asked) == len(made)
+    received_requests = [body["messages"][0]["content"] for body in endpoint.requests]
+    assert [made[0]["response"] in content for content in received_requests if notes in content] == [True]
+    assert len(received_requests) == len(made)
 
 
 def test_a_table_of_human_feedback_needs_nothing_else(tmp_path: Path) -> None:

@@ -46,12 +46,12 @@ class Reviser:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.asked: list[tuple[str, Sampling]] = []
+        self.requests: list[tuple[str, Sampling]] = []
         self.texts = ["aaaa", "aaab", "aabb"]
         self.truncated = set[str]()
 
     async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
-        self.asked.append((self.tokenizer.decode(prompt.prompt_ids), sampling))
+        self.requests.append((self.tokenizer.decode(prompt.prompt_ids), sampling))
         texts = self.texts[: sampling.num_samples]
         rollouts = []
         for i, text in enumerate(texts):
@@ -178,7 +178,7 @@ def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world
 
 def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> None:
     metrics = ilf(world.baseline)
-    revisions = [sampling for _, sampling in world.reviser.asked[:NUM_PROMPTS]]
+    revisions = [sampling for _, sampling in world.reviser.requests[:NUM_PROMPTS]]
     assert [sampling.num_samples for sampling in revisions] == [2] * NUM_PROMPTS  # and one response each
     assert len({sampling.seed for sampling in revisions}) == NUM_STEPS
     assert metrics["samples"] == 18  # as PPO: 3 steps of 2 prompts and 3 samples
@@ -261,7 +261,7 @@ def test_with_truncated_revisions_alone_nothing_is_imitated(world: World) -> Non
 def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:
     _, steps = world.from_base(1)
     revised = world.serve(world.baseline.reviser, world.job.rollout, partial(revise_steps, world.baseline, steps))
-    for (_, rollout, _), (text, _) in zip(steps[0].responses, world.reviser.asked, strict=False):
+    for (_, rollout, _), (text, _) in zip(steps[0].responses, world.reviser.requests, strict=False):
         assert f"given:\n{rollout.response_text}\n" in text
         assert "a yes, b no" in text
     assert [prompt for prompt, _, _ in revised[0].responses[::2]] == [prompt for prompt, _, _ in steps[0].responses]

@@ -376,10 +376,10 @@ class FakeFleets:
 
     def __init__(self, rollouts: FakeRollouts) -> None:
         self.rollouts = rollouts
-        self.asked = 0
+        self.requests = 0
 
     def for_policy(self, job: PolicyJob, task: Any) -> tuple[FakeRollouts, FakeFeedback]:
-        self.asked += 1
+        self.requests += 1
         return self.rollouts, FakeFeedback()
 
 
@@ -392,7 +392,7 @@ def test_the_reference_is_made_once_and_kept(tmp_path: Path) -> None:
     made = ReferenceResponses(plan, data, fleets).responses
     fleets.rollouts.logits[:, 0] = 9.0  # another policy by now: what is kept must not change with it
     again = ReferenceResponses(plan, data, fleets).responses
-    assert fleets.asked == 1 and len(made) == 5
+    assert fleets.requests == 1 and len(made) == 5
     assert [(p, r.response_text, f) for p, r, f in again] == [(p, r.response_text, f) for p, r, f in made]
     with pytest.raises(UserError, match=r"reference was made with other inputs: eval\.num_prompts"):
         ReferenceResponses(plan_of(tmp_path / "runs", "compare.reference_prompts=6"), data, fleets)

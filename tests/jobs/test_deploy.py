@@ -93,10 +93,10 @@ def test_every_subcommand_says_what_it_does(capsys: pytest.CaptureFixture[str]) 
     assert set(commands) == {"check", "render", "submit", "status", "scale", "stop", "doctor"}
     for name, parser in commands.items():
         assert parser.description and parser.prog == f"python -m jobs.deploy {name}"
-    with pytest.raises(SystemExit) as asked:
+    with pytest.raises(SystemExit) as requests:
         command("--help")
     listed = capsys.readouterr().out
-    assert asked.value.code == 0
+    assert requests.value.code == 0
     assert all(f"    {name} " in listed for name in commands)
 
 

@@ -44,14 +44,14 @@ class Engine:
         self.num_words = num_words
         self.left = left
         self.says = says
-        self.asked: list[str] = []
+        self.received_requests: list[str] = []
         self.samplings: list[Sampling] = []
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         if self.left == 0:
             raise self.end
         self.left -= 1
-        self.asked.append(prompt.prompt_id)
+        self.received_requests.append(prompt.prompt_id)
         self.samplings.append(sampling)
         words = prompt.payload.get("ideal_human_summary", "").split()
         rollouts = []
@@ -148,7 +148,7 @@ def test_the_thinking_of_a_policy_is_not_measured(tmp_path: Path, models: Path) 
     assert "Hm" not in rows and "The phone that I bought" in rows
     engine = Engine(100)
     run(with_overrides(config, {"policies.cut.thinking_tags": []}), {"cut": engine})
-    assert len(engine.asked) == len(RECORDS)  # other tags make other answers
+    assert len(engine.received_requests) == len(RECORDS)  # other tags make other answers
 
 
 def test_rouge_and_bleu_of_the_saved_responses_are_the_reports(tmp_path: Path, models: Path) -> None:
@@ -221,12 +221,14 @@ def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path
         run(config, first)
     second = {"whole": Engine(100), "cut": Engine(8)}
     result = run(config, second)
-    assert second["whole"].asked == []
+    assert second["whole"].received_requests == []
     assert result["policies"]["cut"]["words"]["value"] == 8
-    assert sorted(first["cut"].asked + second["cut"].asked) == sorted(record["id"] for record in RECORDS)
+    assert sorted(first["cut"].received_requests + second["cut"].received_requests) == sorted(
+        record["id"] for record in RECORDS
+    )
     again = {"whole": Engine(0), "cut": Engine(0)}
     assert run(config, again)["pairs"] == result["pairs"]
-    assert again["cut"].asked == []
+    assert again["cut"].received_requests == []
 
 
 def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tmp_path: Path, models: Path) -> None:
@@ -236,7 +238,7 @@ def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tm
     class Slow(Engine):
         async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
             said = await super().sample(prompt, sampling)
-            if len(self.asked) > 3:
+            if len(self.received_requests) > 3:
                 stop.signal_name = "SIGTERM"
                 await asyncio.sleep(0.5)
             return said
@@ -245,9 +247,9 @@ def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tm
     second = Engine(8)
     with pytest.raises(Stopped):
         run(config, {"cut": first}, stop)
-    assert 4 <= len(first.asked) <= 6, "two at once; nothing new is asked"
+    assert 4 <= len(first.received_requests) <= 6, "two at once; nothing new is asked"
     run(config, {"cut": second})
-    assert sorted(first.asked + second.asked) == sorted(record["id"] for record in RECORDS)
+    assert sorted(first.received_requests + second.received_requests) == sorted(record["id"] for record in RECORDS)
 
 
 def test_unanswered_prompts_are_sampled_again_by_the_next_start(tmp_path: Path, models: Path) -> None:
@@ -258,7 +260,7 @@ def test_unanswered_prompts_are_sampled_again_by_the_next_start(tmp_path: Path, 
         run(config, {"cut": engine})
     engine = Engine(8)
     run(config, {"cut": engine})
-    assert len(engine.asked) == 5
+    assert len(engine.received_requests) == 5
 
 
 def test_a_policy_may_come_later_and_equal_ones_differ_by_nothing(tmp_path: Path, models: Path) -> None:
@@ -266,7 +268,7 @@ def test_a_policy_may_come_later_and_equal_ones_differ_by_nothing(tmp_path: Path
     both = {"whole": {"policy": str(models / "whole")}, "twin": {"policy": str(models / "cut")}}
     engines = {"whole": Engine(100), "cut": Engine(100)}
     result = run(job(tmp_path, models, policies=both), engines)
-    assert engines["whole"].asked == []
+    assert engines["whole"].received_requests == []
     assert {(one["value"], one["low"], one["high"]) for one in result["pairs"]} == {(0, 0, 0)}
     assert {one["p"] for one in result["pairs"]} == {1, None}  # None: of measures that nobody tests
     for file in ("evaluation.md", "evaluation.html"):
@@ -302,7 +304,7 @@ def test_an_adapter_is_merged_again_for_other_weights_of_it_or_of_its_base(
             yield engine
 
         Evaluation(config).run(serve, StopFlag())
-        assert len(engine.asked) == num_asked
+        assert len(engine.received_requests) == num_asked
     assert len(set(merges)) == len(merges) == 3
     assert [path.name for path in (config.run.folder / "merged" / "tuned").iterdir()] == merges[-1:]
 
@@ -388,12 +390,12 @@ def test_a_corrected_test_is_run_on_the_same_responses(tmp_path: Path, models: P
     for result, passed in ((5, 0.5), (6, 1)):
         found = run(job(tmp_path, models, records(result), **options), {"cut": engine})
         assert found["policies"]["cut"]["pass@1"]["value"] == passed
-    assert len(engine.asked) == 2
+    assert len(engine.received_requests) == 2
     config = job(tmp_path, models, records(6), **options | {"sandbox": {"require": [], "timeout_s": 5}})
     assert num_lines(config, "scores/cut.jsonl") == 3
     run(config, {"cut": engine})
     assert num_lines(config, "scores/cut.jsonl") == 5, "other limits, the same responses"
-    assert len(engine.asked) == 2, "other limits, the same responses"
+    assert len(engine.received_requests) == 2, "other limits, the same responses"
 
 
 @pytest.mark.parametrize("task", ["measured_task:Mine", "derived_task:Derived"])
@@ -420,7 +422,7 @@ def test_more_prompts_are_sampled_and_known_ones_are_kept(tmp_path: Path, models
     engine = Engine(8)
     changed = [RECORDS[0] | {"post": "another post"}, *RECORDS[1:8]]
     assert run(job(tmp_path, models, changed, policies=policies), {"cut": engine})["prompts"] == 8
-    assert sorted(engine.asked) == ["0", "5", "6", "7"]
+    assert sorted(engine.received_requests) == ["0", "5", "6", "7"]
 
 
 def test_other_sampling_under_the_same_name_is_refused(tmp_path: Path, models: Path) -> None:
@@ -475,7 +477,7 @@ def test_long_prompts_are_truncated_where_the_data_say_so(tmp_path: Path, models
     config = config.model_copy(update={"data": config.data.model_copy(update={"too_long": "truncate"})})
     whole = Engine(9)
     run(config, {"whole": whole, "cut": Engine(9)})
-    assert len(whole.asked) == len(records)
+    assert len(whole.received_requests) == len(records)
 
 
 def test_a_model_that_is_not_there_is_refused_before_an_engine_starts(tmp_path: Path, models: Path) -> None:
@@ -537,7 +539,7 @@ def test_other_weights_are_sampled_scored_and_judged_anew(tmp_path: Path, models
     (tmp_path / "b" / "model.safetensors").write_bytes(b"new weights")
     engines = {name: Engine(16) for name in policies}
     result = run(config, engines)
-    assert {name: len(engine.asked) for name, engine in engines.items()} == {"a": 0, "b": 4, "c": 0}
+    assert {name: len(engine.received_requests) for name, engine in engines.items()} == {"a": 0, "b": 4, "c": 0}
     assert len(server.requests) == 6 * 4 + 4 * 4, "a against c has its verdicts"
     assert [num_lines(config, f"scores/{name}.jsonl") for name in policies] == [4, 8, 4]
     rates = {(one["policy"], one["against"]): one["win_rate"]["value"] for one in result["judged"]["pairs"]}

@@ -179,7 +179,7 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
 
 
 def test_an_engine_gets_supported_calls_and_its_successor_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    requests: list[int] = []
 
     class Handle:
         def __init__(self) -> None:
@@ -187,7 +187,7 @@ def test_an_engine_gets_supported_calls_and_its_successor_is_awaited(monkeypatch
 
         async def _sample(self, *given: Any) -> Any:
             bound = inspect.signature(RolloutWorker.sample).bind(None, *given)
-            asked.append(bound.arguments["index"])
+            requests.append(bound.arguments["index"])
             return SimpleNamespace(response_ids=[1, 2, 3])
 
     class Fleet:
@@ -210,5 +210,5 @@ def test_an_engine_gets_supported_calls_and_its_successor_is_awaited(monkeypatch
     prompts = [Prompt(prompt_id=str(i), prompt_ids=np.arange(3, dtype=np.int32), prompt_text="", task="") for i in "ab"]
     figures = asyncio.run(gpu_check.measure(fleet, prompts))  # type: ignore[arg-type]
     assert figures.keys() == {"compiling_tokens_per_s", "bare_tokens_per_s", "fleet_tokens_per_s", "successor_s"}
-    assert sorted(asked[:8]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(requests[:8]) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert figures["bare_tokens_per_s"] > 0

@@ -36,16 +36,16 @@ def job(tmp_path: Path, style: StyleConfig, *, status: str = "ok") -> RewardJob:
 
 
 @pytest.mark.parametrize(
-    ("style", "asked", "answer"),
+    ("style", "question", "answer"),
     [
         (StyleConfig(), "Judge the summary.", '{"critique": "It is.", "good": ["ab"], "poor": []}'),
         (StyleConfig(critique=False), "Quote from the summary.", '{"good": ["ab"], "poor": []}'),
     ],
 )
-def test_the_style_decides_question_and_answer(tmp_path: Path, style: StyleConfig, asked: str, answer: str) -> None:
+def test_the_style_decides_question_and_answer(tmp_path: Path, style: StyleConfig, question: str, answer: str) -> None:
     data = read_data(job(tmp_path, style))
     assert len(data.examples) == 2
-    assert decode(data.tokenizer, data.examples[0].prompt_ids).startswith(asked)
+    assert decode(data.tokenizer, data.examples[0].prompt_ids).startswith(question)
     assert decode(data.tokenizer, data.examples[0].response_ids) == answer
 
 
@@ -67,18 +67,18 @@ DENSE = StyleConfig(labels="dense")
 BARE = StyleConfig(critique=False)
 
 
-@pytest.mark.parametrize(("made", "asked"), [(SPARSE, DENSE), (DENSE, SPARSE), (BARE, SPARSE)])
-def test_records_of_another_style_are_refused(tmp_path: Path, made: StyleConfig, asked: StyleConfig) -> None:
-    config = job(tmp_path, asked)
-    (tmp_path / DONE_FILE).write_text(json.dumps({"records": 2, "style": made.model_dump()}))
+@pytest.mark.parametrize(("recorded", "job_style"), [(SPARSE, DENSE), (DENSE, SPARSE), (BARE, SPARSE)])
+def test_records_of_another_style_are_refused(tmp_path: Path, recorded: StyleConfig, job_style: StyleConfig) -> None:
+    config = job(tmp_path, job_style)
+    (tmp_path / DONE_FILE).write_text(json.dumps({"records": 2, "style": recorded.model_dump()}))
     with pytest.raises(UserError) as refused:
         read_data(config)
-    assert f"data.path={tmp_path}/train.jsonl holds feedback {format_style(made)}" in str(refused.value)
-    assert f"beside it), not {format_style(asked)};" in str(refused.value)
+    assert f"data.path={tmp_path}/train.jsonl holds feedback {format_style(recorded)}" in str(refused.value)
+    assert f"beside it), not {format_style(job_style)};" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("told", "asked"),
+    ("recorded", "job_style"),
     [
         ({"style": SPARSE.model_dump()}, SPARSE),
         ({"style": SPARSE.model_dump()}, BARE),  # the critique is left out
@@ -86,9 +86,11 @@ def test_records_of_another_style_are_refused(tmp_path: Path, made: StyleConfig,
         ([{"style": 3}], DENSE),  # somebody else's file
     ],
 )
-def test_records_of_the_same_or_an_unknown_style_are_taken(tmp_path: Path, told: Any, asked: StyleConfig) -> None:
-    config = job(tmp_path, asked)
-    (tmp_path / DONE_FILE).write_text(json.dumps(told))
+def test_records_of_the_same_or_an_unknown_style_are_taken(
+    tmp_path: Path, recorded: Any, job_style: StyleConfig
+) -> None:
+    config = job(tmp_path, job_style)
+    (tmp_path / DONE_FILE).write_text(json.dumps(recorded))
     assert len(read_data(config).examples) == 2
 
 

@@ -171,7 +171,7 @@ def test_a_restart_trains_on_finished_groups_and_samples_only_the_others(
 
     second = Bench(tmp_path, tokenizer, job(max_staleness=max_staleness))
     assert second.run().step == NUM_STEPS
-    assert [prompt for prompt, seed in second.rollouts.asked if seed == step_seed(4)] == [last]
+    assert [prompt for prompt, seed in second.rollouts.requests if seed == step_seed(4)] == [last]
     fourth = second.learner.seen[0]
     assert trained(second)[0] == chosen(4)
     assert len(fourth) == PER_STEP * 4

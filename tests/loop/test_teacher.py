@@ -146,9 +146,9 @@ def bench_with_teacher(tokenizer: Any, folder: Path, **rule: Any) -> tuple[Bench
     def with_top_ids(rollouts: Any) -> Any:
         return [replace(s, top_ids=np.zeros((LENGTH, TOP), np.int32)) for s in forward(rollouts)]
 
-    def score_teacher(asked: Any) -> list[TeacherStats]:
-        queries.extend(asked)
-        return [teacher_stats([-0.5] * LENGTH) for _ in asked]
+    def score_teacher(requests: Any) -> list[TeacherStats]:
+        queries.extend(requests)
+        return [teacher_stats([-0.5] * LENGTH) for _ in requests]
 
     def show(prompt: Prompt, critique: str) -> Any:
         return [{"role": "user", "content": f"{prompt.prompt_id} | {critique}"}]

@@ -104,8 +104,8 @@ def jump(work: Callable[[JumpingLoop], Coroutine[Any, Any, None]]) -> float:
 
 
 async def group(fleet: Fleet, lengths: Sequence[float]) -> None:
-    asked = [lambda engine, length=length: engine.sample.remote(length) for length in lengths]
-    await fleet.calls(asked, timeout_s=1e6, what="a group")
+    requests = [lambda engine, length=length: engine.sample.remote(length) for length in lengths]
+    await fleet.calls(requests, timeout_s=1e6, what="a group")
 
 
 def exponential(seed: int, groups: int) -> np.ndarray:
@@ -118,13 +118,13 @@ def test_with_a_backlog_that_never_ends_slots_are_in_use(begin: Callable[[int], 
     until = 20 * MEAN_S
 
     async def work(loop: JumpingLoop) -> None:
-        asked = [asyncio.ensure_future(group(fleet, lengths)) for lengths in exponential(1, groups=640)]
+        requests = [asyncio.ensure_future(group(fleet, lengths)) for lengths in exponential(1, groups=640)]
         while loop.now < until:
             await asyncio.sleep(MEAN_S)
         assert fleet._admission.waiting, "the backlog must not end"
-        for task in asked:
+        for task in requests:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*requests, return_exceptions=True)
 
     engines = [worker.handle for worker in fleet.serving()]
     seconds = jump(work)

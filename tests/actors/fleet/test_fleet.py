@@ -158,9 +158,9 @@ def test_health_checks_find_a_hanging_worker_long_before_request_timeouts(fleet:
     become(first, "zero", "deaf")
 
     async def run() -> list[str]:
-        asked = asyncio.gather(work(fleet, timeout_s=60), work(fleet, timeout_s=60))
+        requests = asyncio.gather(work(fleet, timeout_s=60), work(fleet, timeout_s=60))
         await until(fleet, lambda: first.health.state is State.DEAD)
-        answers = await asked
+        answers = await requests
         await until(fleet, lambda: len(fleet.serving()) == 2)
         return answers
 
@@ -184,12 +184,12 @@ def test_workers_join_and_leave_while_requests_go_on_and_no_call_waits_for_the_j
         gate.touch()
         await until(fleet, lambda: len(fleet.serving()) == 4)
         name_them(fleet)
-        asked = [asyncio.ensure_future(work(fleet, seconds=1.0)) for _ in range(8)]
+        requests = [asyncio.ensure_future(work(fleet, seconds=1.0)) for _ in range(8)]
         await until(fleet, lambda: all(m.load == 2 for m in fleet.serving()))
         fleet.set_target_size(1)
         await until(fleet, lambda: len(fleet.serving()) == 1)
         assert {w["state"] for w in fleet.report()["workers"]} == {"serving", "draining"}
-        finished = await asyncio.gather(*asked)
+        finished = await asyncio.gather(*requests)
         await until(fleet, lambda: len(fleet.report()["workers"]) == 1)
         return while_joining, finished
 
@@ -214,11 +214,11 @@ def test_only_a_synced_worker_serves_and_a_failed_one_catches_up(
         first.syncing = second.syncing = True
         fleet.record_verified(second, 6)
         become(first, "zero", "late")
-        asked = asyncio.gather(work(fleet), work(fleet))
+        requests = asyncio.gather(work(fleet), work(fleet))
         await asyncio.sleep(0.3)
         fleet.record_missed_sync(first, "died during a bucket")
         assert not first.syncing and not second.syncing, "the sync is over for both: they are checked again"
-        answers = await asked  # at once, not when they are late
+        answers = await requests  # at once, not when they are late
         assert [m.name for m in fleet.serving()] == ["test worker 1"]
         fleet.catch_up = catch_up
         fleet.set_target_size(3)
@@ -234,12 +234,12 @@ def test_what_is_answered_in_a_sync_counts_once_the_weights_are_proved(fleet: Fl
     async def run() -> list[str]:
         first, second = fleet.serving()
         first.syncing = second.syncing = True
-        asked = [asyncio.ensure_future(work(fleet)) for _ in range(2)]
+        requests = [asyncio.ensure_future(work(fleet)) for _ in range(2)]
         await asyncio.sleep(0.5)
-        assert not any(request.done() for request in asked)
+        assert not any(request.done() for request in requests)
         fleet.record_missed_sync(first, "computes something else")
         fleet.record_verified(second, 7)
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
     assert asyncio.run(run()) == ["test worker 1"] * 2
     fleet.record_verified(fleet.started()[0], 7)
@@ -549,10 +549,10 @@ def test_an_engine_with_less_room_gets_less(fleet: Fleet) -> None:
     fleet._admission._room = 100
 
     async def run() -> list[int]:
-        asked = [asyncio.ensure_future(work(fleet, seconds=0.2)) for _ in range(9)]
+        requests = [asyncio.ensure_future(work(fleet, seconds=0.2)) for _ in range(9)]
         await asyncio.sleep(0.05)
         loads = [small.load, large.load]
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
         return loads
 
     assert asyncio.run(run()) == [3, 6]

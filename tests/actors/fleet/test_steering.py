@@ -24,11 +24,11 @@ class FakeFleet:
         self.target_size = target_size
         self.joining = False
         self.given_up = 0
-        self.asked: list[int] = []
+        self.requests: list[int] = []
         self.failure: Exception | None = None
 
     def set_target_size(self, number: int) -> None:
-        self.asked.append(number)
+        self.requests.append(number)
         self.target_size = number
         self.given_up = 0
 
@@ -80,18 +80,18 @@ def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Pa
         tasks = [asyncio.ensure_future(task) for task in steered.make_background_tasks()]
         assert len(tasks) == 3
         await asyncio.sleep(0.05)
-        assert rollouts.asked == []
+        assert rollouts.requests == []
         write_target_sizes(config.run.folder, TargetSizes(rollouts=3))
         async with asyncio.timeout(10):
-            while 3 not in rollouts.asked:
+            while 3 not in rollouts.requests:
                 await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
-    assert set(rollouts.asked) == {3}
-    assert feedback.fleet.asked == []
+    assert set(rollouts.requests) == {3}
+    assert feedback.fleet.requests == []
     assert asyncio.run(steered.metrics()) == {
         "idle/rollout": 0.1, "rollout/workers": 3.0, "rollout/restarts": 1.0, "rollout/recovery_s": 4.0,
         "rollout/tokens_per_s": 800.0, "reward/tokens_per_s": 800.0,
@@ -105,7 +105,7 @@ def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Pa
         ("reward", 1, 3),
     ]
     assert status.idle == {"rollout": 0.1, "reward": 0.1, "learner": 0.6}
-    assert rollouts.asked[-1] == 3  # a run that does not scale itself leaves its size alone
+    assert rollouts.requests[-1] == 3  # a run that does not scale itself leaves its size alone
 
 
 def test_a_run_that_scales_itself_grows_when_its_learner_starves(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_worker_that_was_given_up_does_not_stop_a_run_from_scaling_itself(tmp_
     steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
     for step in range(1, 5):
         steered.on_step(step, STARVED | asyncio.run(steered.metrics()))
-    assert rollouts.asked == [2], "one more than there are: the one given up gets its restarts again"
+    assert rollouts.requests == [2], "one more than there are: the one given up gets its restarts again"
 
 
 def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:

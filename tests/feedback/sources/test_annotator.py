@@ -142,10 +142,10 @@ def test_a_critique_alone_is_written_first_and_its_spans_are_found_by_a_second_r
     feedback, chat = ask(first, second, style=StyleConfig(spans=False), align="llm", num_annotators=1)
     assert (feedback.critique, spans(feedback), feedback.status) == ("The bag is wrong.", [("bag", -1)], "ok")
     assert [schema["required"] for schema in chat.schemas] == [["reasoning", "critique"], ["reasoning", "spans"]]
-    asked = [messages[0]["content"] for messages in chat.requests]
-    assert '"spans"' not in asked[0]
-    assert "The bag is wrong." in asked[1]
-    assert len(asked) == 2
+    received_requests = [messages[0]["content"] for messages in chat.requests]
+    assert '"spans"' not in received_requests[0]
+    assert "The bag is wrong." in received_requests[1]
+    assert len(received_requests) == 2
     unusable, chat = ask(json.dumps({"reasoning": "r", "critique": " "}), style=StyleConfig(spans=False), align="llm")
     assert unusable.status == "unparsable" and len(chat.requests) == 3, "nothing to align"
 

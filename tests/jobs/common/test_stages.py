@@ -71,13 +71,13 @@ def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
 ) -> None:
     stages = tmp_path / "stages.yaml"
     stages.write_text("policy_sft: {gpus: auto, dtype: auto}\n")
-    asked: list[Any] = []
-    monkeypatch.setattr(placement, "resources", lambda address: asked.append(address) or {"GPU": 1})
+    requests: list[Any] = []
+    monkeypatch.setattr(placement, "resources", lambda address: requests.append(address) or {"GPU": 1})
     given = [f"run.root={tmp_path}", f"artifacts={stages}", "cluster.address=head:6379"]
     demo = demo_of(loading.load(PolicyJob, TINY / "policy.yaml", given))
     assert demo is not None
     assert (demo.policy_sft.gpus, demo.policy_sft.dtype) == (1, "bfloat16")
-    assert asked == ["head:6379"]
+    assert requests == ["head:6379"]
 
 
 def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(
