@@ -31,7 +31,7 @@ from t2g.text.tokenizer import load_tokenizer
 from t2g.types import FinishReason
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
-MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
+MIN_BATCHED_TOKENS = 4096  # tokens of one step of a CPU engine
 PLUGIN = "t2g_store"  # the entry point of actors.vllm_compat.plugin
 SCHEDULERS = [f"actors.vllm_compat.scheduler.Joining{kind}Scheduler" for kind in ("", "Async")]
 CORE_POLL_S = 1.0
@@ -374,7 +374,7 @@ class Engine:
         )
         output = finished.outputs[0]
         ids = np.asarray(output.token_ids, np.int32)
-        logprobs = output.logprobs.logprobs  # of the sampled tokens alone
+        logprobs = output.logprobs.logprobs  # logprobs of the sampled tokens alone
         assert len(logprobs) == len(ids)
 
         versions: list[tuple[int, int, int]] = []

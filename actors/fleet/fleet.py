@@ -90,12 +90,12 @@ class Fleet:
         self._workers: list[FleetWorker] = []
         self._unreplaced: list[FleetWorker] = []  # lost workers that wait for their restart budget
         self._history: deque[str] = deque(maxlen=MAX_LOSSES)  # the last losses, for the error at the end of a run
-        self._failure: RunStopped | None = None  # of a catch-up; the next tick raises it
+        self._failure: RunStopped | None = None  # failure of a catch-up; the next tick raises it
         self._numbers = iter(range(1_000_000))
         room = math.ceil((1 + QUEUE) * config.max_num_seqs)
         self._admission = Admission(self._workers, room=room, on_waiting=self._watch_waiting)
         self._ticked_at = 0.0
-        self._start_error: Exception | None = None  # of the last start that failed, while no worker has started
+        self._start_error: Exception | None = None  # error of the last start that failed, while no worker has started
         self._has_started = False  # whether any worker has started
         self._short_since: float | None = None  # since when fewer workers than workers.min have started
         self._recoveries: list[float] = []  # seconds from a loss until its successor serves, not yet reported

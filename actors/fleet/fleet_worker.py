@@ -114,8 +114,8 @@ class FleetWorker:
         self.starting: Any = None  # reference to the result of its start
         self.health = Health(since=time.monotonic())
         self.load = 0  # sequences that were sent to it and are not finished
-        self.version: int | None = None  # of its weights
-        self.restart_times: tuple[float, ...] = ()  # of itself and its predecessors of the same name
+        self.version: int | None = None  # version of its weights
+        self.restart_times: tuple[float, ...] = ()  # restarts of itself and its predecessors of the same name
         self.predecessor_reason = ""  # why its predecessor was lost
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves
         self.has_warned = False  # that it waits for a placement

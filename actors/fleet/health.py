@@ -37,7 +37,7 @@ class Health:
     missed_syncs: int = 0  # in a row
     reachable: bool = True  # an unreachable worker gets no requests, only health checks
     suspect: bool = False  # a call failed and none was answered since: requests prefer other workers
-    reason: str = ""  # of the last failure
+    reason: str = ""  # reason of the last failure
 
 
 def apply_event(health: Health, event: Event, *, now: float, config: HealthConfig, reason: str = "") -> Health:

@@ -11,7 +11,7 @@ class EngineStats:
     busy_s: float = 0.0  # time with a request
     num_generated: int = 0  # tokens
     num_preempted: int = 0  # requests that lost their KV cache and were computed again
-    num_steps: int = 0  # of its scheduler
+    num_steps: int = 0  # steps of its scheduler
     sum_queued: int = 0  # over the steps: requests that were in the engine and not decoded
     cache_use: float = 0.0  # the largest share of its KV cache in use
     cache_tokens: int = 0  # capacity of the cache

@@ -49,7 +49,7 @@ class RankJob:
     spec: LearnerSpec
     options: SFTOptions
     examples: ray.ObjectRef  # list[TrainSequence]
-    folder: Path  # of the unfinished training
+    folder: Path  # folder of the unfinished training
     checkpoint: Path | None  # folder to resume from
     done: int  # steps of the checkpoint
 

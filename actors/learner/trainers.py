@@ -36,7 +36,7 @@ from t2g.types import TokenSequence, TrainSequence
 ModelName = Literal["policy", "critic"]
 Loss = Literal["ppo", "supervised", "dpo", "none"]
 Microbatch = Sequence[TokenSequence]
-RankBatch = Sequence[Microbatch]  # of a rank; each rank has as many
+RankBatch = Sequence[Microbatch]  # microbatches of a rank; each rank has as many
 Stats = list[dict[str, np.ndarray]]  # by field, of each sequence of a rank batch
 NO_CRITIC = ObjectiveConfig(advantages="group", whiten="none")
 DPO_BETA = 0.1  # the paper's, and TRL's default

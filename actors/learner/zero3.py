@@ -43,7 +43,7 @@ HOST_BUFFERS = "t2g_host_buffers"  # attribute of an engine whose states were of
 class StepResult:
     """One optimizer step, already reduced over microbatches and ranks."""
 
-    metrics: dict[str, float]  # of the loss function: summed, or the maximum where the name ends in _max
+    metrics: dict[str, float]  # metrics of the loss function: summed, or the maximum where the name ends in _max
     grad_norm: float  # global, before clipping
     lr: float  # the learning rate this step used
 
@@ -386,7 +386,7 @@ def convert_checkpoint(folder: Path, tag: str) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     target = universal_folder(folder, tag)
-    shutil.rmtree(target, ignore_errors=True)  # of a process that died in a conversion
+    shutil.rmtree(target, ignore_errors=True)  # left by a process that died in a conversion
     options = Namespace(
         input_folder=tag,
         output_folder=f"{target.name}/{tag}",

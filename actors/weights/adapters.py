@@ -17,7 +17,7 @@ from actors.weights.buckets import Bucket, hash_arrays
 from t2g.config import LoRAConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank in vLLM 0.32
-ADAPTER_ID = 1  # of the only adapter: a running request continues with the adapter that is next loaded under this id
+ADAPTER_ID = 1  # id of the only adapter: a running request continues with the adapter that is next loaded under this id
 
 
 def find_targets(model: Any) -> list[str]:

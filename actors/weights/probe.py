@@ -13,7 +13,7 @@ import numpy as np
 PROBE_TOKENS = 64
 PROBE_SEED = 20250522
 SLACK = 3.0  # training makes logits larger, and with them the rounding errors
-MEDIAN_SHARE = 0.1  # of the tolerance: rounding has long tails, wrong weights change every token
+MEDIAN_SHARE = 0.1  # share of the tolerance: rounding has long tails, wrong weights change every token
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ class Version:
     buckets: list[Any] = field(default_factory=list)  # references; none with ipc and nccl
     verified: list[SyncWorker] = field(default_factory=list)  # the workers that have it
     missed: dict[str, str] = field(default_factory=dict)  # worker name -> why it missed the version the last time
-    num_calls: int = 1  # of workers and of the learner; the first was `get_manifest`
+    num_calls: int = 1  # calls of workers and of the learner; the first was `get_manifest`
     timings: dict[str, float] = field(default_factory=dict)  # seconds of work, of the slowest worker
 
     def add_seconds(self, name: str, seconds: float) -> None:
@@ -136,7 +136,7 @@ class Round:
     config: LearnerConfig
     version: Version
     workers: list[SyncWorker]  # the workers that have all buckets sent so far
-    deadline: float  # of time.monotonic, for the whole round
+    deadline: float  # in seconds of time.monotonic, for the whole round
     group: BroadcastGroup
     id: str = field(default_factory=lambda: uuid.uuid4().hex)  # workers refuse late calls of another round
 

@@ -26,7 +26,7 @@ class WeightReceiver:
     """
 
     _llm: Any  # an AsyncLLM; the engine also has `_lora`, and `_adapter`, which its requests name
-    _adapters: Adapters | None = None  # of the open round
+    _adapters: Adapters | None = None  # adapters of the open round
     _round_id = ""
     _version = 0
     _updating = False  # vLLM's worker refuses to start an update within another one

@@ -34,7 +34,7 @@ from t2g.tasks.prompts_only import PromptsTask
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback, TrainSample
 
-AIM = 1 / 1.15  # of the rate of the bare libraries
+AIM = 1 / 1.15  # share of the rate of the bare libraries
 AIM_TRL = 1.4
 PARTS = {
     "generate_s": GENERATE_S, "learn_s": LEARN_S, "sync_s": SYNC_S,

@@ -16,7 +16,7 @@ from t2g.config import BenchmarkJob, ShapeConfig
 from t2g.errors import UserError
 from t2g.types import Prompt
 
-WORDS = 2000  # of random letters, from which the tokenizer learns its pieces
+WORDS = 2000  # words of random letters, from which the tokenizer learns its pieces
 NEVER = -30.0  # logit of an end that does not come
 CONSTANT = 1.0
 

@@ -21,9 +21,9 @@ from t2g.runs.log import COMMANDS_FILE, FEEDBACK_LOG
 from t2g.runs.progress import PROGRESS_FILE, record_lines
 
 LOCK = "lock"
-SMOKE_STEPS = 3  # of a training
-SMOKE_PROMPTS = 3  # of an evaluation
-SMOKE_INPUTS = 8  # of an annotation
+SMOKE_STEPS = 3  # steps of a training
+SMOKE_PROMPTS = 3  # prompts of an evaluation
+SMOKE_INPUTS = 8  # inputs of an annotation
 _locked: set[Path] = set()  # folders locked by this process
 
 

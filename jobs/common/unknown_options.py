@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from t2g.config.validation_errors import list_fields, section_type
 
 MAX_KEYS = 3  # that a sentence names
-OTHER_NAMES = {"learning_rate": "lr"}  # of keys, in other trainers
+OTHER_NAMES = {"learning_rate": "lr"}  # names of keys in other trainers
 
 
 def describe_unknown(schema: type[BaseModel], unknown: Sequence[str], argv: Sequence[str]) -> str:

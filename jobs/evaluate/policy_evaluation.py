@@ -151,7 +151,7 @@ class Evaluation:
         if not merged.exists():
             from actors.learner.lora import merge_adapter
 
-            shutil.rmtree(merged.parent, ignore_errors=True)  # of other weights
+            shutil.rmtree(merged.parent, ignore_errors=True)  # merged from other weights
             merge_adapter(Path(model.policy), merged, self.config.rollout.dtype)
         return model.model_copy(update={"policy": str(merged), "revision": None})
 

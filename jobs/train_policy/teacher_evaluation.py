@@ -30,7 +30,7 @@ from t2g.types import JudgedResponse, Prompt
 TEACHER_FILE = "teacher.json"
 MIN_PROMPTS = 2  # an interval needs two
 TEACHERS = ("teacher", "shuffled")
-Gaps = Mapping[str, np.ndarray]  # of a response, see `split_teacher_gap`
+Gaps = Mapping[str, np.ndarray]  # gaps of a response, see `split_teacher_gap`
 
 
 class TeacherPrompts(NamedTuple):

@@ -21,7 +21,7 @@ from t2g.types import TokenSequence
 class TokenOutputs:
     """Numbers of each response token's distribution, softmax(logits / temperature); [N] float32, nats."""
 
-    logprobs: torch.Tensor  # of the sampled token
+    logprobs: torch.Tensor  # logprobs of the sampled token
     entropy: torch.Tensor | None
     full_kl: torch.Tensor | None  # to the reference, over the whole vocabulary
     of_ids: torch.Tensor | None  # [N, k], log-probabilities of the requested tokens

@@ -13,8 +13,8 @@ from typing import Any
 from t2g.config.validation_errors import Keys
 
 KEYS = ("gpus", "dtype", "enforce_eager", "threads", "memory_gib", "gpu_memory_utilization")
-GPU_MEMORY_SHARE = 0.85  # of a GPU, for an engine
-HOST_MEMORY_SHARE = 0.9  # of a host, for all processes
+GPU_MEMORY_SHARE = 0.85  # share of a GPU, for an engine
+HOST_MEMORY_SHARE = 0.9  # share of a host, for all processes
 RANKS = ("learner", "sft", "policy_sft", "reward_sft")  # sections whose processes train
 GIB = 2**30
 

@@ -20,7 +20,7 @@ from t2g.config.validation_errors import errors_at, format_first_error
 from t2g.sandbox import SandboxConfig
 
 SAMPLING_KEYS = ("temperature", "max_new_tokens", "max_model_len")
-ADAPTER_FILE = "adapter_config.json"  # of a folder with adapters
+ADAPTER_FILE = "adapter_config.json"  # the file of a folder with adapters
 RUN_DEPTH = 3  # folders from a run to its policy: run/checkpoints/step-00000010/policy
 
 

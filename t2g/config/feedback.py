@@ -228,7 +228,7 @@ Files = PathOrName[str | tuple[str, ...] | None]
 class SourceConfig(Section):
     """A feedback source, which judges responses."""
 
-    section: ClassVar[str] = "feedback"  # of a job, for messages
+    section: ClassVar[str] = "feedback"  # section of a job, for messages
     source: str = Field("reward_model", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
     style: StyleConfig = StyleConfig()
     reward_model: PathOrName[str | None] = Field(None, description="folder or hub name of the span reward model")

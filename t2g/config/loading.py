@@ -150,10 +150,10 @@ class _Inputs(NamedTuple):
     """The values of a config, and where they come from."""
 
     file: Path | Mapping[str, Any]
-    values: Mapping[str, Any]  # of the file
-    lines: Mapping[Keys, int]  # of the file
+    values: Mapping[str, Any]  # read from the file
+    lines: Mapping[Keys, int]  # read from the file
     overrides: Sequence[tuple[Keys, Any]]
-    origin: str  # of the overrides
+    origin: str  # source of the overrides
 
 
 def _format_problems(schema: type[BaseModel], error: ValidationError, inputs: _Inputs, context: PathContext) -> str:

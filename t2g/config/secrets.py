@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 # Control characters, line and paragraph separators, characters that turn the direction of writing, lone surrogates.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|(^|_)KEY")  # of an environment variable
+SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|(^|_)KEY")  # name of an environment variable
 MIN_SECRET_CHARS = 12  # shorter values of such variables, such as "EMPTY", occur in ordinary text
 # Bounded repetitions: a server's answer of megabytes is searched in linear time.
 _SECRET = re.compile(

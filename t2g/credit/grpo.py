@@ -49,7 +49,7 @@ class SpanGRPOTrainer(GRPOTrainer):
         texts = [decode(self.processing_class, ids) for ids in completion_ids]
         judgements = self.judge(prompts=prompts, completions=texts, **columns)
         own_rows = [*zip(texts, completion_ids, judgements, strict=True)]
-        batch = gather_object(own_rows)  # of all processes
+        batch = gather_object(own_rows)  # rows of all processes
         size = self.num_generations if self.model.training else self.num_generations_eval
         groups = [row // size for row in range(len(batch))]
         all_texts, all_ids, all_judgements = zip(*batch, strict=True)

@@ -89,7 +89,7 @@ def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_bu
         group_size: Number of consecutive sequences that stay in one microbatch.
     """
     lengths = _count_tokens(sequences)
-    longest: list[int] = []  # of each group
+    longest: list[int] = []  # length of each group
     for first in range(0, len(lengths), group_size):
         group_lengths = lengths[first : first + group_size]
         longest.append(max(group_lengths))

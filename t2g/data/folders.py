@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 # Files that only `save_to_disk` writes.
 SAVED = "state.json"
 SAVED_SPLITS = "dataset_dict.json"
-MAX_NAMES = 5  # of files in a warning
+MAX_NAMES = 5  # names of files in a warning
 _CONFIGS = re.compile(r"^configs:", re.MULTILINE)  # in the front matter of README.md
 
 

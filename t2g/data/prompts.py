@@ -30,7 +30,7 @@ class PromptTooLongError(ValueError):
 class PromptDraft(NamedTuple):
     """A prompt before its ids."""
 
-    number: int  # of the record, from 1
+    number: int  # number of the record, from 1
     record: Record
     messages: Sequence[Message]
 
@@ -43,7 +43,7 @@ class _PromptDrafts:
     render: Callable[[Sequence[Message]], str]
     by_id: dict[str, PromptDraft] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
-    _repeats: Counter[tuple[str, str]] = field(default_factory=Counter)  # of an id with a content
+    _repeats: Counter[tuple[str, str]] = field(default_factory=Counter)  # repeats of an id with a content
 
     def add_all(self, records: Sequence[Record]) -> Iterator[str]:
         """Yield the text of each draft."""

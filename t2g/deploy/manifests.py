@@ -25,7 +25,7 @@ RAY_VERSION = "2.60.0"
 IMAGES = {False: "t2g:0.2.0", True: "t2g-cpu:0.2.0"}  # by `cpu`
 HOME = "/opt/t2g"  # folder of the code in the image, and the driver's working directory
 SHARED = "/mnt/t2g"  # mount path of the volume claim, unless run.root implies another one
-SYSTEM_FOLDERS = (  # of the image: a volume mounted over one would hide it
+SYSTEM_FOLDERS = (  # folders of the image: a volume mounted over one would hide it
     "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "tmp", "usr", "var",
 )  # fmt: skip
 SECRETS = {"token": "t2g-ray-token", "hub": "t2g-huggingface", "driver": "t2g-keys"}

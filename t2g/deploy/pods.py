@@ -20,7 +20,7 @@ class PodGroup:
     """The pods of one role. Each has the same number of workers, so that bounds of workers are bounds of pods."""
 
     name: str  # learner, critic, rollout or reward
-    section: str  # of the config
+    section: str  # section of the config
     role: ProcessConfig
     workers: WorkersConfig  # initial, min and max are equal for ranks
     per_pod: int

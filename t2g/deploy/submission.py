@@ -64,7 +64,7 @@ class Submission:
     """A program of t2g as a Ray job."""
 
     name: str  # prefix of the job's id
-    arguments: tuple[str, ...]  # of `python -m`
+    arguments: tuple[str, ...]  # arguments of `python -m`
     stop_wait_s: int = MARGIN_S
     metadata: Mapping[str, str] = field(default_factory=dict)
 

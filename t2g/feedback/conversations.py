@@ -21,7 +21,7 @@ from t2g.text.messages import ROLES, get_content, get_role, read_content
 from t2g.text.tokenizer import Message
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
-CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # of a record, that may hold the messages
+CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # fields of a record that may hold the messages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MAX_ANSWER_CHARS = 65_536  # of an answer, critique or execution; longer ones are rejected
+MAX_ANSWER_CHARS = 65_536  # characters of an answer, critique or execution; longer ones are rejected
 MAX_FAILURES = 400  # braces with which no object begins; each costs a scan
 MAX_REPAIRS = 32  # the same where there are trailing commas: each costs a longer scan
-MAX_DEPTH = 3  # of an object within others
+MAX_DEPTH = 3  # depth of an object within others
 CLOSING_TAG = re.compile(
     r"</(think|thinking|thought|thoughts|reasoning|reflection|seed:think)>|\[/THINK\]|◁/think▷"
     r"|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>",

@@ -29,10 +29,10 @@ from t2g.text.quotes import find_occurrence, locate
 from t2g.text.segments import printable
 from t2g.types import MAX_FIX_CHARS, FeedbackStatus, FinishReason, Severity, Span, SpanFeedback
 
-MAX_QUOTES = 256  # of each label that are located; further ones count as not located
-MAX_METRICS = 32  # of a judgement
+MAX_QUOTES = 256  # quotes of each label that are located; further ones count as not located
+MAX_METRICS = 32  # metrics of a judgement
 AT_MAX_SPANS = "at_max_spans"  # metric of an answer
-REQUIRED_KEYS = ("critique", "good", "poor")  # of a judgement as a dict
+REQUIRED_KEYS = ("critique", "good", "poor")  # keys of a judgement as a dict
 OPTIONAL_KEYS = ("execution", "metrics")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _SPAN = TypeAdapter(Span)
@@ -49,7 +49,7 @@ class Quote(BaseModel):
     quote: str
     occurrence: int = Field(1, strict=True, ge=1)  # 1: first occurrence in the response
     severity: Severity = 1
-    fix: str | None = Field(None, max_length=MAX_FIX_CHARS)  # of a poor piece, as `Span.fix`
+    fix: str | None = Field(None, max_length=MAX_FIX_CHARS)  # replacement of a poor piece, as `Span.fix`
 
     @model_validator(mode="before")
     @classmethod

@@ -16,7 +16,7 @@ MIN_SPARE_WORKERS = 1.25  # idle time, in workers' worth, that allows one less; 
 class StepLoad:
     """Idle times and backlog of one step."""
 
-    seconds: float  # of the step, above 0
+    seconds: float  # seconds of the step, above 0
     num_workers: int  # rollout workers that served
     learner_idle: float  # share of the step's time in which the learner waited for samples, 0 .. 1
     rollout_idle: float  # share of the rollout engines' time without a request, 0 .. 1

@@ -24,7 +24,7 @@ from t2g.types import (
 class _TokenNumbers(NamedTuple):
     """Numbers of the step's sampled tokens, [N] each."""
 
-    per_token_rewards: np.ndarray  # of answer tokens alone
+    per_token_rewards: np.ndarray  # rewards of answer tokens alone
     rewards: np.ndarray
     gaps: np.ndarray  # |learner - engine|, nats
     entropies: np.ndarray

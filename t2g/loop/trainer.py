@@ -111,7 +111,7 @@ class Trainer:
         self._finished: dict[int, list[Group]] = {}  # groups of later steps, from the checkpoint
         self._outcome_rewards = OutcomeRewards(self.config, self.task, self.prompts)
         self._since = time.monotonic()
-        self._busy_s = 0.0  # of the learner in this step
+        self._busy_s = 0.0  # seconds of the learner in this step
         self._sealing: asyncio.Future[Path] | None = None
         self._learner_is_at_state = True  # False during an update: a checkpoint would hold half a step
 

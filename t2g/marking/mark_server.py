@@ -20,7 +20,7 @@ from t2g.marking.marks import Mark, Marks, StaleMark
 from t2g.text.segments import printable
 
 LOOPBACK = "127.0.0.1"
-MAX_BYTES = 1 << 20  # of a request's body
+MAX_BYTES = 1 << 20  # bytes of a request's body
 PAGE = {"": ("mark.html", "text/html"), "mark.js": ("mark.js", "text/javascript"), "mark.css": ("mark.css", "text/css")}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

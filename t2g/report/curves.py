@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from t2g.report.templates import render
 
-WIDTH = 560  # of the viewBox; the page scales it
+WIDTH = 560  # width of the viewBox; the page scales it
 HEIGHT = 300
 # Margins for tick labels and axis names; longer labels widen LEFT and RIGHT.
 LEFT = 62
@@ -19,10 +19,10 @@ RIGHT = 14
 TOP = 12
 BOTTOM = 46
 CHAR = 7  # width of a character of a label
-MAX_AXIS_CHARS = 34  # of an axis name
+MAX_AXIS_CHARS = 34  # characters of an axis name
 MAX_POINTS = 400  # per line: more are indistinguishable, and a long run would make a large page
 MARKED_POINTS = 30  # a line with more points has no markers
-DASHES = ("none", "8 4", "2 4", "10 3 2 3", "4 3", "12 5", "1 3", "6 2 1 2")  # of the classes s0..s7
+DASHES = ("none", "8 4", "2 4", "10 3 2 3", "4 3", "12 5", "1 3", "6 2 1 2")  # dashes of the classes s0..s7
 
 Point = tuple[float, float]
 Item = TypeVar("Item")

@@ -147,7 +147,7 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
 
 def _shared_examples(runs: Sequence[_Run]) -> list[Example]:
     """Return the last responses of each run to the prompts that all runs logged, held-out prompts first."""
-    latest = []  # of each run
+    latest = []  # latest steps of each run
     for run in runs:
         last_samples = [example[-1] for example in run.examples]
         latest.append({(sample.split, sample.prompt, sample.sample_index): sample for sample in last_samples})

@@ -14,7 +14,7 @@ from t2g.text.segments import Segment, printable, segments
 from t2g.types import Span, SpanFeedback
 
 MAX_TEXT_CHARS = 4000
-MIN_HEADINGS = 3  # of a page with a table of contents
+MIN_HEADINGS = 3  # headings of a page with a table of contents
 _HEADING = re.compile(r"<h2>(.*?)</h2>", re.DOTALL)  # the templates' own: other texts are escaped
 _CONTENTS = "<nav></nav>"
 

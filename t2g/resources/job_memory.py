@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class JobRanks(ABC):
     """The ranks of a job, and the memory that each of them needs."""
 
-    section: str  # of the config
+    section: str  # section of the config
     options: LearnerConfig | SFTOptions
     model: ModelConfig  # which they train
 

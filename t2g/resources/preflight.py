@@ -40,7 +40,7 @@ from t2g.text.model_limits import check_head_size, check_heads, check_positions,
 from t2g.text.policy_chat import set_template_defaults
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
-RANK_LEVERS = "tokens_per_microbatch (or set gradient_checkpointing=true)"  # of the memory of a rank
+RANK_LEVERS = "tokens_per_microbatch (or set gradient_checkpointing=true)"  # keys that lower the memory of a rank
 BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")  # CPU instructions that multiply bfloat16
 Job = TypeVar("Job", bound=AnyJob)
 Result = TypeVar("Result")

@@ -41,7 +41,7 @@ class TargetSizes(Section):
 class WorkerStatus(Section):
     name: str
     state: str  # see actors.fleet.health
-    reason: str = ""  # of its last failure
+    reason: str = ""  # reason of its last failure
     version: int | None = None  # policy version, for workers whose weights change
     restarts: int = 0
     restarts_left: int | None = None  # now, within the window of its fleet

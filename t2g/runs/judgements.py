@@ -62,7 +62,7 @@ class JournaledFeedback(FeedbackSource):
             for judgement in read_journal(path, JournaledJudgement):
                 self._recorded.setdefault(judgement.key, deque()).append(judgement.feedback)
         self._journal = Journal(self._make_path(0))
-        self._steps: deque[int] = deque(maxlen=keep + 1)  # of this process's files, the last ones
+        self._steps: deque[int] = deque(maxlen=keep + 1)  # steps of this process's files, the last ones
         self._thread = ThreadPoolExecutor(1)  # syncs and closes files: a slow disk must not block the event loop
         self._syncs: deque[Future[None]] = deque()
         self._is_sync_due = False

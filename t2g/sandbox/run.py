@@ -59,7 +59,7 @@ class TestResult:
     unsupported: bool = False  # the test decides nothing here; the error says why
     error: Text = ""  # name of the exception's type
     message: Text = ""
-    statement: Text = ""  # of the tests, in which the error was raised
+    statement: Text = ""  # statement of the tests in which the error was raised
     expected: Text = ""  # repr of the compared value; "" if the assertion compared nothing
     got: Text = ""
     trace: tuple[Line, ...] = ()  # lines of the traceback, innermost last

@@ -68,7 +68,7 @@ class BaselineRun:
 
     job: PolicyJob
     task: Task
-    tokenizer: Any  # of the base policy
+    tokenizer: Any  # tokenizer of the base policy
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     feedback: FeedbackSource

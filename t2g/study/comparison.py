@@ -30,11 +30,11 @@ class RunCurve:
 
     samples: tuple[int, ...]  # responses sampled for training before each evaluation
     scores: tuple[float, ...]
-    seconds: tuple[float, ...]  # of the steps before each evaluation, without the evaluations
+    seconds: tuple[float, ...]  # seconds of the steps before each evaluation, without the evaluations
     step_seconds: float | None  # median duration of a step; None for a run without steps
     targeting: Mapping[str, Any] | None = None  # see t2g.study.targeting; None if not measured
     kls: tuple[float, ...] = ()  # of the policy at the first evaluations, to the reference, nats a response
-    lengths: tuple[float, ...] = ()  # of the responses of the same steps, tokens
+    lengths: tuple[float, ...] = ()  # lengths of the responses of the same steps, tokens
 
     @property
     def score(self) -> float:

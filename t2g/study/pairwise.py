@@ -18,7 +18,7 @@ from t2g.study.paired import Draws, mean_of, with_interval
 from t2g.study.policy_eval import Answers
 from t2g.tasks.base import Task
 
-POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}  # of the first response
+POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}  # points of the first response
 MAX_REASON = 1000  # characters
 LENGTH_TOLERANCE = 0.1  # a smaller relative difference in word count counts as equal length
 

@@ -34,7 +34,7 @@ class ResultLine(BaseModel):
     lr: float
     key: str  # see `ResultLines.make_key`
     date: str
-    minutes: float  # of the whole run, evaluations included
+    minutes: float  # minutes of the whole run, evaluations included
     versions: dict[str, str]
     run: RunCurve
 

@@ -46,7 +46,7 @@ class JudgedRecord:
 
     response: str
     gold: SpanFeedback
-    feedback: SpanFeedback  # of the model, with guided decoding
+    feedback: SpanFeedback  # feedback of the model, with guided decoding
     parsed: bool  # whether the answer *without* guided decoding parses
     gold_labels: np.ndarray  # [R], labels of the tokens of `response`: +1 good, -1 poor, 0 neutral
     labels: np.ndarray  # [R], of the model; all 0 if its feedback is unusable
@@ -319,7 +319,7 @@ def find_errors(records: Sequence[JudgedRecord], *, examples_per_kind: int = EXA
     errors: dict[str, Errors] = {}
     for kind in ERROR_KINDS:
         count = 0
-        indices: list[int] = []  # of the records with such an error
+        indices: list[int] = []  # indices of the records with such an error
         for index, errors_of_record in enumerate(by_record):
             if kind in errors_of_record:
                 indices.append(index)
@@ -337,7 +337,7 @@ class RecordErrors(NamedTuple):
     """The errors of one kind in one record."""
 
     count: int
-    texts: list[str]  # of the spans, or a sentence
+    texts: list[str]  # texts of the spans, or a sentence
 
 
 def _errors_of(record: JudgedRecord) -> dict[str, RecordErrors]:

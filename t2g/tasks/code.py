@@ -18,7 +18,7 @@ from t2g.tasks.references import NEITHER, with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
-MAX_NOTE_CHARS = 2000  # of the log, and of the tests
+MAX_NOTE_CHARS = 2000  # characters of the log, and of the tests
 # Possessive quantifiers, and no piece overlaps the start of the next match: else time is quadratic in the text.
 _FENCE = re.compile(
     r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?=^[ \t]*+```|\Z)(?:[ \t]*+```)?", re.MULTILINE | re.DOTALL

@@ -18,7 +18,7 @@ from t2g.tasks.base import Task
 from t2g.types import Prompt
 
 logger = logging.getLogger(__name__)
-MODE_FIELD = "tests_mode"  # of the payload
+MODE_FIELD = "tests_mode"  # field of the payload
 NEITHER = "neither"
 MODES_FILE = "reference_modes.json"  # in the run folder: hash of record and sandbox -> mode
 

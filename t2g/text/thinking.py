@@ -24,7 +24,7 @@ KNOWN_TAGS: tuple[Tags, ...] = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 NO_ANSWER = "the response ended within its thinking"  # why a response is not judged
-TAIL_TOKENS = 32  # of a prompt, in which its last tag stands
+TAIL_TOKENS = 32  # tokens of a prompt in which its last tag stands
 
 
 def find_thinking_tags(tokenizer: Any, configured: Sequence[str] | None = None) -> Tags | None:

@@ -34,9 +34,9 @@ from t2g.types import LABELS as _SIGNS
 from t2g.types import Prompt, Span, SpanFeedback
 
 LABELS = {1: "good", -1: "poor"}
-MAX_NOTES_CHARS = 8000  # of a human's feedback or a test's log
+MAX_NOTES_CHARS = 8000  # characters of a human's feedback or a test's log
 MAX_FAULTS = 8  # in one follow-up
-MAX_REPEATED_CHARS = 4000  # of the model's answer in a follow-up
+MAX_REPEATED_CHARS = 4000  # characters of the model's answer in a follow-up
 
 _FORMAT = (
     "Answer with one JSON object with these keys in this order.\n"
@@ -60,7 +60,7 @@ class AnnotationRequest:
 
     messages: tuple[Message, ...]
     response_text: str
-    keys: tuple[str, ...]  # of the answer, in order
+    keys: tuple[str, ...]  # keys of the answer, in order
     critique: str | None  # if given, the answer has only its spans
 
     @property

@@ -15,7 +15,7 @@ from t2g.errors import RunStopped
 from t2g.text.tokenizer import Message
 
 MAX_LOST = 20  # failed requests in a row, after which the run stops
-MESSAGE_TOKENS = 8  # of a message without its text
+MESSAGE_TOKENS = 8  # tokens of a message without its text
 BYTES_PER_TOKEN = 3  # UTF-8: English has about 4, other scripts 2 to 4; an estimate by 3 is rather high
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class ChatClient:
         self._limiter = PerLoop(lambda: AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext())
         self._failures = FailureLog()
         self._num_lost = 0  # failed requests in a row
-        self.num_tokens = 0  # of all prompts and answers
+        self.num_tokens = 0  # tokens of all prompts and answers
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:

@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from t2g.config.validation_errors import format_first_error
 from t2g.feedback.sources.chat_client import ChatCompletion, estimate_tokens
 
-MAX_BODY_BYTES = 4 * 2**20  # of an answer; the rest is not read
+MAX_BODY_BYTES = 4 * 2**20  # bytes of an answer; the rest is not read
 REASON_KEYS = ("error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw")
-MAX_REASONS = 4  # of an error, for a message
+MAX_REASONS = 4  # reasons of an error, for a message
 QUOTA = re.compile(  # errors that are not worth a retry
     rb'"(code|type)"\s*:\s*"(insufficient_(quota|balance|funds)|\w*quota_(exceeded|error)|billing_\w+)"'
 )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ERROR_BYTES = 64 * 2**10  # of the body of an error
+MAX_ERROR_BYTES = 64 * 2**10  # bytes of the body of an error
 PROXY = re.compile(r"(https?://)?([^/\s@]*@)?([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?")
 MAX_MESSAGE_CHARS = 2000  # of an error
 FALLBACKS = {  # fields that some servers refuse, by the error that names them; see `EndpointChat._make_fields`

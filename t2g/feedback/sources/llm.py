@@ -138,7 +138,7 @@ class LLMFeedback(FeedbackSource):
             seed=seed,
         )
         readings: list[ParsedAnswer] = []
-        failure: ChatError | None = None  # of the last attempt
+        failure: ChatError | None = None  # failure of the last attempt
         for _ in range(self._llm.max_tries):
             async with self.client.slot():
                 started = time.monotonic()

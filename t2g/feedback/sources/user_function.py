@@ -77,7 +77,7 @@ class UserFunction:
         self._log = log
         self._logged_types: set[str] = set()  # of errors
         self._num_timeouts = 0  # since the last answer
-        self._timed_out_at = -math.inf  # of the last counted timeout
+        self._timed_out_at = -math.inf  # time of the last counted timeout
         self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))
 
     async def call(self, read: Callable[[Any], Result], prompt_id: str, *arguments: Any, **options: Any) -> Result:

@@ -17,7 +17,7 @@ from typing import Any
 
 TICK_S = 0.5
 DUMP_S = 1.0  # without a further piece of the tracebacks
-MAX_BYTES = 2**20  # of the tracebacks
+MAX_BYTES = 2**20  # bytes of the tracebacks
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 

@@ -9,7 +9,7 @@ try:
 except ImportError:  # then neither the solution nor the tests have arrays
     numpy = None  # type: ignore[assignment]
 
-_PLAIN_KINDS = "biufcSUmM"  # of numpy.dtype: no objects, no structures
+_PLAIN_KINDS = "biufcSUmM"  # kinds of numpy.dtype: no objects, no structures
 
 
 def is_plain_scalar(value: Any) -> bool:

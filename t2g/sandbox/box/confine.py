@@ -17,7 +17,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 # Operations of prctl.
 NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
-_MODE_FILTER = 2  # of seccomp
+_MODE_FILTER = 2  # the filter mode of seccomp
 
 # System calls of Landlock: the same numbers on every architecture.
 _CREATE_RULESET = 444

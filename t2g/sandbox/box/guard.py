@@ -118,7 +118,7 @@ class Guard:
         return is_import and self._is_visible(frame.f_locals.get("bytecode_path"))
 
     def _may_import(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
-        file = args[1]  # of an extension module
+        file = args[1]  # file of an extension module
         return file is None or self._is_visible(file)
 
     def _may_open_library(self, args: tuple[Any, ...], frame: types.FrameType) -> bool:
