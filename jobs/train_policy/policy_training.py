@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +97,7 @@ class PolicyTraining:
         if config.cluster.gpu_sharing != "none":  # vLLM measures the memory of a GPU that nothing else takes meanwhile
             wait_for_engines(self.feedback.fleet, rollouts)
         gpu_sharing = make_gpu_sharing(config, rollouts)
-        spec = learner_spec(config)
-        timeout_s = placement_timeout(config, is_replaced=lost_at is not None)
-        loading = loaded_learner(spec, self.feedback.fleet, rollouts, placement_timeout_s=timeout_s)
+        loading = self._load_learner(is_replaced=lost_at is not None)
         log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
         with closing(log), closing(journaled), loading as learner, ExitStack() as opened:
             sync = make_weight_sync(config, self.data, learner, rollouts)
@@ -107,21 +105,26 @@ class PolicyTraining:
             if gpu_sharing is not None:
                 gpu_sharing.attach_learner(learner, sync.sending)
             progress = StepProgress(config, steering)
+            callbacks: dict[str, Any] = {
+                "stop": lambda: bool(self.stop),
+                "on_step": progress.on_step,
+                "on_phase": progress.on_phase,
+                "on_checkpoint": journaled.start_file,
+                "extra_metrics": steering.metrics,
+            }
+            rollout_source = make_rollout_source(config, self.data, rollouts)
+            checkpoints = open_checkpoints(config)
             trainer = Trainer(
                 config=config,
                 **self.data.trainer_inputs,
-                rollouts=make_rollout_source(config, self.data, rollouts),
+                **callbacks,
+                rollouts=rollout_source,
                 feedback=journaled,
                 learner=learner,
                 sync=sync,
                 log=log,
-                checkpoints=open_checkpoints(config),
+                checkpoints=checkpoints,
                 identity=run_identity,
-                stop=lambda: bool(self.stop),
-                on_step=progress.on_step,
-                on_phase=progress.on_phase,
-                on_checkpoint=journaled.start_file,
-                extra_metrics=steering.metrics,
                 gpu_time_sharing=gpu_sharing,
                 lost_at=lost_at,
             )
@@ -136,6 +139,11 @@ class PolicyTraining:
                     learner.export(folder / "policy")
                 self.on_finished(rollouts, journaled, learner)
             return state
+
+    def _load_learner(self, *, is_replaced: bool) -> AbstractContextManager[LearnerGroup]:
+        spec = learner_spec(self.config)
+        timeout_s = placement_timeout(self.config, is_replaced=is_replaced)
+        return loaded_learner(spec, self.feedback.fleet, self.rollouts, placement_timeout_s=timeout_s)
 
 
 class RestartBudget:
