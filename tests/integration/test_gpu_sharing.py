@@ -16,7 +16,7 @@ from actors.learner.learner import LearnerGroup
 from actors.learner.trainers import LearnerSpec
 from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from t2g.config import LearnerConfig, ModelConfig, RolloutConfig
-from t2g.config.jobs import ENGINE_SHARE
+from t2g.config.base_jobs import ENGINE_SHARE
 from t2g.errors import RunStopped
 
 NUM_GPUS = 2

@@ -16,7 +16,7 @@ from actors.engines.engine import (
     parse_weight_version,
 )
 from t2g.config import EngineConfig
-from t2g.config.jobs import ENGINE_SHARE
+from t2g.config.base_jobs import ENGINE_SHARE
 from t2g.errors import UserError
 from t2g.resources.memory import GIB
 from t2g.resources.model_shape import LLAMA_3_8B, ModelShape
