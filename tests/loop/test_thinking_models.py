@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from thinking import CLOSE, OPEN, QWEN3_LIKE, R1_LIKE, build_thinking_tokenizer
 from trainer_bench import Bench, job, task_reward
 
-from actors.engines.engine import ChatCompletion
+from actors.engines.engine import Completion
 from actors.engines.rollout import RolloutWorker
 from t2g.config import ModelConfig, NoiseConfig, ObjectiveConfig, RewardRuleConfig, RolloutConfig
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -96,8 +96,8 @@ def make_rollout(tokenizer: Any, mode: str, response: str) -> Rollout:
     worker.check_tokenizer()
     ids = np.array([*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], np.int32)
 
-    async def generate(*prompt: Any, **sampling: Any) -> ChatCompletion:
-        return ChatCompletion(
+    async def generate(*prompt: Any, **sampling: Any) -> Completion:
+        return Completion(
             ids=ids, text=decode(tokenizer, ids), logprobs=np.zeros(len(ids), np.float32), finish_reason="stop",
             versions=((0, len(ids), 0),),
         )  # fmt: skip
