@@ -60,12 +60,7 @@ def main(
     parser = job_parser(schema, takes_run=of_run is not None)
     for option, about in options.items():
         parser.add_argument(option, **about)
-    argv = sys.argv[1:] if argv is None else argv
-    known, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        parser.error(describe_unknown(schema, unknown, argv))
-
-    given = vars(known)
+    given = _parse(parser, schema, sys.argv[1:] if argv is None else argv)
     file = given.pop("config")
     overrides = given.pop("overrides")
     dry_run = given.pop("dry_run")
@@ -90,6 +85,14 @@ def main(
         return result if isinstance(result, int) else 0
 
     return exit_code(parser.prog, execute)
+
+
+def _parse(parser: argparse.ArgumentParser, schema: type[AnyJob], argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the options and the overrides; an unknown option ends the process with a sentence."""
+    known, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(describe_unknown(schema, unknown, argv))
+    return vars(known)
 
 
 class CheckedJob(NamedTuple):

@@ -94,9 +94,7 @@ class PolicyTraining:
         run_identity = identity.load_identity(folder)
         journaled = JournaledFeedback(self.feedback, folder, run_identity, keep=config.checkpoint.keep)
 
-        if config.cluster.gpu_sharing != "none":  # vLLM measures the memory of a GPU that nothing else takes meanwhile
-            wait_for_engines(self.feedback.fleet, rollouts)
-        gpu_sharing = make_gpu_sharing(config, rollouts)
+        gpu_sharing = self._share_gpus()
         loading = self._load_learner(is_replaced=lost_at is not None)
         log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
         with closing(log), closing(journaled), loading as learner, ExitStack() as opened:
@@ -135,10 +133,19 @@ class PolicyTraining:
                 state = asyncio.run(run_with_background(trainer.run(), *background))
 
             if state.step == config.num_steps:
-                with log_duration("writing the policy"):
-                    learner.export(folder / "policy")
-                self.on_finished(rollouts, journaled, learner)
+                self._finish(learner, journaled)
             return state
+
+    def _share_gpus(self) -> FleetGpuTimeSharing | None:
+        if self.config.cluster.gpu_sharing != "none":
+            # vLLM measures the memory of a GPU that nothing else takes meanwhile.
+            wait_for_engines(self.feedback.fleet, self.rollouts)
+        return make_gpu_sharing(self.config, self.rollouts)
+
+    def _finish(self, learner: LearnerGroup, feedback: FeedbackSource) -> None:
+        with log_duration("writing the policy"):
+            learner.export(self.config.run.folder / "policy")
+        self.on_finished(self.rollouts, feedback, learner)
 
     def _load_learner(self, *, is_replaced: bool) -> AbstractContextManager[LearnerGroup]:
         spec = learner_spec(self.config)
