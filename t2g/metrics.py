@@ -95,12 +95,16 @@ OUTCOME_MEAN = _add("reward/outcome_mean", "reward per response", "weighted sum 
 OUTCOME_REWARD = _add("reward/outcome/<source>", "reward per response", "one of them before its weight")
 CRITERION_REWARD = _add("criterion_reward/<criterion>", "reward per response", "sum of the criterion's token rewards")
 
+ZERO_VARIANCE = _add(
+    "group/zero_variance_share", "share of prompts", "all samples earn the same, so that they carry nothing"
+)
 GOOD_SHARE = _add("tokens/good_share", "share of tokens", "answer tokens in spans worth more than 0")
 POOR_SHARE = _add("tokens/poor_share", "share of tokens", "answer tokens in spans worth less than 0")
 NEUTRAL_SHARE = _add("tokens/neutral_share", "share of tokens", "all other answer tokens")
 LABEL_SHARES = {"good": GOOD_SHARE, "poor": POOR_SHARE, "neutral": NEUTRAL_SHARE}
 
 KL = _add("policy/kl", "nats per sequence", "KL to the reference: mean of the sum over tokens")
+KL_PER_TOKEN = _add("policy/kl_per_token", "nats per token", "KL to the reference, of sampled tokens")
 KL_COEF = _add("policy/kl_coef", "", "beta of this step")
 ENTROPY = _add("policy/entropy", "nats per token", "of the policy")
 POLICY_LOSS = _add("policy/loss", "", "mean over minibatches")

@@ -182,9 +182,17 @@ class FakeLearner:
                 importance_weights=correction,
                 advantages=given["advantages"],
                 weights=weights,
+                sequence_ids=rows.sequence_ids,
                 clip_eps=0.2,
+                clip_eps_high=0.2,
             )
-            kl, _ = kl_loss(logprobs=logprobs, ref_logprobs=given["ref_logprobs"], weights=weights)
+            kl, _ = kl_loss(
+                logprobs=logprobs,
+                old_logprobs=old,
+                ref_logprobs=given["ref_logprobs"],
+                importance_weights=correction,
+                weights=weights,
+            )
             critic, _ = value_loss(
                 values=self.critic[place],
                 old_values=given["values"],

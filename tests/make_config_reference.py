@@ -108,7 +108,6 @@ MEANINGS = {  # of keys that the schema does not describe: (section, key), or th
     "max_grad_norm": "gradients are clipped to this norm",
     "good": "reward of a good span",
     "gamma": "discount of later rewards",
-    "clip_eps": "PPO's clip of the probability ratio",
     "rollout_correction_cap": "bound of the weights, see rollout_correction",
     "r": "rank of the adapters",
     "alpha": "scale of the adapters; the update is multiplied by alpha / r",

@@ -390,7 +390,10 @@ class PolicyTrainer(ModelTrainer):
             importance_weights=correction,
             advantages=rows.column("advantages"),
             weights=weights,
+            sequence_ids=rows.sequence_ids,
+            surrogate=objective.surrogate,
             clip_eps=objective.clip_eps,
+            clip_eps_high=objective.resolve_clip_eps_high(),
         )
 
         teacher = objective.teacher
@@ -405,8 +408,13 @@ class PolicyTrainer(ModelTrainer):
             loss = loss + kl_coef * kl
             metrics[m.KL_LOSS] = kl.item()
         elif kl_coef > 0:
-            ref_logprobs = rows.column("ref_logprobs")
-            kl, kl_metrics = kl_loss(logprobs=outputs.logprobs, ref_logprobs=ref_logprobs, weights=weights)
+            kl, kl_metrics = kl_loss(
+                logprobs=outputs.logprobs,
+                old_logprobs=old_logprobs,
+                ref_logprobs=rows.column("ref_logprobs"),
+                importance_weights=correction,
+                weights=weights,
+            )
             loss = loss + kl_coef * kl
             metrics = metrics | kl_metrics
 

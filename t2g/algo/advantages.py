@@ -4,7 +4,10 @@ from typing import Literal
 
 import torch
 
+from t2g.algo.group_values import constant_groups, extend_returns, position_values, starts_state, state_values
 from t2g.algo.kl import kl_k1
+
+Whitening = Literal["full", "scale_only", "none"]
 
 
 def combine_rewards(
@@ -32,7 +35,11 @@ def combine_rewards(
 
 
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float | torch.Tensor, lam: float
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float | torch.Tensor,
+    lam: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return GAE advantages and returns, two [B, R] tensors (Schulman et al., arXiv 1506.02438, eq. 16).
 
@@ -40,7 +47,7 @@ def gae(
 
     rewards, values, mask: [B, R]. values[t] is the value of the state *before* token t. V after the last token is 0,
     also for truncated responses. Tokens with mask 0 get 0, and the sum skips them. The returns belong to unwhitened
-    advantages. gamma: a number, or [B, R], the discount from token t to the next one.
+    advantages. gamma and lam: a number, or [B, R], of the step from token t to the next one.
 
     >>> one, zero = torch.ones(1, 3), torch.zeros(1, 3)
     >>> advantages, _ = gae(torch.tensor([[0.0, 1.0, 0.0]]), zero, one, 1.0, 0.5)
@@ -52,6 +59,7 @@ def gae(
         raise ValueError(f"gae needs three [B, R] tensors of one shape, got {shapes}")
     keep = mask.bool()
     discounts = torch.as_tensor(gamma, dtype=rewards.dtype).expand_as(rewards)
+    lambdas = torch.as_tensor(lam, dtype=rewards.dtype).expand_as(rewards)
     advantages = torch.zeros_like(values)
     advantage = values.new_zeros(len(values))
     next_value = values.new_zeros(len(values))
@@ -60,7 +68,7 @@ def gae(
         discount = discounts[:, t]
         value = values[:, t]
         td_error = rewards[:, t] + discount * next_value - value
-        advantage = torch.where(is_kept, td_error + discount * lam * advantage, advantage)
+        advantage = torch.where(is_kept, td_error + discount * lambdas[:, t] * advantage, advantage)
         next_value = torch.where(is_kept, value, next_value)
         advantages[:, t] = torch.where(is_kept, advantage, 0)
     returns = torch.where(keep, advantages + values, 0)
@@ -95,10 +103,7 @@ def group_advantages(
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
         rows = (groups == group).nonzero().squeeze(1)
-        lengths = mask[rows].sum(1).long()
-        last_positions = (lengths[:, None] - 1).clamp(min=0)
-        positions = torch.arange(int(lengths.max()))
-        extended = returns[rows].gather(1, positions.minimum(last_positions))
+        extended = extend_returns(returns[rows], mask[rows])
         difference = extended - extended.mean(0)
         if normalize:
             deviation = difference.square().mean().sqrt()
@@ -106,12 +111,12 @@ def group_advantages(
         else:
             num_others = max(len(rows) - 1, 1)
             difference = difference * len(rows) / num_others  # from the mean of the others
-        advantages[rows, : len(positions)] = difference
+        advantages[rows, : extended.shape[1]] = difference
     advantages = torch.where(mask.bool(), advantages, 0)
     return advantages.to(rewards.dtype), returns.to(rewards.dtype)
 
 
-def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"]) -> torch.Tensor:
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Whitening) -> torch.Tensor:
     """Return advantages at unit scale over all tokens of the *global* batch, before it is cut into minibatches.
 
     full: (A - mean) / sqrt(var + 1e-8), population variance. scale_only: A / sqrt(mean(A^2) + 1e-8), which keeps zeros.
@@ -128,3 +133,93 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "
         variance = (unmasked - mean).square().mean()
         advantages = (advantages - mean) * (variance + 1e-8).rsqrt()
     return torch.where(keep, advantages, 0)
+
+
+def compare_samples(
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    groups: torch.Tensor,
+    gamma: float | torch.Tensor,
+    *,
+    state_ids: torch.Tensor | None,
+    lam: float,
+    normalize: bool,
+    whitening: Whitening,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scaled advantages without a critic, and returns: `gae` over values from the prompt's other samples.
+
+    A group whose samples have equal returns everywhere gets 0: whitening would move it by the mean of the step, in a
+    direction that none of its samples speaks for.
+
+    Args:
+        rewards: [B, R]; mask, groups and gamma as in `group_advantages`.
+        state_ids: States of `group_values.state_values`, [B, R]; None: values by token position.
+        lam: lambda of `gae` from one state to the next. 1 with values by position is `group_advantages`.
+        normalize: See `group_advantages`; needs values by position and lambda 1.
+        whitening: Mode of `whiten`.
+    """
+    if state_ids is None and lam == 1:
+        advantages, returns = group_advantages(rewards, mask, groups, gamma, normalize=normalize)
+    else:
+        in_float64 = rewards.double()
+        returns, _ = gae(in_float64, torch.zeros_like(in_float64), mask, gamma, 1.0)
+        if state_ids is None:
+            values = position_values(returns, mask, groups)
+            lambdas = torch.full_like(values, lam)
+        else:
+            values = state_values(returns, mask, state_ids, groups)
+            lambdas = boundary_lambdas(state_ids, lam)
+        advantages, _ = gae(in_float64, values, mask, gamma, lambdas)
+        advantages = advantages.to(rewards.dtype)
+        returns = returns.to(rewards.dtype)
+
+    advantages = whiten(advantages, mask, whitening)
+    is_constant = constant_groups(returns, mask, groups)
+    return torch.where(is_constant[:, None], 0, advantages), returns
+
+
+def boundary_lambdas(state_ids: torch.Tensor, lam: float) -> torch.Tensor:
+    """Return lambda of `gae` for values that change between states only, [B, R]: lam at a state's last token, else 1.
+
+    So credit fades with the number of sentences or spans in between, not with their lengths.
+    """
+    lambdas = torch.ones(state_ids.shape, dtype=torch.float64)
+    ends_state = starts_state(state_ids)[:, 1:]
+    lambdas[:, :-1][ends_state] = lam
+    return lambdas
+
+
+def add_local_credit(
+    advantages: torch.Tensor,
+    span_values: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    coef: float,
+    cap: float,
+    keep_sign: bool,
+) -> torch.Tensor:
+    """Return A_t + coef * clip(d_t / rms(d), -cap, cap), the spans' own values on their own tokens added.
+
+    A_t says what followed token t, d_t what the critique said of token t itself: good or poor, without the noise of
+    later spans. rms is over the step's tokens, as is the scale of A after `whiten`. The family of CAPO
+    (arXiv 2508.02298), RTT (2604.02795, coef .5) and CorVer (2605.29648), which have the response's advantage as A.
+
+    Args:
+        advantages: A, whitened, [B, R].
+        span_values: d, the value of the spans that cover token t, [B, R]; 0 elsewhere.
+        mask: 1 on sampled tokens.
+        coef: Weight of the local term.
+        cap: Bound of the local term before `coef`; where few tokens have spans, the rms makes each of them large.
+        keep_sign: Whether the sum keeps the sign of A: a span then weakens an advantage, but never turns it.
+
+    >>> advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+    >>> spans = torch.tensor([[0.0, -1.0, 1.0, 0.0]])
+    >>> add_local_credit(advantages, spans, torch.ones(1, 4), coef=0.5, cap=1.0, keep_sign=False).tolist()
+    [[1.0, 0.5, -0.5, -1.0]]
+    """
+    local = whiten(span_values, mask, "scale_only").clamp(-cap, cap)
+    combined = advantages + coef * local
+    if keep_sign:
+        has_turned = combined * advantages.sign() < 0
+        combined = torch.where(has_turned, 0, combined)
+    return torch.where(mask.bool(), combined, 0)

@@ -23,8 +23,8 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Return q / p - 1 - log(q / p) of a token sampled from p; its mean is KL(p || q), and it is never negative.
 
     Any shape, nats; q / p is capped at exp(MAX_LOG_RATIO), without a gradient above it. Schulman, 2020 (`kl_k1`).
-    d k3 / d log p = 1 - q / p: as a loss term it follows the gradient of KL(q || p), which has the same minimum. k1 in
-    the reward gives the gradient of KL(p || q).
+    d k3 / d log p = 1 - q / p, which follows the gradient of KL(q || p). As a loss term k3 is therefore multiplied by
+    the ratio of the policy to the one that sampled (`t2g.algo.losses.kl_loss`): d (rho k3) / d log p = rho log(p / q).
 
     >>> half = torch.tensor(0.5).log()
     >>> round(kl_k3(half, 2 * half).item(), 4)  # p = .5, q = .25: .5 - 1 + log 2

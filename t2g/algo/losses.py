@@ -6,6 +6,8 @@ exception are metrics whose name ends in _max: the global value is their maximum
 value nor gradient, even if its numbers are not finite.
 """
 
+from typing import Literal
+
 import torch
 
 from t2g import metrics as m
@@ -13,6 +15,9 @@ from t2g.algo.corrections import ratio
 from t2g.algo.kl import kl_k3
 
 Metrics = dict[str, float]
+Surrogate = Literal["ppo", "gspo", "cispo"]
+
+KL_RATIO_CAP = 5.0  # of current to old policy: a token that became 5 times as likely has the weight of 5 tokens
 
 
 def weighted_sum(per_token: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -33,26 +38,44 @@ def policy_loss(
     importance_weights: torch.Tensor,
     advantages: torch.Tensor,
     weights: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    surrogate: Surrogate = "ppo",
     clip_eps: float,
+    clip_eps_high: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Return L_pi = -sum_t weights_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t).
+    """Return the policy's surrogate loss -sum_t weights_t w_t s_t, by the surrogate s of each token.
+
+        ppo     min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps_high) A_t)     Schulman et al., arXiv 1707.06347, eq. 7
+        gspo    the same with the response's ratio in place of rho_t       Zheng et al., arXiv 2507.18071, eq. 13
+        cispo   sg(min(rho_t, 1 + eps_high)) A_t log p_t                   MiniMax-M1, arXiv 2506.13585, eq. 4
 
     rho_t = exp(logprobs - old_logprobs), both of the learner; w_t are the importance weights of learner to engine
-    (`t2g.algo.corrections`). All arrays [N]. Schulman et al., arXiv 1707.06347, eq. 7.
+    (`t2g.algo.corrections`); sg stops the gradient. The response's ratio is `sequence_ratio`. An eps_high above eps
+    lets unlikely tokens rise further (DAPO, arXiv 2503.14476, section 3.1). All arrays [N].
 
-    Example: A = 2, eps .2, both weights 1: rho 1.5 gives -2.4 and no gradient; rho .5 gives -1. A = -2: rho 1.5 gives
-    3; rho .5 gives 1.6 and no gradient.
+    Example of ppo: A = 2, eps .2, both weights 1: rho 1.5 gives -2.4 and no gradient; rho .5 gives -1. A = -2: rho 1.5
+    gives 3; rho .5 gives 1.6 and no gradient.
     """
     logprobs, old_logprobs, importance_weights, advantages = _zero_unweighted(
         weights, logprobs, old_logprobs, importance_weights, advantages
     )
-    rho = ratio(logprobs, old_logprobs)
-    free = rho * advantages
-    clipped = rho.clamp(1 - clip_eps, 1 + clip_eps) * advantages
-    loss = -(weights * importance_weights * torch.minimum(free, clipped)).sum()
+    token_ratio = ratio(logprobs, old_logprobs)
+    rho = token_ratio
+    if surrogate == "gspo":
+        rho = sequence_ratio(logprobs, old_logprobs, weights, sequence_ids)
+    if surrogate == "cispo":
+        bounded = rho.detach().clamp(max=1 + clip_eps_high)
+        per_token = bounded * advantages * logprobs
+    else:
+        clipped = rho.clamp(1 - clip_eps, 1 + clip_eps_high)
+        per_token = torch.minimum(rho * advantages, clipped * advantages)
+    loss = -(weights * importance_weights * per_token).sum()
+
     with torch.no_grad():
-        is_outside = (rho - 1).abs() > clip_eps
-        k3 = rho - 1 - rho.log()
+        is_outside = rho > 1 + clip_eps_high
+        if surrogate != "cispo":
+            is_outside = is_outside | (rho < 1 - clip_eps)
+        k3 = token_ratio - 1 - token_ratio.log()
         ratios_or_one = torch.nn.functional.pad(rho, (0, 1), value=1.0)  # 1 without a token
         metrics = {
             m.POLICY_LOSS: loss.item(),
@@ -63,12 +86,47 @@ def policy_loss(
     return loss, metrics
 
 
+def sequence_ratio(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, weights: torch.Tensor, sequence_ids: torch.Tensor
+) -> torch.Tensor:
+    """Return for each token the ratio of its response, the geometric mean of those of its tokens with a weight, [N].
+
+    Each token has the gradient of its own logprob, so that it can have an advantage of its own (GSPO-token, arXiv
+    2507.18071, eq. 13). With one advantage for the response the sum of the gradients is that of GSPO (eq. 5).
+    """
+    keep = (weights > 0).to(logprobs.dtype)
+    log_ratios = (logprobs - old_logprobs).detach() * keep
+    totals = torch.zeros_like(log_ratios).index_add(0, sequence_ids, log_ratios)
+    counts = torch.zeros_like(log_ratios).index_add(0, sequence_ids, keep)
+    means = totals / counts.clamp(min=1)
+    own_gradient = logprobs - logprobs.detach()  # 0, with a gradient of 1
+    return ratio(means[sequence_ids] + own_gradient, torch.zeros_like(logprobs))
+
+
 def kl_loss(
-    *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, weights: torch.Tensor
+    *,
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    importance_weights: torch.Tensor,
+    weights: torch.Tensor,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Return L_KL = sum_t weights_t k3_t, before the coefficient. All arrays [N]; `kl_k3` describes the gradient."""
-    logprobs, ref_logprobs = _zero_unweighted(weights, logprobs, ref_logprobs)
-    loss = (weights * kl_k3(logprobs, ref_logprobs)).sum()
+    """Return L_KL = sum_t weights_t w_t min(rho_t, KL_RATIO_CAP) k3_t, before the coefficient. All arrays [N].
+
+    k3 estimates KL(policy || reference) from tokens of the *current* policy. The tokens come from the engine, so each
+    counts by rho_t w_t, the ratio of current to old and of old to engine (as in `policy_loss`). The gradient passes
+    through rho too: then it is that of the exact KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Without rho, a
+    token that the update has made unlikely would add reference / policy without bound. Now it adds at most
+    w_t reference / old.
+
+    Example: old = reference = .5, policy .25, both weights 1: rho .5, k3 = 2 - 1 - log 2, loss .1534.
+    """
+    logprobs, old_logprobs, ref_logprobs, importance_weights = _zero_unweighted(
+        weights, logprobs, old_logprobs, ref_logprobs, importance_weights
+    )
+    rho = ratio(logprobs, old_logprobs).clamp(max=KL_RATIO_CAP)
+    k3 = kl_k3(logprobs, ref_logprobs)
+    loss = (weights * importance_weights * rho * k3).sum()
     return loss, {m.KL_LOSS: loss.item()}
 
 

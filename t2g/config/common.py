@@ -321,6 +321,12 @@ class AlarmConfig(Section):
     max_kl: float = Field(
         40.0, gt=0, description="nats per sequence; above a quarter of it, a KL that doubles in a step is reported too"
     )
+    max_kl_per_token: float | None = Field(
+        None, gt=0, description="nats per token, for responses whose length makes max_kl useless; none: no bound"
+    )
+    max_zero_variance_share: float = Field(
+        0.9, ge=0, le=1, description="share of prompts whose samples all earn the same"
+    )
     min_entropy: float = Field(0.01, ge=0, description="nats per token")
     length_ratio: float = Field(
         2.0, gt=1, description="mean response length relative to the first step, in either direction"

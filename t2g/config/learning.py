@@ -1,6 +1,6 @@
 """Optimizers, the objective, the learner, supervised training."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,6 +10,7 @@ from t2g.config.field_marks import ResumeMutable
 
 Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
+Surrogate = Literal["ppo", "gspo", "cispo"]
 Placement = Literal["span", "step", "scalar", "shuffled"]
 Advantages = Literal["gae", "group", "group_normalised"]
 
@@ -74,6 +75,14 @@ class TeacherConfig(Section):
     )
 
 
+def _choose_local_coef(values: dict[str, Any]) -> float:
+    """Return the weight for spans that are paid at their own tokens, and compared with other samples."""
+    rewards = values.get("rewards")
+    pays_spans = values.get("span_coef", 0) > 0 and rewards is not None and rewards.placement == "span"
+    is_compared = values.get("advantages") == "group"
+    return 0.3 if pays_spans and is_compared else 0.0
+
+
 class ObjectiveConfig(FollowingSection):
     """Settings of the policy's loss (arXiv 2505.22338, section 3.3): rewards -> advantages -> loss.
 
@@ -97,17 +106,40 @@ class ObjectiveConfig(FollowingSection):
         "weight is 0"
     )  # fmt: skip
     gamma: float = Field(1.0, gt=0, le=1)
-    lam: float = Field(0.95, ge=0, le=1, description="of GAE")
-    turn_gamma: float = Field(
-        1.0, ge=0, le=1, description="discount from a turn of a conversation to the turn before it, beside gamma. 0: "
-        "a turn's rewards are those of its own tokens alone; the default with feedback.source=next_message and "
-        "rewards.placement span or step"
-    )  # fmt: skip
     advantages: Advantages = Field(
         "group",
         description="group: token returns less those of the prompt's other samples (RLOO where the reward is scalar); "
         "group_normalised: less the group's mean, by its standard deviation (GRPO there); gae: with a critic, the "
         "default where rollout.samples_per_prompt=1",
+    )
+    lam: float = Field(
+        default_factory=lambda data: 0.95 if data.get("advantages") == "gae" else 1.0,
+        ge=0,
+        le=1,
+        description="lambda of GAE; below 1 the values of later states replace a part of later rewards. Default 0.95 "
+        "with gae, 1 without a critic",
+    )
+    turn_gamma: float = Field(
+        1.0, ge=0, le=1, description="discount from a turn of a conversation to the turn before it, beside gamma. 0: "
+        "a turn's rewards are those of its own tokens alone; the default with feedback.source=next_message and "
+        "rewards.placement span or step"
+    )  # fmt: skip
+    values: Literal["position", "sentence", "span"] = Field(
+        "position",
+        description="what a return is compared with, without a critic: the returns of the prompt's other samples at "
+        "the same token position, at the start of the same sentence (line of code), or after as many finished spans",
+    )
+    local_coef: float = Field(
+        default_factory=_choose_local_coef,
+        ge=0,
+        description="weight of a span's value on its own tokens, added to the advantages at unit scale. Default 0.3 "
+        "with advantages=group where spans are paid at their own tokens, else 0",
+    )
+    local_cap: float = Field(
+        3.0, gt=0, description="bound of that term before its weight, in root mean squares over the step's tokens"
+    )
+    local_keeps_sign: bool = Field(
+        False, description="whether that term may weaken an advantage, but never turn its sign"
     )
     teacher: TeacherConfig | None = Field(
         None,
@@ -117,7 +149,15 @@ class ObjectiveConfig(FollowingSection):
         default_factory=lambda data: "none" if data.get("advantages") == "group_normalised" else "full",
         description="normalization over the tokens of the step; default full, with group_normalised none",
     )
-    clip_eps: float = Field(0.2, gt=0, lt=1)
+    surrogate: Surrogate = Field(
+        "ppo",
+        description="ppo: clipped ratios of tokens; gspo: clipped ratios of responses; cispo: every token has a "
+        "gradient, weighted by its bounded ratio",
+    )
+    clip_eps: float = Field(0.2, gt=0, lt=1, description="ratios below 1 - clip_eps are clipped")
+    clip_eps_high: float | None = Field(
+        None, gt=0, description="ratios above 1 + clip_eps_high are clipped (DAPO: 0.28); none: clip_eps"
+    )
     value_clip: float | None = Field(
         0.2, gt=0, description="clip range of the critic's loss; none: plain squared error"
     )
@@ -141,6 +181,9 @@ class ObjectiveConfig(FollowingSection):
     )
     kl_coef: float = Field(0.05, ge=0, description="initial coefficient of the KL penalty")
     kl_target: float | None = Field(6.0, gt=0, description="nats per sequence; none keeps the coefficient fixed")
+    kl_target_per_token: float | None = Field(
+        None, gt=0, description="nats per token, in place of kl_target where responses are long; none: kl_target"
+    )
     kl_horizon: int = Field(
         10_000,
         ge=1,
@@ -154,9 +197,41 @@ class ObjectiveConfig(FollowingSection):
     )
     rollout_correction_cap: float = Field(2.0, ge=1)
 
+    @model_validator(mode="after")
+    def check_credit(self) -> Self:
+        if self.values != "position" and self.advantages != "group":
+            raise ValueError(
+                f"objective.values={self.values} replaces a critic for advantages=group; advantages is "
+                f"{self.advantages}: set group, or values=position"
+            )
+        if self.lam < 1 and self.advantages == "group_normalised":
+            raise ValueError(
+                f"objective.lam={self.lam:g} needs values that follow each other, which advantages=group_normalised "
+                "lacks: set advantages=group, or lam=1"
+            )
+        if (
+            self.kl_target_per_token is not None
+            and {"kl_target"} & self.model_fields_set
+            and self.kl_target is not None
+        ):
+            raise ValueError(
+                f"objective.kl_target_per_token={self.kl_target_per_token:g} replaces objective.kl_target="
+                f"{self.kl_target:g}: set one of the two"
+            )
+        if self.local_coef > 0 and self.span_coef == 0:
+            raise ValueError(
+                f"objective.local_coef={self.local_coef:g} pays spans on their own tokens, and span_coef=0 leaves "
+                "them out: set span_coef above 0, or local_coef=0"
+            )
+        return self
+
     @property
     def uses_critic(self) -> bool:
         return self.advantages == "gae"
+
+    def resolve_clip_eps_high(self) -> float:
+        """Return clip_eps_high, or clip_eps without one."""
+        return self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
     @property
     def trains_rewards(self) -> bool:

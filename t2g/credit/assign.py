@@ -1,23 +1,27 @@
 """Token rewards and advantages of one batch of judged responses, for a trainer that has sampled them itself."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from t2g.algo.advantages import group_advantages, whiten
-from t2g.config import RewardRuleConfig
+from t2g.config import ObjectiveConfig, RewardRuleConfig
 from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets, token_rewards
 from t2g.feedback.parse import read_judgement
-from t2g.feedback.rewards import apply_placement, compute_sentence_ids
-from t2g.loop.steps import pad_rows
+from t2g.feedback.rewards import apply_placement, compute_sentence_ids, count_paid_spans
+from t2g.loop.step_advantages import StepRewards, add_spans, advantages_of_groups, pad_rows, sentence_states
 from t2g.tasks.base import Task
-from t2g.types import Span, SpanFeedback
+from t2g.types import SpanFeedback
 
-SPAN_ONCE = RewardRuleConfig()
+REPLACED = {
+    "rule": "objective.rewards",
+    "gamma": "objective.gamma",
+    "normalize": "objective.advantages",
+    "whitening": "objective.whiten",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,15 @@ class Credit:
     advantages: torch.Tensor  # [B, R] float32; 0 for a response without a judgement
 
 
+class _ResponseRewards(NamedTuple):
+    """The rewards of a response's tokens, [R] each."""
+
+    paid: np.ndarray  # at the tokens where objective.rewards pays them
+    per_token: np.ndarray  # the value of the spans that cover a token
+    sentence_states: np.ndarray
+    is_judged: bool
+
+
 def assign_credit(
     tokenizer: Any,
     texts: Sequence[str],
@@ -35,10 +48,9 @@ def assign_credit(
     judgements: Sequence[Any],
     groups: Sequence[Hashable],
     *,
-    rule: RewardRuleConfig = SPAN_ONCE,
-    gamma: float = 1.0,
-    normalize: bool = False,
-    whitening: Literal["full", "scale_only", "none"] = "full",
+    objective: ObjectiveConfig | None = None,
+    sentence_end: str = Task.step_pattern,
+    **replaced: Any,
 ) -> Credit:
     """Return token rewards and advantages as `t2g train` computes them, for one *global* batch of B responses.
 
@@ -50,42 +62,75 @@ def assign_credit(
             not judged; such a response has no advantages, and the others are not compared with it. The same holds for
             a judgement whose quotes do not occur in the text.
         groups: For each response its prompt, or any other value that is equal for responses to compare.
-        rule: What a span pays and where.
-        gamma: Discount of later token rewards.
-        normalize: Whether advantages are divided by the group's deviation; see `t2g.algo.advantages.group_advantages`.
-        whitening: Mode of `t2g.algo.advantages.whiten`; "none" is usual with `normalize`.
+        objective: How spans become advantages, by default as in `t2g train`: rewards, span_coef, gamma, advantages
+            (group or group_normalised), values, lam, local_coef, local_cap, local_keeps_sign and whiten are read.
+        sentence_end: Pattern whose matches end a sentence, for rewards.placement=step and values=sentence; a newline
+            for code.
+        replaced: Arguments of earlier versions, which are refused with their successor.
 
     Raises:
         UserError: The lengths differ or are 0, a judgement has another form, a text is not in the decoded tokens, or
-            `rule` is the control "shuffled".
+            `objective` needs a critic or is the control "shuffled".
 
         assign_credit(tokenizer, ["so bad", "fine"], [[12, 31], [7]], [("", [], ["bad"]), ("", ["fine"], [])], [0, 0],
-                      whitening="none").advantages -> [[-2, -2], [2, 0]]
+                      objective=ObjectiveConfig(whiten="none", local_coef=0)).advantages -> [[-2, -2], [2, 0]]
     """
+    _check_arguments(replaced)
     _check_lengths([len(texts), len(token_ids), len(judgements), len(groups)])
-    if rule.placement == "shuffled":
-        raise UserError("rule.placement is 'shuffled', a control of `t2g train`; needs span, step or scalar")
-    group_of = {group: number for number, group in enumerate(groups)}
-    rows: list[np.ndarray] = []
-    keep: list[np.ndarray] = []
-    group_numbers: list[int] = []
-    responses = zip(texts, token_ids, judgements, groups, strict=True)
-    for number, (text, ids, judgement, group) in enumerate(responses):
+    objective = ObjectiveConfig() if objective is None else objective
+    _check_objective(objective)
+    rows: list[_ResponseRewards] = []
+    for number, (text, ids, judgement) in enumerate(zip(texts, token_ids, judgements, strict=True)):
         try:
-            feedback = _read_usable(judgement, text)
-            spans = () if feedback is None else feedback.spans
-            rows.append(_reward_tokens(tokenizer, text, ids, spans, rule))
+            rows.append(_reward_tokens(tokenizer, text, ids, judgement, objective.rewards, sentence_end))
         except ValueError as error:
             raise UserError(f"response {number}: {error}") from None
-        is_judged = feedback is not None
-        keep.append(np.full(len(ids), is_judged))
-        # A response without a judgement is a group of its own.
-        group_numbers.append(group_of[group] if is_judged else -1 - number)
-    rewards = pad_rows(rows)
-    mask = pad_rows(keep)
-    advantages, _ = group_advantages(rewards, mask, torch.tensor(group_numbers), gamma, normalize=normalize)
-    advantages = whiten(advantages, mask, whitening)
-    return Credit(token_rewards=rewards, advantages=advantages)
+
+    token_rewards = pad_rows([row.paid for row in rows])
+    mask = pad_rows([np.full(len(row.paid), row.is_judged) for row in rows])
+    step = StepRewards(mask=mask, rewards=objective.span_coef * token_rewards, gamma=objective.gamma)
+    compared = advantages_of_groups(step, _number_groups(groups, rows), _pad_states(rows, objective), objective)
+    span_values = pad_rows([row.per_token for row in rows])
+    advantages = add_spans(compared.advantages, span_values, mask, objective)
+    return Credit(token_rewards=token_rewards, advantages=advantages)
+
+
+def _number_groups(groups: Sequence[Hashable], rows: Sequence[_ResponseRewards]) -> torch.Tensor:
+    """Return the number of each response's group, [B]; a response without a judgement is a group of its own."""
+    group_of = {group: number for number, group in enumerate(groups)}
+    numbers = []
+    for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
+        numbers.append(group_of[group] if row.is_judged else -1 - number)
+    return torch.tensor(numbers)
+
+
+def _check_arguments(replaced: Mapping[str, Any]) -> None:
+    for name in replaced:
+        successor = REPLACED.get(name, "objective")
+        raise UserError(
+            f"assign_credit has no argument {name}: needs {successor}, of objective=t2g.ObjectiveConfig(...)"
+        )
+
+
+def _check_objective(objective: ObjectiveConfig) -> None:
+    if objective.rewards.placement == "shuffled":
+        raise UserError(
+            "objective.rewards.placement is 'shuffled', a control of `t2g train`; needs span, step or scalar"
+        )
+    if objective.uses_critic:
+        raise UserError("objective.advantages is 'gae', which needs a critic; needs group or group_normalised")
+
+
+def _pad_states(rows: Sequence[_ResponseRewards], objective: ObjectiveConfig) -> torch.Tensor | None:
+    """Return the states of `objective.values`, [B, R]; None for positions."""
+    match objective.values:
+        case "position":
+            return None
+        case "sentence":
+            states = [row.sentence_states for row in rows]
+        case "span":
+            states = [count_paid_spans(row.paid, objective.rewards.unit) for row in rows]
+    return pad_rows(states).long()
 
 
 def _check_lengths(lengths: Sequence[int]) -> None:
@@ -101,14 +146,26 @@ def _read_usable(judgement: Any, text: str) -> SpanFeedback | None:
     return feedback if feedback.usable else None
 
 
-def _reward_tokens(tokenizer: Any, text: str, ids: Any, spans: Sequence[Span], rule: RewardRuleConfig) -> np.ndarray:
-    """Return the rewards of the spans of `text`, placed on the tokens `ids`, [R] float32."""
+def _reward_tokens(
+    tokenizer: Any, text: str, ids: Any, judgement: Any, rule: RewardRuleConfig, sentence_end: str
+) -> _ResponseRewards:
+    """Return the rewards that a judgement of `text` puts on the tokens `ids`."""
+    feedback = _read_usable(judgement, text)
     response = decode(tokenizer, ids)
     offsets = token_offsets(tokenizer, ids)
     start = response.rfind(text)  # the thinking, which comes before, may hold the same text
     if start < 0:
         raise ValueError(f"its text {text!r:.80} is not in its decoded tokens; t2g.feedback.decode gives their text")
+
+    spans = () if feedback is None else feedback.spans
     moved = [replace(span, start=span.start + start, end=span.end + start) for span in spans]
     rewards = token_rewards(offsets, moved, text=response, rule=rule)
-    steps = compute_sentence_ids(offsets, response, Task.step_pattern)
-    return apply_placement(rewards, rule.placement, sentence_ids=steps)
+    per_token_rule = rule.model_copy(update={"unit": "token"})
+    sentence_ids = compute_sentence_ids(offsets, response, sentence_end)
+    ends_without_text = len(ids) > 0 and bool(offsets[-1][0] == offsets[-1][1])  # EOS
+    return _ResponseRewards(
+        paid=apply_placement(rewards, rule.placement, sentence_ids=sentence_ids),
+        per_token=token_rewards(offsets, moved, text=response, rule=per_token_rule),
+        sentence_states=sentence_states(sentence_ids, has_end=ends_without_text),
+        is_judged=feedback is not None,
+    )

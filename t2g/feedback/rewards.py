@@ -222,6 +222,25 @@ def apply_placement(
     return paid
 
 
+def count_paid_spans(rewards: np.ndarray, unit: Literal["span", "token"]) -> np.ndarray:
+    """Return the number of spans that were paid before each token, [R] int64.
+
+    With unit=span each reward is that of a span's last token. With unit=token a span is a run of equal rewards, so
+    that adjacent spans of one label count as one. A span that is worth 0 does not count.
+
+    >>> count_paid_spans(np.array([0.0, 1.0, 1.0, 0.0]), "span").tolist()
+    [0, 0, 1, 2]
+    >>> count_paid_spans(np.array([0.0, 1.0, 1.0, 0.0]), "token").tolist()
+    [0, 0, 0, 1]
+    """
+    is_end = rewards != 0
+    if unit == "token":
+        following = np.append(rewards[1:], 0.0)
+        is_end = is_end & (rewards != following)
+    num_ended = np.cumsum(is_end, dtype=np.int64)
+    return num_ended - is_end
+
+
 def compute_label_shares(rewards: np.ndarray) -> dict[str, float]:
     """Return the shares of good, poor and neutral tokens in rewards [N] before placement; all 0 if N is 0."""
     good = int((rewards > 0).sum())

@@ -13,6 +13,8 @@ RECALL_STEPS = 3  # window of the mean recall of a fault class
 EARLY_SHARE = 0.25  # of alarms.max_kl; the first steps of every run double a smaller KL
 _BOUNDED = (
     m.KL,
+    m.KL_PER_TOKEN,
+    m.ZERO_VARIANCE,
     m.ENTROPY,
     m.LENGTH,
     m.TRUNCATED_SHARE,
@@ -198,7 +200,25 @@ def _format_alarm(name: str, value: float, first: float, config: AlarmConfig, tr
                 f"{config.max_failed_share:.0%}: read the reasons in dropped.jsonl, and a function's tracebacks in "
                 "feedback.log; feedback.timeout_s and feedback.retries may help"
             )
-    return _format_class_alarm(name, value, config)
+    return _format_credit_alarm(name, value, config) or _format_class_alarm(name, value, config)
+
+
+def _format_credit_alarm(name: str, value: float, config: AlarmConfig) -> str:
+    """Return the alarm of the KL of a token, or of prompts that carry nothing; "" for a value within its bounds."""
+    max_kl = config.max_kl_per_token
+    if name == m.KL_PER_TOKEN and max_kl is not None and value > max_kl:
+        return (
+            f"the KL to the reference is {value:.3g} nats per token, above alarms.max_kl_per_token={max_kl:g}: raise "
+            "objective.kl_coef or lower learner.policy.lr"
+        )
+    if name == m.ZERO_VARIANCE and value > config.max_zero_variance_share:
+        return (
+            f"the samples of {value:.0%} of the prompts all earn the same, above alarms.max_zero_variance_share="
+            f"{config.max_zero_variance_share:.0%}, so that the step learns from few prompts: take prompts of another "
+            "difficulty, raise rollout.samples_per_prompt or rollout.temperature, or pay for more "
+            "(objective.outcome_rewards, feedback.style)"
+        )
+    return ""
 
 
 def _format_class_alarm(name: str, value: float, config: AlarmConfig) -> str:

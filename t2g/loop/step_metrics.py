@@ -9,6 +9,7 @@ import numpy as np
 from t2g import metrics as m
 from t2g.config import ObjectiveConfig
 from t2g.feedback.rewards import compute_label_shares
+from t2g.loop.step_advantages import zero_variance_share
 from t2g.tasks.base import Task
 from t2g.types import (
     JudgedResponse,
@@ -39,7 +40,11 @@ def step_metrics(
     kl: float,
     kl_coef: float,
 ) -> dict[str, float]:
-    """Return the driver's metrics of a step, see `t2g.metrics`. Shares are of answer tokens or of samples."""
+    """Return the driver's metrics of a step, see `t2g.metrics`. Shares are of answer tokens or of samples.
+
+    Args:
+        kl: `steps.step_kl` of the step.
+    """
     responses = [JudgedResponse(*response) for response in judged]
     tokens = _collect_tokens(scored, stats)
     label_shares = compute_label_shares(tokens.per_token_rewards)
@@ -51,6 +56,7 @@ def step_metrics(
     metrics |= _outcome_metrics(scored, objective)
     metrics |= _reward_metrics(scored, tokens.rewards, objective)
     metrics[m.KL] = kl
+    metrics[m.KL_PER_TOKEN] = kl * len(scored) / len(tokens.rewards)
     metrics[m.KL_COEF] = kl_coef
     metrics[m.ENTROPY] = float(tokens.entropies.mean())
     metrics |= _length_metrics(responses)
@@ -59,6 +65,16 @@ def step_metrics(
     metrics[m.FAILED_SHARE] = 1 - len(scored) / len(responses)
     metrics |= _quote_metrics(responses)
     return metrics
+
+
+def group_metrics(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> dict[str, float]:
+    """Return the share of prompts whose samples all earn the same; {} without two samples of a prompt.
+
+    Args:
+        seed: The run's seed, for rewards.placement=shuffled.
+    """
+    share = zero_variance_share(scored, objective, seed=seed)
+    return {} if share is None else {m.ZERO_VARIANCE: share}
 
 
 def _collect_tokens(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> _TokenNumbers:

@@ -1,19 +1,17 @@
-"""The pure functions of one step: prompts, seeds and advantages. They do not wait and keep no state."""
+"""The pure functions of one step: prompts, seeds and training samples. They do not wait and keep no state."""
 
 import hashlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 
-from t2g.algo.advantages import combine_rewards, gae, group_advantages, whiten
 from t2g.algo.corrections import MAX_LOG_RATIO
-from t2g.algo.kl import sequence_kl
+from t2g.algo.kl import adapt_kl_coef, sequence_kl
 from t2g.config import ModelConfig, ObjectiveConfig
 from t2g.errors import Diverged, RunStopped, UserError
-from t2g.feedback.rewards import apply_placement
+from t2g.loop.step_advantages import compute_advantages, pad_sampled
 from t2g.text.thinking import find_last_tag, find_thinking_tags
 from t2g.types import (
     DistillationSample,
@@ -94,20 +92,6 @@ def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_sta
     return np.concatenate(ages)
 
 
-def pad_rows(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """Return ragged [R] float arrays as one [B, max R] float32 tensor, right-padded with zeros."""
-    tensors = [torch.from_numpy(np.array(row, np.float32)) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-
-
-def pad_sampled(scored: Sequence[ScoredRollout], rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """Return `pad_rows` of the numbers of sampled tokens: those that an environment inserted are left out."""
-    sampled = []
-    for response, row in zip(scored, rows, strict=True):
-        sampled.append(row[response.rollout.policy_mask])
-    return pad_rows(sampled)
-
-
 def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
     """Raise Diverged for the first number that is not finite, with its step, prompt, sample and token."""
     for response, token_stats in zip(scored, stats, strict=True):
@@ -151,22 +135,11 @@ def make_train_samples(
     Raises:
         RunStopped: No token has a loss weight.
     """
-    batch = _pad_batch(scored, stats, objective, kl_coef=kl_coef, seed=seed)
-    if objective.uses_critic:
-        values = pad_sampled(scored, [token_stats.values for token_stats in stats])
-        advantages, returns = gae(batch.rewards, values, batch.mask, batch.gamma, objective.lam)
-    else:
-        advantages, returns = group_advantages(
-            batch.rewards,
-            batch.mask,
-            _number_prompts(scored),
-            batch.gamma,
-            normalize=objective.advantages == "group_normalised",
-        )
-    advantages = whiten(advantages, batch.mask, objective.whiten)
-
+    step = compute_advantages(scored, stats, objective, kl_coef=kl_coef, seed=seed)
     samples: list[TrainSample] = []
-    for response, token_stats, advantage_row, return_row in zip(scored, stats, advantages, returns, strict=True):
+    for response, token_stats, advantage_row, return_row in zip(
+        scored, stats, step.advantages, step.returns, strict=True
+    ):
         rollout = response.rollout
         is_sampled = rollout.policy_mask
         sample = TrainSample(
@@ -197,53 +170,6 @@ def make_train_samples(
     return distilled
 
 
-class _PaddedBatch(NamedTuple):
-    """The sampled tokens of a step, right-padded: [B, R] each."""
-
-    mask: torch.Tensor
-    rewards: torch.Tensor  # mixed by `combine_rewards`
-    gamma: torch.Tensor  # discount from each token to the next
-
-
-def _pad_batch(
-    scored: Sequence[ScoredRollout],
-    stats: Sequence[TokenStats],
-    objective: ObjectiveConfig,
-    *,
-    kl_coef: float,
-    seed: int,
-) -> _PaddedBatch:
-    masks = []
-    moved = []
-    final_rewards = []
-    discounts = []
-    for response in scored:
-        masks.append(np.ones(len(response.rollout.response_ids)))
-        moved.append(_move_rewards(response, objective, seed))
-        final_rewards.append(response.outcome_reward + response.truncation_penalty)
-        discounts.append(_discounts(response.rollout, objective))
-
-    pad = partial(pad_sampled, scored)
-    mask = pad(masks)
-    rewards = combine_rewards(
-        pad(moved),
-        torch.tensor(final_rewards),
-        pad([token_stats.old_logprobs for token_stats in stats]),
-        pad([token_stats.ref_logprobs for token_stats in stats]),
-        mask,
-        span_coef=objective.span_coef,
-        kl_coef=0.0 if objective.kl_in_loss else kl_coef,
-    )
-    return _PaddedBatch(mask=mask, rewards=rewards, gamma=pad(discounts))
-
-
-def _number_prompts(scored: Sequence[ScoredRollout]) -> torch.Tensor:
-    """Return a number for each response, [B]; it is equal for the responses to one prompt."""
-    prompt_ids = [response.rollout.prompt_id for response in scored]
-    last_index = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
-    return torch.tensor([last_index[prompt_id] for prompt_id in prompt_ids])
-
-
 def _weigh_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarray:
     """Return the loss weights of the tokens of a response, [R] float32."""
     is_trained = scored.rollout.policy_mask if objective.train_thinking else scored.answer_tokens
@@ -253,31 +179,7 @@ def _weigh_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarr
     return is_trained * np.float32(1 / num_trained)
 
 
-def _move_rewards(scored: ScoredRollout, objective: ObjectiveConfig, seed: int) -> np.ndarray:
-    """Return the token rewards after `rewards.placement`, which moves them among the tokens of the answers, [R]."""
-    rollout = scored.rollout
-    is_answer = scored.answer_tokens
-    rewards = scored.token_rewards.copy()
-    rewards[is_answer] = apply_placement(
-        rewards[is_answer],
-        objective.rewards.placement,
-        sentence_ids=scored.sentence_ids[is_answer],
-        seed=seed,
-        prompt_id=rollout.prompt_id,
-        sample_index=rollout.sample_index,
-    )
-    return rewards
-
-
-def _discounts(rollout: Rollout, objective: ObjectiveConfig) -> np.ndarray:
-    """Return the discount from each token to the next, [R]: gamma, times turn_gamma from one turn to the next."""
-    discounts = np.full(len(rollout.response_ids), objective.gamma)
-    for turn in rollout.conversation:
-        discounts[turn.tokens[1] - 1] *= objective.turn_gamma
-    return discounts
-
-
-def _spread(row: torch.Tensor, is_sampled: np.ndarray) -> np.ndarray:
+def _spread(row: Any, is_sampled: np.ndarray) -> np.ndarray:
     """Return the numbers of sampled tokens at their positions, [R] float32, and 0 for inserted tokens."""
     spread = np.zeros(len(is_sampled), np.float32)
     num_sampled = is_sampled.sum()
@@ -332,3 +234,22 @@ def step_kl(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> flo
     masks = [np.ones_like(row) for row in old_logprobs]
     pad = partial(pad_sampled, scored)
     return sequence_kl(pad(old_logprobs), pad(ref_logprobs), pad(masks))
+
+
+def next_kl_coef(
+    objective: ObjectiveConfig, kl_coef: float, *, kl: float, scored: Sequence[ScoredRollout], num_samples: int
+) -> float:
+    """Return the KL coefficient of the next step, which moves the KL towards its target.
+
+    Args:
+        kl: To the reference, nats per response (`step_kl`).
+        scored: The responses of the step, whose length counts for `objective.kl_target_per_token`.
+        num_samples: Responses that were sampled for the step.
+    """
+    target = objective.kl_target
+    if objective.kl_target_per_token is not None:
+        lengths = [response.rollout.policy_mask.sum() for response in scored]
+        target = objective.kl_target_per_token * float(np.mean(lengths))
+    if target is None:
+        return kl_coef
+    return adapt_kl_coef(kl_coef, kl=kl, target=target, num_samples=num_samples, horizon=objective.kl_horizon)

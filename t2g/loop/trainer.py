@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from t2g import metrics as m
-from t2g.algo.kl import adapt_kl_coef
 from t2g.concurrency import finish_in_thread
 from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
@@ -32,7 +31,7 @@ from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, Rol
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
 from t2g.loop.producer import Producer
-from t2g.loop.step_metrics import fault_recall, step_metrics, sync_metrics
+from t2g.loop.step_metrics import fault_recall, group_metrics, step_metrics, sync_metrics
 from t2g.loop.teacher import teacher_critiques, teacher_metrics
 from t2g.runs.checkpoint import CheckpointStore, FileHashes
 from t2g.runs.identity import Identity, check_identity, save_identity
@@ -206,7 +205,7 @@ class Trainer:
         learned = await self._learn(step, scored, prompts)
         synced = await self._push_weights(learned.result.policy_version)
 
-        self._advance(step, learned.result.policy_version, len(judged.responses), learned.kl)
+        self._advance(step, learned, scored, num_samples=len(judged.responses))
         metrics = self._collect_metrics(judged.responses, scored, learned, synced)
         metrics |= recovered
         metrics |= await self.extra_metrics()
@@ -290,6 +289,7 @@ class Trainer:
         """Return the metrics of the step's data, update and weight sync."""
         objective = self.config.objective
         metrics = step_metrics(responses, scored, learned.stats, objective, kl=learned.kl, kl_coef=learned.kl_coef)
+        metrics |= group_metrics(scored, objective, seed=self.config.run.seed)
         metrics |= fault_recall(self.task, responses)
         metrics |= learned.result.metrics
         metrics |= sync_metrics(synced)
@@ -409,22 +409,16 @@ class Trainer:
             criterion_rewards=criterion_rewards,
         )
 
-    def _advance(self, step: int, policy_version: int, num_samples: int, kl: float) -> None:
+    def _advance(self, step: int, learned: _StepUpdate, scored: Sequence[ScoredRollout], *, num_samples: int) -> None:
         objective = self.config.objective
-        kl_coef = self.state.kl_coef
-        if objective.kl_target is not None:
-            kl_coef = adapt_kl_coef(
-                kl_coef,
-                kl=kl,
-                target=objective.kl_target,
-                num_samples=num_samples,
-                horizon=objective.kl_horizon,
-            )
+        kl_coef = steps.next_kl_coef(
+            objective, self.state.kl_coef, kl=learned.kl, scored=scored, num_samples=num_samples
+        )
         self.state = replace(
             self.state,
             step=step,
             num_samples=self.state.num_samples + num_samples,
-            policy_version=policy_version,
+            policy_version=learned.result.policy_version,
             kl_coef=kl_coef,
         )
 

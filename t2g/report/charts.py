@@ -33,6 +33,7 @@ REWARDS = (
     Plot("Mean token reward", (m.TOKEN_REWARD,)),
     Plot("Mean reward of a response", (m.TOTAL_REWARD,)),
     Plot("Labelled tokens", (m.POOR_SHARE, m.GOOD_SHARE)),
+    Plot("Prompts whose samples all earn the same", (m.ZERO_VARIANCE,)),
 )
 POLICY = (
     Plot("KL to the reference", (m.KL,)),

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.algo.losses import kl_loss, policy_loss, value_loss, weighted_sum
+from t2g.algo.corrections import importance_weights
+from t2g.algo.losses import KL_RATIO_CAP, kl_loss, policy_loss, value_loss, weighted_sum
 
 
 def policy(rho: list[float], gains: list[float], **changes: object) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -19,7 +20,9 @@ def policy(rho: list[float], gains: list[float], **changes: object) -> tuple[tor
         "importance_weights": ones,
         "advantages": torch.tensor(gains, dtype=torch.float64),
         "weights": ones / n,
+        "sequence_ids": torch.zeros(n, dtype=torch.long),
         "clip_eps": 0.2,
+        "clip_eps_high": 0.2,
     }
     arguments = defaults | changes
     loss, metrics = policy_loss(**arguments)
@@ -46,6 +49,51 @@ def test_edges_of_the_clip(rho: float, advantage: float, loss: float, gradient: 
     got_loss, got_gradient, _ = policy([rho], [advantage])
     assert got_loss.item() == pytest.approx(loss)
     assert got_gradient.item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(
+    ("rho", "advantage", "loss", "gradient"),
+    [
+        (1.25, 1.0, -1.25, -1.25),  # above 1 + eps, below 1 + eps_high
+        (1.4, 1.0, -1.28, 0.0),
+        (0.75, -1.0, 0.8, 0.0),  # eps stays the bound from below
+        (0.75, 1.0, -0.75, -0.75),
+    ],
+)
+def test_a_higher_upper_clip(rho: float, advantage: float, loss: float, gradient: float) -> None:
+    got_loss, got_gradient, _ = policy([rho], [advantage], clip_eps_high=0.28)
+    assert got_loss.item() == pytest.approx(loss)
+    assert got_gradient.item() == pytest.approx(gradient)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    # -min(rho, 1.2) A log p at log p = -1 + log rho; the gradient is -min(rho, 1.2) A / 3
+    rho = [1.5, 0.1, 1.0]
+    gains = [2.0, -1.0, 1.0]
+    loss, gradient, metrics = policy(rho, gains, surrogate="cispo")
+    bounded = [1.2, 0.1, 1.0]
+    terms = [-w * a * (-1 + math.log(r)) for w, a, r in zip(bounded, gains, rho, strict=True)]
+    assert loss.item() == pytest.approx(sum(terms) / 3)
+    assert gradient.tolist() == pytest.approx([-2.4 / 3, 0.1 / 3, -1 / 3])
+    assert metrics["policy/clip_share"] == pytest.approx(1 / 3)
+
+
+def test_gspo_clips_whole_responses() -> None:
+    """Two responses of two tokens: ratios 1.5 and 1 / 1.5, geometric mean 1, and 1.5 twice."""
+    ids = torch.tensor([0, 0, 1, 1])
+    loss, gradient, metrics = policy([1.5, 1 / 1.5, 1.5, 1.5], [1.0] * 4, surrogate="gspo", sequence_ids=ids)
+    assert loss.item() == pytest.approx(-(1 + 1 + 1.2 + 1.2) / 4)
+    assert gradient.tolist() == pytest.approx([-0.25, -0.25, 0, 0])
+    assert metrics["policy/clip_share"] == 0.5
+    assert metrics["policy/ratio_max"] == pytest.approx(1.5)
+
+
+def test_a_token_without_a_weight_is_no_part_of_its_response_s_ratio() -> None:
+    ids = torch.tensor([0, 0])
+    weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    loss, gradient, _ = policy([1.1, 7.0], [1.0, 1.0], surrogate="gspo", sequence_ids=ids, weights=weights)
+    assert loss.item() == pytest.approx(-1.1)
+    assert gradient.tolist() == pytest.approx([-1.1, 0.0])
 
 
 def test_policy_metrics() -> None:
@@ -97,9 +145,12 @@ def test_a_masked_token_has_exactly_no_gradient(poison: float) -> None:
     assert torch.autograd.grad(loss, values)[0].tolist() == [1.5, 0.0]
 
     logprobs = torch.tensor([-2.0, poison], dtype=torch.float64, requires_grad=True)
-    loss, _ = kl_loss(logprobs=logprobs, ref_logprobs=bad, weights=weights)
+    loss, _ = kl_loss(
+        logprobs=logprobs, old_logprobs=bad - 1, ref_logprobs=bad, importance_weights=bad + 2, weights=weights
+    )
+    # p = e^-2 is that of the old policy, q = e^-1: k3 = e - 2, gradient log(p / q) = -1
     assert loss.item() == pytest.approx(math.e - 2)
-    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([1 - math.e, 0.0], rel=1e-12, abs=0)
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-1.0, 0.0], rel=1e-12, abs=0)
 
     bonus = torch.tensor([0.5, poison], requires_grad=True)
     total = weighted_sum(bonus, weights)
@@ -118,7 +169,9 @@ def test_shares_of_microbatches_add_up(cut: int, seed: int) -> None:
     } | {"weights": torch.tensor([0.25, 0.0, 0.25, 0.125, 0.0, 0.375])}
 
     def loss(part: slice) -> tuple[float, dict[str, float]]:
-        value, metrics = policy_loss(**{k: v[part] for k, v in fields.items()}, clip_eps=0.2)
+        columns = {name: column[part] for name, column in fields.items()}
+        sequence_ids = torch.zeros(len(columns["weights"]), dtype=torch.long)
+        value, metrics = policy_loss(**columns, sequence_ids=sequence_ids, clip_eps=0.2, clip_eps_high=0.2)
         return value.item(), metrics
 
     (whole, metrics), (left, metrics_l), (right, metrics_r) = map(loss, (slice(6), slice(cut), slice(cut, 6)))
@@ -163,14 +216,80 @@ def test_value_loss_weighs_tokens() -> None:
     assert torch.autograd.grad(loss, values)[0].tolist() == [0.75, 0.75]
 
 
+def kl_term(
+    policy: torch.Tensor, old: torch.Tensor, reference: torch.Tensor, engine: torch.Tensor, *, cap: float = math.inf
+) -> torch.Tensor:
+    """Return the loss over every token of a vocabulary, each as often as the engine samples it; all [V] logprobs."""
+    corrections = importance_weights(
+        old, engine, torch.zeros(len(old), dtype=torch.long), torch.ones_like(old), "token", cap
+    )
+    loss, metrics = kl_loss(
+        logprobs=policy, old_logprobs=old, ref_logprobs=reference, importance_weights=corrections, weights=engine.exp()
+    )
+    assert metrics["policy/kl_loss"] == loss.item()
+    return loss
+
+
+@pytest.mark.parametrize("update", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("engine_gap", [0.0, 0.5])
+def test_the_kl_term_and_its_gradient_are_those_of_the_exact_kl(update: float, engine_gap: float) -> None:
+    """Also after an update, and with an engine that samples from another policy than the learner's."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(6, generator=generator, dtype=torch.float64)
+
+    old_logits = draw()
+    reference = draw().log_softmax(-1)
+    engine = (old_logits + engine_gap * draw()).log_softmax(-1)
+    logits = (old_logits + update * draw()).requires_grad_()
+    policy = logits.log_softmax(-1)
+    old = old_logits.log_softmax(-1)
+    assert (policy - old).exp().max() < KL_RATIO_CAP
+
+    loss = kl_term(policy, old, reference, engine)
+    exact = (policy.exp() * (policy - reference)).sum()
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-12)
+    gradient = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    expected = torch.autograd.grad(exact, logits)[0]
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def kl_of_token(policy: float, old: float, reference: float) -> tuple[float, float]:
+    """Return loss and gradient of one token from its three logprobs."""
+    logprobs = torch.tensor([policy], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    loss, _ = kl_loss(
+        logprobs=logprobs,
+        old_logprobs=one * old,
+        ref_logprobs=one * reference,
+        importance_weights=one,
+        weights=one,
+    )
+    return loss.item(), torch.autograd.grad(loss, logprobs)[0].item()
+
+
 def test_kl_loss_worked_by_hand() -> None:
-    # p = .5, q = .25: .5 - 1 + log 2, gradient 1 - .5; p = .25, q = .5: 2 - 1 - log 2, gradient 1 - 2
-    logprobs = torch.tensor([0.5, 0.25], dtype=torch.float64).log().requires_grad_()
-    weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
-    loss, metrics = kl_loss(logprobs=logprobs, ref_logprobs=logprobs.detach().flip(0), weights=weights)
-    assert loss.item() == metrics["policy/kl_loss"]
-    assert loss.item() == pytest.approx(0.25 * (math.log(2) - 0.5) + 0.75 * (1 - math.log(2)))
-    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([0.25 * 0.5, -0.75])
+    # old = q = .5, p = .25: rho = .5, k3 = 2 - 1 - log 2; gradient rho log(p / q) = -.5 log 2
+    loss, gradient = kl_of_token(math.log(0.25), math.log(0.5), math.log(0.5))
+    assert loss == pytest.approx(0.5 * (1 - math.log(2)))
+    assert gradient == pytest.approx(-0.5 * math.log(2))
+
+
+def test_a_suppressed_token_adds_a_bounded_amount_to_the_kl() -> None:
+    # the policy was the reference, and its probability fell by e^9: k3 alone is e^9 - 10 = 8,093 with gradient -8,102
+    loss, gradient = kl_of_token(-10.0, -1.0, -1.0)
+    assert loss == pytest.approx(1 - 10 * math.exp(-9))
+    assert gradient == pytest.approx(-9 * math.exp(-9))
+    for fall in (1.0, 20.0, 60.0, 500.0):
+        assert 0 <= kl_of_token(-1 - fall, -1.0, -1.0)[0] <= 1
+
+
+def test_the_ratio_of_a_token_that_became_likelier_is_capped() -> None:
+    # p / old = e^9, above the cap of 5: k3 = e^-9 - 1 + 9 has the weight 5, and the gradient that of 5 k3
+    loss, gradient = kl_of_token(-1.0, -10.0, -10.0)
+    assert loss == pytest.approx(5 * (math.exp(-9) + 8))
+    assert gradient == pytest.approx(5 * (1 - math.exp(-9)))
 
 
 def test_a_value_loss_without_a_clip_is_the_plain_squared_error() -> None:

@@ -13,7 +13,7 @@ from fakes import LetterTask, letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import ObjectiveConfig, PolicyJob, RewardRuleConfig
+from t2g.config import ObjectiveConfig, PolicyJob
 from t2g.credit import assign_credit
 from t2g.errors import UserError
 from t2g.feedback import decode
@@ -34,13 +34,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.convert_tokens_to_ids([*text])
 
 
-def credit(tokenizer: Any, texts: tuple[str, ...], judgements: list[Any], groups: Any, **options: Any) -> Any:
-    return assign_credit(tokenizer, texts, [encode(tokenizer, t) for t in texts], judgements, groups, **options)
+def credit(tokenizer: Any, texts: tuple[str, ...], judgements: list[Any], groups: Any, **objective: Any) -> Any:
+    """Return the credit without local credit, unless `objective` says otherwise."""
+    config = ObjectiveConfig.model_validate({"local_coef": 0.0} | objective)
+    ids = [encode(tokenizer, text) for text in texts]
+    return assign_credit(tokenizer, texts, ids, judgements, groups, objective=config)
 
 
 def test_worked_by_hand(tokenizer: Any) -> None:
     judgements = [("", ["b"], []), ("", ["a"], ["c"]), ("", [], ["cb"]), None]
-    found = credit(tokenizer, TEXTS, judgements, ["p", "p", "q", "q"], whitening="none")
+    found = credit(tokenizer, TEXTS, judgements, ["p", "p", "q", "q"], whiten="none")
     # by span: "cb" pays once, at its last token
     assert found.token_rewards.tolist() == [[0, 1, 0], [1, 0, -1], [0, -1, 0], [0, 0, 0]]
     # returns 1 1 and 0 -1 -1; "ab" continues with its last return. "c" is not judged, so "cba" is alone
@@ -55,17 +58,17 @@ def test_worked_by_hand(tokenizer: Any) -> None:
 
 def test_a_judgement_whose_quotes_are_all_lost_is_none(tokenizer: Any) -> None:
     groups = ["p"] * 3
-    lost = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), ("", [], ["z"])], groups, whitening="none")
-    none = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), None], groups, whitening="none")
+    lost = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), ("", [], ["z"])], groups, whiten="none")
+    none = credit(tokenizer, TEXTS[:3], [("", ["b"], []), ("", [], ["c"]), None], groups, whiten="none")
     assert lost.advantages.tolist() == none.advantages.tolist()
     assert lost.advantages[2].tolist() == [0, 0, 0]
 
 
 def test_rules_discount_and_placement_are_the_configs(tokenizer: Any) -> None:
-    rule = ObjectiveConfig(rewards={"unit": "token", "poor": [-2, -3, -4], "placement": "scalar"}).rewards
-    found = credit(tokenizer, ("abc", "c"), [("", [], ["ab"]), ("", [], [])], [0, 0], rule=rule, gamma=0.5)
+    rule = {"unit": "token", "poor": [-2, -3, -4], "placement": "scalar"}
+    found = credit(tokenizer, ("abc", "c"), [("", [], ["ab"]), ("", [], [])], [0, 0], rewards=rule, gamma=0.5)
     assert found.token_rewards.tolist() == [[0, 0, -4], [0, 0, 0]]
-    plain = credit(tokenizer, ("abc", "c"), [("", [], ["c"]), ("", [], [])], [0, 0], gamma=0.5, whitening="none")
+    plain = credit(tokenizer, ("abc", "c"), [("", [], ["c"]), ("", [], [])], [0, 0], gamma=0.5, whiten="none")
     assert plain.advantages.tolist() == [[-0.25, -0.5, -1], [0.25, 0, 0]]
 
 
@@ -94,8 +97,19 @@ def test_what_cannot_be_used_is_refused(
 def test_an_empty_batch_and_the_control_are_refused(tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"got \[0, 0, 0, 0\] texts"):
         assign_credit(tokenizer, [], [], [], [])
-    with pytest.raises(UserError, match=r"rule.placement is 'shuffled'"):
-        credit(tokenizer, ("a",), [("", ["a"], [])], [0], rule=RewardRuleConfig(placement="shuffled"))
+    with pytest.raises(UserError, match=r"objective.rewards.placement is 'shuffled'"):
+        credit(tokenizer, ("a",), [("", ["a"], [])], [0], rewards={"placement": "shuffled"})
+    with pytest.raises(UserError, match=r"objective\.advantages is 'gae'"):
+        credit(tokenizer, ("a",), [("", ["a"], [])], [0], advantages="gae")
+
+
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [("rule", "objective.rewards"), ("normalize", "objective.advantages"), ("whitening", "objective.whiten")],
+)
+def test_a_replaced_argument_names_its_successor(tokenizer: Any, name: str, successor: str) -> None:
+    with pytest.raises(UserError, match=f"no argument {name}: needs {successor}"):
+        assign_credit(tokenizer, ["a"], [encode(tokenizer, "a")], [None], [0], **{name: None})
 
 
 # ----------------------------------------------------------------------------------------------- equality with the loop
@@ -114,7 +128,7 @@ def loop_advantages(
         logprobs = np.zeros(length, np.float32)
         rollout = Rollout(
             prompt_id=str(group), sample_index=index, prompt_ids=np.zeros(1, np.int32), response_ids=response_ids,
-            rollout_logprobs=logprobs, response_text=decode(tokenizer, row), finish_reason="stop",
+            rollout_logprobs=logprobs, response_text=decode(tokenizer, row), finish_reason="length",
             policy_versions=((0, length, 0),),
         )  # fmt: skip
         if judgement is not None:
@@ -132,21 +146,36 @@ pieces = st.lists(st.sampled_from("abc"), max_size=2)
 
 
 @given(st.lists(st.tuples(responses, st.none() | st.tuples(st.just(""), pieces, pieces)), min_size=2, max_size=6))
-@pytest.mark.parametrize("advantages", ["group", "group_normalised"])
-def test_it_is_the_loops_own(tokenizer: Any, advantages: str, judged: list[tuple[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"advantages": "group"},
+        {"advantages": "group_normalised"},
+        {"local_coef": 0.3, "local_cap": 1.0},
+        {"local_coef": 2.0, "local_keeps_sign": True},
+        {"values": "span", "lam": 0.8},
+        {"values": "sentence", "lam": 0.5},
+        {"lam": 0.9},
+    ],
+)
+def test_it_is_the_loops_own(tokenizer: Any, options: dict[str, Any], judged: list[tuple[str, Any]]) -> None:
     judged = [*judged, ("abc", ("", ["a"], ["b"]))]  # the loop stops a step without any judgement
     texts, judgements = zip(*judged, strict=True)
     groups = [index // 3 for index in range(len(texts))]
     ids = [encode(tokenizer, text) for text in texts]
-    objective = ObjectiveConfig(advantages=advantages)
     found = assign_credit(
-        tokenizer, texts, ids, judgements, groups,
-        normalize=advantages == "group_normalised", whitening=objective.whiten,
-    )  # fmt: skip
-    own = loop_advantages(tokenizer, ids, [*judgements], groups, advantages=advantages)
+        tokenizer,
+        texts,
+        ids,
+        judgements,
+        groups,
+        objective=ObjectiveConfig.model_validate(options),
+        sentence_end=LetterTask.step_pattern,
+    )
+    own = loop_advantages(tokenizer, ids, [*judgements], groups, **options)
     for index, (row, row_ids) in enumerate(zip(found.advantages.numpy(), ids, strict=True)):
         expected = own.get(index, np.zeros(len(row_ids)))
-        np.testing.assert_allclose(row[: len(row_ids)], expected, atol=1e-6)
+        np.testing.assert_allclose(row[: len(row_ids)], expected, atol=1e-5)
         assert not row[len(row_ids) :].any()
 
 

@@ -78,7 +78,13 @@ def test_advantages_pass_over_inserted_tokens(data: Any, gamma: float, turn_gamm
     scored = [s for s, _ in pairs]
     stats = [t for _, t in pairs]
     objective = ObjectiveConfig(
-        advantages=advantages, lam=1.0, gamma=gamma, turn_gamma=turn_gamma, whiten="none", kl_estimator="k1"
+        advantages=advantages,
+        lam=1.0,
+        local_coef=0.0,
+        gamma=gamma,
+        turn_gamma=turn_gamma,
+        whiten="none",
+        kl_estimator="k1",
     )
     samples = make_train_samples(scored, stats, objective, kl_coef=0.1, seed=1)
     returns = [oracle_returns(s, t, objective, 0.1) for s, t in pairs]
@@ -108,9 +114,16 @@ def loss_of(samples: list[TrainSample], logprobs: torch.Tensor, values: torch.Te
     correction = importance_weights(old, numbers("rollout_logprobs"), segments, weights, mode, 2.0)
     gains = {"advantages": numbers("advantages"), "weights": weights}
     policy, _ = policy_loss(
-        logprobs=logprobs, old_logprobs=old, importance_weights=correction, clip_eps=0.2, **gains
+        logprobs=logprobs, old_logprobs=old, importance_weights=correction, sequence_ids=segments,
+        clip_eps=0.2, clip_eps_high=0.2, **gains
     )  # fmt: skip
-    kl, _ = kl_loss(logprobs=logprobs, ref_logprobs=numbers("ref_logprobs"), weights=weights)
+    kl, _ = kl_loss(
+        logprobs=logprobs,
+        old_logprobs=old,
+        ref_logprobs=numbers("ref_logprobs"),
+        importance_weights=correction,
+        weights=weights,
+    )
     critic, _ = value_loss(
         values=values, old_values=numbers("values"), returns=numbers("returns"), weights=weights, value_clip=0.2
     )
@@ -124,6 +137,8 @@ def loss_of(samples: list[TrainSample], logprobs: torch.Tensor, values: torch.Te
 )  # fmt: skip
 def test_the_loss_is_that_of_the_sampled_tokens_alone(data: Any, mode: Any, aggregation: Any) -> None:
     rollouts = [data.draw(conversations(sample_index=i)) for i in range(3)]
+    for i, rollout in enumerate(rollouts):
+        rollout.response_ids[0] = 100 + i  # the ids identify the response below
     pairs = [score(rollout, seed=i) for i, rollout in enumerate(rollouts)]
     objective = ObjectiveConfig(loss_aggregation=aggregation)
     made = make_train_samples([s for s, _ in pairs], [t for _, t in pairs], objective, kl_coef=0.1, seed=1)

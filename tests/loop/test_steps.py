@@ -14,7 +14,7 @@ from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.step_metrics import fault_recall, step_metrics, sync_metrics
-from t2g.loop.steps import make_train_samples, sampling_seed, select_prompts, step_kl, token_staleness
+from t2g.loop.steps import make_train_samples, next_kl_coef, sampling_seed, select_prompts, step_kl, token_staleness
 from t2g.metrics import CRITERION_FAILED, CRITERION_REWARD
 from t2g.tasks.tiny.task import TinyTask
 from t2g.text.thinking import NO_ANSWER
@@ -282,3 +282,17 @@ def test_step_metrics_by_hand() -> None:
     assert penalized["reward/token_mean"] == pytest.approx((2 - 0.5) / 6)
     assert penalized["reward/response_mean"] == pytest.approx((0 - 0.5 + 2) / 2)
     assert penalized["tokens/poor_share"] == metrics["tokens/poor_share"], "no span is worth less"
+
+
+@pytest.mark.parametrize("length", [2, 400])
+def test_a_kl_target_per_token_grows_with_the_responses(length: int) -> None:
+    """400 tokens at .01 nats a token are 4 nats a response; the coefficient moves as it does there."""
+    _, scored = scored_pair([0.0] * length)
+    per_response = ObjectiveConfig(kl_target=0.01 * length)
+    per_token = ObjectiveConfig(kl_target_per_token=0.01)
+    for kl in (0.005 * length, 0.011 * length, 0.02 * length):
+        found = next_kl_coef(per_token, 0.05, kl=kl, scored=[scored, scored], num_samples=100)
+        expected = next_kl_coef(per_response, 0.05, kl=kl, scored=[scored], num_samples=100)
+        assert found == pytest.approx(expected)
+        assert (found > 0.05) == (kl > 0.01 * length)
+    assert next_kl_coef(ObjectiveConfig(kl_target=None), 0.05, kl=9, scored=[scored], num_samples=100) == 0.05

@@ -30,25 +30,29 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     always = {"run.root", "run.name", "run.seed", "artifacts", "learner.policy.lr", "feedback.reward_model"}
     placement = "objective.rewards.placement"
     unit = "objective.rewards.unit"
-    grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_aggregation")}
-    critic = {"objective.advantages", "objective.kl_estimator"}
+    local = "objective.local_coef"
+    grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_aggregation", "local_coef")}
+    critic = {"objective.advantages", "objective.kl_estimator", "objective.lam", local}
+    clip_high = "objective.clip_eps_high"
     teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".top_k", ".critique")}
-    more: dict[str, set[str]] = {
-        "sft": set(),
-        "reflection": set(),
-        "dpo": set(),
-        "ilf": set(),
-        "span": set(),
+    more: dict[str, set[str]] = {"sft": set(), "reflection": set(), "dpo": set(), "ilf": set(), "span": set()}
+    more |= {
         "span_critic": critic,
         "span_grpo": grpo,
-        "span_token": {unit},
+        "span_returns": {local},
+        "span_values": {"objective.values", "objective.lam"},
+        "span_token": {unit, local},
         "span_token_grpo": {unit} | grpo,
-        "scalar": {placement},
+        "scalar": {placement, local},
+        "scalar_local": {placement},
     }
+    more["dr_grpo"] = {placement, local, "objective.whiten"}
+    more["gspo"] = {placement, "objective.surrogate", "objective.clip_eps", clip_high} | grpo
+    more["cispo"] = {placement, "objective.surrogate", clip_high} | grpo
     more |= {
         "scalar_critic": {placement} | critic,
         "grpo": {placement} | grpo,
-        "scalar_token": {placement, unit},
+        "scalar_token": {placement, unit, local},
         "scalar_token_critic": {placement, unit} | critic,
         "scalar_token_grpo": {placement, unit} | grpo,
         "paper": {unit, "objective.vf_coef"} | critic,
@@ -57,8 +61,8 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "sdpo": teacher,
         "sdpo_shuffled": teacher,
         "sdpo_span": teacher,
-        "outcome": {"objective.span_coef", "objective.outcome_rewards"},
-        "step": {placement},
+        "outcome": {"objective.span_coef", "objective.outcome_rewards", local},
+        "step": {placement, local},
         "shuffled": {placement},
         "no_critique": {"feedback.style.critique"},
         "dense": {"feedback.style.labels"},
@@ -84,9 +88,10 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
                 "objective.turn_gamma",
                 "objective.rewards.unit",
                 "objective.rewards.placement",
+                "objective.local_coef",
             },
         ),
-        ("step", {"objective.rewards.placement"}),
+        ("step", {"objective.rewards.placement", "objective.local_coef"}),
         ("shuffled", {"objective.rewards.placement"}),
         ("dense", {"feedback.style.labels"}),
         ("no_critique", {"feedback.style.critique"}),

@@ -1,0 +1,130 @@
+"""Values without a critic: what the prompt's other samples earned from the same state on.
+
+A state is a place that several responses reach: the start of sentence k, or the moment after k finished spans. Its
+index k rises along a response. Tensors are [B, R], right-padded, and [B]; returns are those of `gae` with values 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+PRIOR_SAMPLES = 2.0  # weight of the other prompts' mean, in samples of the own prompt
+
+
+class _StateSums(NamedTuple):
+    """Sums over samples of the returns at the first token of each state, and the number of these samples."""
+
+    totals: torch.Tensor  # [..., K]
+    counts: torch.Tensor  # [..., K]
+
+
+def state_values(
+    returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor, groups: torch.Tensor
+) -> torch.Tensor:
+    """Return the value of each token's state, [B, R] float64, from the samples other than the token's own.
+
+        V_i(k) = (sum over the prompt's other samples of G_j(k) + 2 M_i(k)) / (their number + 2)
+
+    G_j(k) is the return of sample j at its first token in state k; samples that ended before are left out. M_i(k) is
+    the mean of G(k) over the samples of the step's other prompts, to which few samples are shrunk. A state that no
+    sample of another prompt reaches is not shrunk; a state that no other sample reaches has the value 0.
+
+    A sample's own return is no part of its values, so that they add no bias to `gae` with lambda 1.
+
+    Args:
+        returns: Discounted sums of later rewards.
+        mask: 1 on the first R_i tokens of response i.
+        state_ids: State before token t, 0 or more, never falling along a response. States may be skipped.
+        groups: Equal for samples of one prompt.
+
+    >>> returns = torch.tensor([[1.0, 1.0], [3.0, 2.0], [5.0, 0.0]])
+    >>> state_ids = torch.tensor([[0, 1], [0, 1], [0, 0]])
+    >>> state_values(returns, torch.ones(3, 2), state_ids, torch.tensor([0, 0, 1])).tolist()[0]
+    [4.333333333333333, 2.0]
+    """
+    own = _sum_own(returns, mask, state_ids)
+    _, group_index = groups.unique(return_inverse=True)
+    in_group = _sum_groups(own, group_index)
+    total = own.totals.sum(0) - in_group.totals
+    count = own.counts.sum(0) - in_group.counts
+    mean_elsewhere = total / count.clamp(min=1)
+
+    prior = PRIOR_SAMPLES * (count > 0)
+    total_others = in_group.totals - own.totals
+    count_others = in_group.counts - own.counts
+    weight = count_others + prior
+    values = (total_others + prior * mean_elsewhere) / weight.clamp(min=1)
+    values_of_tokens = values.gather(1, state_ids)
+    return torch.where(mask.bool(), values_of_tokens, 0)
+
+
+def _sum_own(returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor) -> _StateSums:
+    """Return the return of each sample in each state and 1, or 0 and 0 in states it does not reach, [B, K] each."""
+    num_states = int(state_ids.max()) + 1 if state_ids.numel() else 1
+    totals = torch.zeros(len(returns), num_states, dtype=torch.float64)
+    counts = torch.zeros_like(totals)
+    is_first = starts_state(state_ids) & mask.bool()
+    rows, columns = is_first.nonzero(as_tuple=True)
+    states = state_ids[rows, columns]
+    totals[rows, states] = returns[rows, columns].double()
+    counts[rows, states] = 1.0
+    return _StateSums(totals, counts)
+
+
+def _sum_groups(own: _StateSums, group_index: torch.Tensor) -> _StateSums:
+    """Return the sums over the group of each sample, [B, K] each."""
+    num_groups = int(group_index.max()) + 1 if len(group_index) else 0
+    empty = own.totals.new_zeros(num_groups, own.totals.shape[1])
+    totals = empty.index_add(0, group_index, own.totals)
+    counts = empty.index_add(0, group_index, own.counts)
+    return _StateSums(totals[group_index], counts[group_index])
+
+
+def starts_state(state_ids: torch.Tensor) -> torch.Tensor:
+    """Return whether a token is the first of its state, [B, R] bool."""
+    is_first = torch.ones_like(state_ids, dtype=torch.bool)
+    is_first[:, 1:] = state_ids[:, 1:] != state_ids[:, :-1]
+    return is_first
+
+
+def position_values(returns: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Return the mean return of the prompt's other samples at the same token position, [B, R] float64.
+
+    A response that has ended continues with its last return, as in `group_advantages`. A single sample gets its own
+    returns, so that its advantages are 0 with lambda 1.
+    """
+    values = torch.zeros_like(returns, dtype=torch.float64)
+    for group in groups.unique():
+        rows = (groups == group).nonzero().squeeze(1)
+        extended = extend_returns(returns[rows].double(), mask[rows])
+        num_others = len(rows) - 1
+        if num_others == 0:
+            values[rows, : extended.shape[1]] = extended
+            continue
+        total_others = extended.sum(0) - extended
+        values[rows, : extended.shape[1]] = total_others / num_others
+    return torch.where(mask.bool(), values, 0)
+
+
+def extend_returns(returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the returns up to the longest response, [B, max R_i]; a response that ended repeats its last return."""
+    lengths = mask.sum(1).long()
+    last_positions = (lengths[:, None] - 1).clamp(min=0)
+    positions = torch.arange(int(lengths.max()))
+    return returns.gather(1, positions.minimum(last_positions))
+
+
+def constant_groups(returns: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Return whether all samples of the prompt have equal returns at every token position, [B] bool.
+
+    Such a group says nothing about which of its samples is better. A single sample is no group: False.
+    """
+    is_constant = torch.zeros(len(returns), dtype=torch.bool)
+    for group in groups.unique():
+        rows = (groups == group).nonzero().squeeze(1)
+        if len(rows) == 1:
+            continue
+        extended = extend_returns(returns[rows], mask[rows])
+        spread = extended.amax(0) - extended.amin(0)
+        is_constant[rows] = bool((spread < 1e-6).all())
+    return is_constant

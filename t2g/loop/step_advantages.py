@@ -1,0 +1,250 @@
+"""The advantages of a step: rewards are placed and mixed, compared with other samples or a critic, and scaled.
+
+Pure functions of the scored responses; `t2g.loop.steps` makes training samples of the result.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from t2g.algo.advantages import add_local_credit, combine_rewards, compare_samples, gae, whiten
+from t2g.algo.group_values import constant_groups
+from t2g.config import ObjectiveConfig
+from t2g.feedback.rewards import apply_placement, count_paid_spans
+from t2g.types import Rollout, ScoredRollout, TokenStats
+
+
+class StepAdvantages(NamedTuple):
+    """The learner's targets for the sampled tokens of a step, right-padded: [B, R] each."""
+
+    advantages: torch.Tensor  # scaled over the step
+    returns: torch.Tensor  # from advantages before scaling
+
+
+class StepRewards(NamedTuple):
+    """The rewards of the sampled tokens of a step, right-padded: [B, R] each."""
+
+    mask: torch.Tensor
+    rewards: torch.Tensor  # mixed by `combine_rewards`
+    gamma: torch.Tensor | float  # discount from each token to the next
+
+
+def compute_advantages(
+    scored: Sequence[ScoredRollout],
+    stats: Sequence[TokenStats],
+    objective: ObjectiveConfig,
+    *,
+    kl_coef: float,
+    seed: int,
+) -> StepAdvantages:
+    """Return the advantages and returns of a step's sampled tokens; `t2g/README.md` has the formulas.
+
+    Without a critic a group whose samples all earn the same gets 0, apart from `objective.local_coef`.
+    """
+    placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
+    step = _mix_rewards(scored, placed, stats, objective, kl_coef=kl_coef)
+    if objective.uses_critic:
+        values = pad_sampled(scored, [token_stats.values for token_stats in stats])
+        advantages, returns = gae(step.rewards, values, step.mask, step.gamma, objective.lam)
+        advantages = whiten(advantages, step.mask, objective.whiten)
+    else:
+        state_ids = _state_ids(scored, placed, objective)
+        advantages, returns = advantages_of_groups(step, number_prompts(scored), state_ids, objective)
+    local_values = [_local_values(response, objective, seed) for response in scored]
+    advantages = add_spans(advantages, pad_sampled(scored, local_values), step.mask, objective)
+    return StepAdvantages(advantages=advantages, returns=returns)
+
+
+def advantages_of_groups(
+    step: StepRewards, groups: torch.Tensor, state_ids: torch.Tensor | None, objective: ObjectiveConfig
+) -> StepAdvantages:
+    """Return scaled advantages against the prompt's other samples; see `t2g.algo.advantages.compare_samples`."""
+    compared = compare_samples(
+        step.rewards,
+        step.mask,
+        groups,
+        step.gamma,
+        state_ids=state_ids,
+        lam=objective.lam,
+        normalize=objective.advantages == "group_normalised",
+        whitening=objective.whiten,
+    )
+    return StepAdvantages(*compared)
+
+
+def add_spans(
+    advantages: torch.Tensor, span_values: torch.Tensor, mask: torch.Tensor, objective: ObjectiveConfig
+) -> torch.Tensor:
+    """Return the advantages plus `objective.local_coef` times the spans' values on their own tokens, [B, R] each."""
+    if objective.local_coef == 0:
+        return advantages
+    return add_local_credit(
+        advantages,
+        span_values,
+        mask,
+        coef=objective.local_coef,
+        cap=objective.local_cap,
+        keep_sign=objective.local_keeps_sign,
+    )
+
+
+def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> float | None:
+    """Return the share of prompts whose samples all earn the same at every token; None without two samples a prompt.
+
+    Rewards are those before the KL. Such prompts carry nothing for advantages by groups.
+    """
+    groups = number_prompts(scored)
+    _, sizes = groups.unique(return_counts=True)
+    num_groups = int((sizes > 1).sum())
+    if num_groups == 0:
+        return None
+    placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
+    step = _mix_rewards(scored, placed, None, objective, kl_coef=0.0)
+    returns, _ = gae(step.rewards, torch.zeros_like(step.rewards), step.mask, step.gamma, 1.0)
+    is_constant = constant_groups(returns, step.mask, groups)
+    num_constant = len(groups[is_constant].unique())
+    return num_constant / num_groups
+
+
+def _state_ids(
+    scored: Sequence[ScoredRollout], placed: Sequence[np.ndarray], objective: ObjectiveConfig
+) -> torch.Tensor | None:
+    """Return the state before each sampled token, [B, R] int64; None with `objective.values=position`."""
+    match objective.values:
+        case "position":
+            return None
+        case "sentence":
+            rows = []
+            for response in scored:
+                has_end = response.rollout.finish_reason == "stop"
+                rows.append(sentence_states(response.sentence_ids, has_end=has_end))  # turns start sentences as well
+        case "span":
+            rows = _span_states(scored, placed, objective)
+    return pad_sampled(scored, rows).long()
+
+
+def _span_states(
+    scored: Sequence[ScoredRollout], placed: Sequence[np.ndarray], objective: ObjectiveConfig
+) -> list[np.ndarray]:
+    """Return the number of spans that finished before each token, [R] each; in a conversation within its turn."""
+    turns = []
+    counts = []
+    for response, rewards in zip(scored, placed, strict=True):
+        turn_ids = _turn_ids(response.rollout)
+        finished = count_paid_spans(rewards, objective.rewards.unit)
+        first_tokens = np.searchsorted(turn_ids, turn_ids)  # of the turn of each token
+        turns.append(turn_ids)
+        counts.append(finished - finished[first_tokens])
+
+    states_of_turn = 1 + max((int(count.max(initial=0)) for count in counts), default=0)
+    return [turn_ids * states_of_turn + count for turn_ids, count in zip(turns, counts, strict=True)]
+
+
+def sentence_states(sentence_ids: np.ndarray, *, has_end: bool) -> np.ndarray:
+    """Return the index of each token's sentence, [R]; a token that ends the response (EOS) has one of its own.
+
+    So the choice to end is compared with what others earn by another sentence.
+    """
+    states = sentence_ids.copy()
+    if has_end and len(states) > 1:
+        states[-1] += 1
+    return states
+
+
+def _turn_ids(rollout: Rollout) -> np.ndarray:
+    """Return the number of the policy's turns that ended before each token, [R]; 0 without an environment."""
+    ends = np.zeros(len(rollout.response_ids) + 1, np.int64)
+    for turn in rollout.conversation:
+        ends[turn.tokens[1]] += 1
+    return ends.cumsum()[:-1]
+
+
+def _local_values(scored: ScoredRollout, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+    """Return the values of the spans on their own tokens, [R]; the control "shuffled" moves them as well."""
+    if objective.rewards.placement == "shuffled":
+        return _move_rewards(scored, scored.per_token_rewards, objective, seed)
+    return scored.per_token_rewards
+
+
+def _mix_rewards(
+    scored: Sequence[ScoredRollout],
+    placed: Sequence[np.ndarray],
+    stats: Sequence[TokenStats] | None,
+    objective: ObjectiveConfig,
+    *,
+    kl_coef: float,
+) -> StepRewards:
+    """Return the step's rewards: spans, the final number, and k1; without `stats` there is no KL."""
+    masks = []
+    final_rewards = []
+    discounts = []
+    for response in scored:
+        masks.append(np.ones(len(response.rollout.response_ids)))
+        final_rewards.append(response.outcome_reward + response.truncation_penalty)
+        discounts.append(_discounts(response.rollout, objective))
+
+    pad = partial(pad_sampled, scored)
+    mask = pad(masks)
+    logprobs = torch.zeros_like(mask)
+    ref_logprobs = torch.zeros_like(mask)
+    if stats is not None:
+        logprobs = pad([token_stats.old_logprobs for token_stats in stats])
+        ref_logprobs = pad([token_stats.ref_logprobs for token_stats in stats])
+    rewards = combine_rewards(
+        pad(placed),
+        torch.tensor(final_rewards),
+        logprobs,
+        ref_logprobs,
+        mask,
+        span_coef=objective.span_coef,
+        kl_coef=0.0 if objective.kl_in_loss else kl_coef,
+    )
+    return StepRewards(mask=mask, rewards=rewards, gamma=pad(discounts))
+
+
+def number_prompts(scored: Sequence[ScoredRollout]) -> torch.Tensor:
+    """Return a number for each response, [B]; it is equal for the responses to one prompt."""
+    prompt_ids = [response.rollout.prompt_id for response in scored]
+    last_index = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
+    return torch.tensor([last_index[prompt_id] for prompt_id in prompt_ids])
+
+
+def _move_rewards(scored: ScoredRollout, rewards: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+    """Return token rewards after `rewards.placement`, which moves them among the tokens of the answers, [R]."""
+    rollout = scored.rollout
+    is_answer = scored.answer_tokens
+    placed = rewards.copy()
+    placed[is_answer] = apply_placement(
+        placed[is_answer],
+        objective.rewards.placement,
+        sentence_ids=scored.sentence_ids[is_answer],
+        seed=seed,
+        prompt_id=rollout.prompt_id,
+        sample_index=rollout.sample_index,
+    )
+    return placed
+
+
+def _discounts(rollout: Rollout, objective: ObjectiveConfig) -> np.ndarray:
+    """Return the discount from each token to the next, [R]: gamma, times turn_gamma from one turn to the next."""
+    discounts = np.full(len(rollout.response_ids), objective.gamma)
+    for turn in rollout.conversation:
+        discounts[turn.tokens[1] - 1] *= objective.turn_gamma
+    return discounts
+
+
+def pad_rows(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """Return ragged [R] float arrays as one [B, max R] float32 tensor, right-padded with zeros."""
+    tensors = [torch.from_numpy(np.array(row, np.float32)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def pad_sampled(scored: Sequence[ScoredRollout], rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """Return `pad_rows` of the numbers of sampled tokens: those that an environment inserted are left out."""
+    sampled = []
+    for response, row in zip(scored, rows, strict=True):
+        sampled.append(row[response.rollout.policy_mask])
+    return pad_rows(sampled)
