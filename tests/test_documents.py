@@ -23,7 +23,7 @@ MAX_PARAGRAPH = 80  # words
 MAX_GUIDE = 1000
 MAX_WORDS = {  # of `wc -w`: tables and code count
     "README.md": 1400,
-    "t2g/README.md": 1800,
+    "t2g/README.md": 1900,
     "actors/README.md": 1900,
     "docker/README.md": 1600,
     "t2g/guides/02-your-feedback.md": 1600,
