@@ -39,8 +39,10 @@ def load_demo(job: PolicyJob, have: FindResources = lambda address: {}) -> DemoJ
         return have(job.cluster.address)
 
     demo = _load(job.artifacts, job.run.root, have=find_resources)
+    # How the job's engines and ranks share GPUs means nothing to the demo, whose own values may exclude it.
+    cluster = with_overrides(job.cluster, {"gpu_sharing": demo.cluster.gpu_sharing})
     run = job.run
-    return with_overrides(demo, {"cluster": job.cluster, "run.accept": run.accept, "run.resume": run.resume})
+    return with_overrides(demo, {"cluster": cluster, "run.accept": run.accept, "run.resume": run.resume})
 
 
 def find_artifacts(job: AnyJob) -> Path | None:

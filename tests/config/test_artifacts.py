@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from t2g.config import CompareJob, PolicyJob, loading
+from t2g.config import CompareJob, DemoJob, PolicyJob, loading
 from t2g.config.artifacts import find_artifacts, is_made_later, load_demo
 from t2g.errors import UserError
 
@@ -49,6 +49,18 @@ def test_each_source_of_several_has_the_windows(folder: Path) -> None:
     job = load(folder, f"feedback.sources={sources}")
     engines = [source.engine for source in job.feedback_sections.values()]
     assert [engine.max_model_len for engine in engines] == [768, 768]
+
+
+def test_a_job_that_shares_gpus_uses_artifacts_of_a_written_config(folder: Path) -> None:
+    """As jobs.gpu_check does: a written config has every default, and so learner.sync_transport=store."""
+    demo = loading.load(DemoJob, folder / "demo.yaml", [], environ={}, cwd=folder)
+    file = loading.write(demo, folder / "written")
+    shared = ["cluster.gpu_sharing=split", "rollout.gpus=0.6", "learner.gpus=0.4", "feedback={source: program}"]
+    job = load(folder, f"artifacts={file}", *shared)
+    assert job.learner.sync_transport == "ipc"
+    made = load_demo(job)
+    assert made is not None
+    assert (made.cluster.gpu_sharing, made.learner.sync_transport) == ("none", "store")
 
 
 def test_the_root_of_the_job_is_that_of_its_artifacts(folder: Path) -> None:
