@@ -42,11 +42,11 @@ STAGES = CONFIGS / "tiny" / "gpu_check.yaml"
 SFT = CONFIGS / "own" / "sft.yaml"
 BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("rollout", "feedback.engine", "learner")]
 ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
-AS_SHIPPED = ("cluster.gpu_sharing=split", "rollout.enforce_eager=false")  # of the GPU configs: compiled, with graphs
+AS_SHIPPED = ("cluster.gpu_sharing=split", "rollout.enforce_eager=false")  # as the GPU configs: compiled, with graphs
 SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4", "learner.memory_gib=6")
 WHOLE = ("rollout.gpus=1", "learner.gpus=1")
 FIGURES = re.compile(rf"(sync|speed|time|learner|policy|critic|sft|importance)/|{FAILED_SHARE}")
-LOSS_RATIO = 2e-3  # of a float32 loss, summed in another order, after a few dozen updates
+LOSS_RATIO = 2e-3  # difference of float32 losses, summed in another order, after a few dozen updates
 ON_CPU = "no GPU: run on the CPU"
 
 Figures = dict[str, Any]

@@ -17,7 +17,7 @@ import xxhash
 from t2g.errors import Unreadable, UserError
 
 FileVersion = tuple[Path, int, int]  # path, bytes and time of modification in ns
-TEMPORARY_PREFIX = ".tmp-"  # of the name of an unfinished file or folder
+TEMPORARY_PREFIX = ".tmp-"  # begins the name of an unfinished file or folder
 MISSING = FileNotFoundError, NotADirectoryError  # errors of a path where nothing is
 _REMEDIES = {
     errno.ENOSPC: "free some space",

@@ -138,6 +138,16 @@ def find_defined_types(tree: ast.AST) -> tuple[list[str], set[str]]:
     return classes, type_vars
 
 
+def test_no_comment_begins_with_of() -> None:
+    """A comment names its subject: "# width of a row", not "# of a row"."""
+    found = []
+    for file in FILES:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(r"(^|\s)# of ", line):
+                found.append(f"{file.relative_to(ROOT)}:{number}")
+    assert found == []
+
+
 def test_no_two_classes_share_a_name() -> None:
     """A TypeVar may have the name of another TypeVar, not that of a class."""
     classes: Counter[str] = Counter()

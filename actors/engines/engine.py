@@ -313,7 +313,7 @@ class Engine:
         if self._lora is not None:
             arguments |= engine_arguments(self._lora, self._model, self._revision)
         elif self._transport is not None:
-            arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.vllm_compat.plugin
+            arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # see actors.vllm_compat.plugin
         if self._guided:
             # Otherwise a model may write white space between the tokens of JSON until its answer is truncated.
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}

@@ -50,12 +50,12 @@ class LearnerSpec:
 
     model: ModelConfig
     learner: LearnerConfig
-    objective: ObjectiveConfig = NO_CRITIC  # of PPO
-    loss: Loss = "ppo"  # of the policy; none: it has no optimizer and only sends its weights
-    temperature: float = 1.0  # of the sampling: the policy is softmax(logits / temperature)
+    objective: ObjectiveConfig = NO_CRITIC  # objective of PPO
+    loss: Loss = "ppo"  # loss of the policy; none: it has no optimizer and only sends its weights
+    temperature: float = 1.0  # sampling temperature: the policy is softmax(logits / temperature)
     num_updates: int  # calls of `update` in the learning-rate schedules
     seed: int
-    dropout: float = 0.0  # of adapters; under the supervised loss the model keeps its own dropout as well
+    dropout: float = 0.0  # dropout of adapters; under the supervised loss the model keeps its own dropout as well
     longest_row: int = 0  # see `load_for_training`
 
     @property

@@ -60,7 +60,7 @@ class SyncWorker(Protocol):
 
     name: str
     handle: Any
-    version: int | None  # of its weights; None: those of the model's folder
+    version: int | None  # version of its weights; None: those of the model's folder
     syncing: bool  # its engine is paused, until `record_verified` or `record_missed_sync` is called
 
 

@@ -22,10 +22,10 @@ from t2g.config.python_functions import forget_functions, name_function
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import write_atomic
 
-GivenConfig = AnyJob | Mapping[str, Any] | str | os.PathLike[str]  # of a call; a text is the path of a YAML file
+GivenConfig = AnyJob | Mapping[str, Any] | str | os.PathLike[str]  # config of a call; a text is the path of a YAML file
 Records = Iterable[Mapping[str, Any]]  # dicts, or a datasets.Dataset
 
-ARGUMENTS = {"data.path": "prompts", "eval_data.path": "eval_prompts"}  # of the calls, by key; others: feedback
+ARGUMENTS = {"data.path": "prompts", "eval_data.path": "eval_prompts"}  # by key; others: feedback
 _running = threading.Lock()  # jobs of one process would share Ray, the stop flag and the progress file
 
 

@@ -60,7 +60,7 @@ async def measure(bench: Bench) -> list[Record]:
         return records
 
 
-GuidedSide = Callable[[dict[str, str] | None], Awaitable[Done]]  # of a guide
+GuidedSide = Callable[[dict[str, str] | None], Awaitable[Done]]  # takes a guide
 
 
 def plain_engines(bench: Bench, ids: list[np.ndarray]) -> tuple[GuidedSide, GuidedSide]:

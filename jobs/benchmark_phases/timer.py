@@ -40,10 +40,10 @@ class Benchmark:
     """Sides that do the same work."""
 
     name: str
-    unit: str  # of which a side does `Done.amount`
+    unit: str  # unit of `Done.amount`
     sides: Mapping[str, Side]
     reference: str = ""  # the side that the others are compared with
-    aims: Mapping[str, float] = field(default_factory=dict)  # of the reference's rate, by side
+    aims: Mapping[str, float] = field(default_factory=dict)  # factors of the reference's rate, by side
 
 
 def abba_order(sides: Sequence[str], repeats: int) -> list[str]:

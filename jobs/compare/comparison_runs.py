@@ -164,7 +164,7 @@ class Session:
     search_data: PolicyData  # on which learning rates are chosen
     stop: StopFlag
     fleets: Fleets
-    results: ResultLines  # of runs that are not made again
+    results: ResultLines  # lines of runs that are not made again
 
     def run(
         self,

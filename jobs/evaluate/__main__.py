@@ -33,7 +33,7 @@ WHAT = {
     "help": "what is evaluated, with RUN what it trained; `--what policy --help` lists the keys of that one",
 }
 
-KINDS = {"policy": "policy", "reward": "reward model"}  # of a run -> what it trained
+KINDS = {"policy": "policy", "reward": "reward model"}  # kind of a run -> what it trained
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:

@@ -156,7 +156,7 @@ class PolicyTraining:
 class RestartBudget:
     """The restarts that a run has for lost learners."""
 
-    lost_at: float | None = None  # of the last loss; times are of time.monotonic
+    lost_at: float | None = None  # time.monotonic() of the last loss
 
     def __init__(self, config: LearnerConfig, stop: StopFlag) -> None:
         self._config = config

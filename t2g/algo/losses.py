@@ -17,7 +17,7 @@ from t2g.algo.kl import kl_k3
 Metrics = dict[str, float]
 Surrogate = Literal["ppo", "gspo", "cispo"]
 
-KL_RATIO_CAP = 5.0  # of current to old policy: a token that became 5 times as likely has the weight of 5 tokens
+KL_RATIO_CAP = 5.0  # a token that became 5 times as likely, or more, has the weight of 5 tokens
 
 
 def weighted_sum(per_token: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from t2g.config.resolve import resolve
 from t2g.config.validation_errors import errors_at
 from t2g.sandbox import SandboxConfig
 
-ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
+ENGINE_SHARE = 0.6  # GPU share that Ray reserves for gpu_sharing=alternate; above half: one engine for each GPU
 LONGEST_ANSWER_S = 300.0  # time for paid requests in flight to finish
 
 

@@ -21,7 +21,7 @@ class JobModel:
     key: str  # "model.policy"
     name: str  # folder or hub name
     revision: str | None = None
-    chat: ModelConfig | None = None  # of a policy: the options of its chat template
+    chat: ModelConfig | None = None  # a policy has the options of its chat template
     engine: SectionEngine | None = None  # serves the model; None: ranks alone load it
     is_trained: bool = False
 

@@ -11,7 +11,7 @@ from typing import Any
 from t2g.errors import UserError
 
 PREFIX = "__main__:"
-_functions: dict[str, tuple[Any, str]] = {}  # of the job that runs: __main__:NAME -> the object, its source text
+_functions: dict[str, tuple[Any, str]] = {}  # the running job's functions: __main__:NAME -> the object, its source text
 
 
 def name_function(function: Any) -> str:

@@ -68,7 +68,7 @@ class SpanGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
         output = super()._generate_and_score_completions(inputs)
-        width = output["completion_ids"].shape[1]  # of this process: the batch's may differ
+        width = output["completion_ids"].shape[1]  # this process's width: the batch's may differ
         num_missing = width - self.span_advantages.shape[1]
         spans = F.pad(self.span_advantages, (0, num_missing))
         advantages = output["advantages"]

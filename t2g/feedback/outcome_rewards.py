@@ -19,11 +19,11 @@ from t2g.types import Prompt, Rollout, SpanFeedback
 
 KEY = "objective.outcome_rewards"
 UNSUPPORTED = "unsupported"  # metric of a task: 1 for a response that cannot be measured here
-ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a reward function, before the records' fields
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # a reward function gets them before the records' fields
 LARGEST = float(np.finfo(np.float32).max)
 
 Sample = tuple[Rollout, SpanFeedback]
-Numbers = Sequence[float | FunctionFailed | None]  # of the responses to a prompt; None: the source does not apply
+Numbers = Sequence[float | FunctionFailed | None]  # one for each response to a prompt; None: the source does not apply
 
 
 class OutcomeRewards:

@@ -10,7 +10,7 @@ from t2g.config import AlarmConfig
 
 Step = Mapping[str, float | None]
 RECALL_STEPS = 3  # window of the mean recall of a fault class
-EARLY_SHARE = 0.25  # of alarms.max_kl; the first steps of every run double a smaller KL
+EARLY_SHARE = 0.25  # share of alarms.max_kl; the first steps of every run double a smaller KL
 _BOUNDED = (
     m.KL,
     m.KL_PER_TOKEN,

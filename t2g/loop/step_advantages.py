@@ -135,7 +135,7 @@ def _span_states(
     for response, rewards in zip(scored, placed, strict=True):
         turn_ids = _turn_ids(response.rollout)
         finished = count_paid_spans(rewards, objective.rewards.unit)
-        first_tokens = np.searchsorted(turn_ids, turn_ids)  # of the turn of each token
+        first_tokens = np.searchsorted(turn_ids, turn_ids)  # first token of each token's turn
         turns.append(turn_ids)
         counts.append(finished - finished[first_tokens])
 

@@ -94,7 +94,7 @@ class Trainer:
     sync: WeightSync
     log: RunLog
     checkpoints: CheckpointStore
-    identity: Identity  # of the run; a checkpoint is valid for the same prompts and the same reference policy only
+    identity: Identity  # the run's; a checkpoint is valid for the same prompts and the same reference policy only
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     on_phase: Callable[[str], None] = lambda phase: None  # called with what the run does next: sampling, learning

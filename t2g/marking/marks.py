@@ -31,7 +31,7 @@ class Mark(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    key: str = ""  # of `Sample`
+    key: str = ""  # key of the `Sample`
     critique: str = Field("", max_length=MAX_ANSWER_CHARS)
     spans: tuple[Span, ...] = Field((), max_length=MAX_QUOTES)
     done: bool = False  # finished: it becomes a record

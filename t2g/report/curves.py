@@ -180,7 +180,7 @@ def _x_axis(xs: Sequence[float]) -> _Axis:
     ticks = nice_ticks(min(xs), max(xs), whole=are_whole)
     low = min(xs)
     high = max(max(xs), low + ticks[1] - ticks[0])
-    slack = 1e-9 * (high - low)  # of rounding, without which a single point near 0 has no label
+    slack = 1e-9 * (high - low)  # allows for rounding: otherwise a single point near 0 has no label
     labels = []
     for tick, text in tick_labels(ticks):
         if low - slack <= tick <= high + slack:

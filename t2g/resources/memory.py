@@ -142,7 +142,7 @@ def logits_bytes(
     chunk_bytes = 12 + 9 * (objective is not None) + 21 * has_full_kl
     is_scaled = (shape.logits_scaling, shape.logit_scale) != (1, 1)
     is_transformed = is_scaled or shape.final_logit_softcapping is not None
-    arrays = has_full_kl + 4 * is_transformed  # of all tokens
+    arrays = has_full_kl + 4 * is_transformed  # arrays of all tokens
     chunk = chunk_bytes * min(CHUNK_TOKENS, tokens)
     return (chunk + BYTES[learner.dtype] * tokens * arrays) * shape.vocab_size
 

@@ -68,7 +68,7 @@ class Identity(Section):
     contents: dict[str, str] = Field({})  # dotted key -> hash, for contents on this machine
     accepted: tuple[ContentChange, ...] = ()  # oldest first
     accept: tuple[str, ...] = Field((), exclude=True)  # run.accept of this start
-    defaults: dict[str, Any] = Field({}, exclude=True)  # of keys that an earlier version of this program did not have
+    defaults: dict[str, Any] = Field({}, exclude=True)  # values of keys that an earlier version did not have
 
     @classmethod
     def from_config(cls, config: BaseModel, **identity_extras: Any) -> Self:

@@ -29,7 +29,7 @@ SECONDS_BETWEEN_LINES = 10.0
 MAX_SILENCE_S = 14.0  # with POLL_S at most 15 seconds without a line
 POLL_S = 1.0
 RATE_PERIOD_S = 3600.0  # rich's default of 30 s gives no rate for steps of a minute
-MIN_ITEMS = 3  # of this session, before a time left is estimated; the first one pays for warm-up and does not count
+MIN_ITEMS = 3  # items before a time left is estimated; the first one pays for warm-up and does not count
 PROGRESS_FILE = "progress.log"
 
 _folder: Path | None = None  # run folder of progress.log

@@ -33,7 +33,7 @@ class RunCurve:
     seconds: tuple[float, ...]  # seconds of the steps before each evaluation, without the evaluations
     step_seconds: float | None  # median duration of a step; None for a run without steps
     targeting: Mapping[str, Any] | None = None  # see t2g.study.targeting; None if not measured
-    kls: tuple[float, ...] = ()  # of the policy at the first evaluations, to the reference, nats a response
+    kls: tuple[float, ...] = ()  # KL of the policy to the reference at the first evaluations, nats a response
     lengths: tuple[float, ...] = ()  # lengths of the responses of the same steps, tokens
 
     @property

@@ -36,7 +36,7 @@ def find_end_ids(tokenizer: Any, model: str, revision: str | None = None) -> lis
         )
         ends |= _as_set(generation.get("eos_token_id"))
     config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
-    text_config = config.get("text_config") or {}  # of a model that also reads images
+    text_config = config.get("text_config") or {}  # a model that also reads images has this section
     ends |= _as_set(config.get("eos_token_id"))
     ends |= _as_set(text_config.get("eos_token_id"))
     return sorted(end for end in ends if end is not None)

@@ -19,7 +19,7 @@ class Segment:
     poor: bool
     opens: tuple[tuple[int, int], ...]  # (index, label) of the spans that begin with this segment
     is_struck: bool = False  # covered by a span with a fix
-    fixes: tuple[str, ...] = ()  # of the spans that end with this segment
+    fixes: tuple[str, ...] = ()  # fixes of the spans that end with this segment
 
 
 class _ClippedSpan(NamedTuple):

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ERROR_BYTES = 64 * 2**10  # bytes of the body of an error
 PROXY = re.compile(r"(https?://)?([^/\s@]*@)?([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?")
-MAX_MESSAGE_CHARS = 2000  # of an error
+MAX_MESSAGE_CHARS = 2000  # length of an error's text
 FALLBACKS = {  # fields that some servers refuse, by the error that names them; see `EndpointChat._make_fields`
     "max_completion_tokens": re.compile(r"max_completion_tokens"),
     "response_format": re.compile(r"response_format|json_schema"),
@@ -68,7 +68,7 @@ class EndpointChat(Chat):
         self.model = config.model
         self.name = f"{config.model} at {config.url}"
         self._key_works = False
-        self._fallbacks = frozenset[str]()  # of FALLBACKS, which this server needs
+        self._fallbacks = frozenset[str]()  # those of FALLBACKS that this server needs
         self._client = PerLoop(self._open)
 
     def _open(self) -> "openai.AsyncOpenAI":
@@ -217,7 +217,7 @@ async def read_body(chunks: AsyncIterator[bytes], limit: int = MAX_BODY_BYTES) -
             body += chunk
             if len(body) > limit:
                 break
-    except Exception as error:  # of the HTTP library that openai uses
+    except Exception as error:  # the HTTP library that openai uses has errors of its own
         raise ConnectionError(f"the answer broke off: {type(error).__name__}: {error}") from error
     return bytes(body)
 

@@ -75,7 +75,7 @@ class UserFunction:
         self._retries = retries
         self._failures = FailureLog()
         self._log = log
-        self._logged_types: set[str] = set()  # of errors
+        self._logged_types: set[str] = set()  # types of errors
         self._num_timeouts = 0  # since the last answer
         self._timed_out_at = -math.inf  # time of the last counted timeout
         self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))

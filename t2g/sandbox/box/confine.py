@@ -86,7 +86,7 @@ _KILL = 0x80000000
 # Positions in the data of a call.
 _NUMBER_POSITION = 0
 _ARCHITECTURE_POSITION = 4
-_ARGUMENTS_POSITION = 16  # of eight bytes each, the lower half first
+_ARGUMENTS_POSITION = 16  # arguments have eight bytes, the lower half first
 _REFUSE_CALL: Instruction = (_RETURN, 0, 0, _ERROR | errno.EPERM)
 _ALLOW_CALL: Instruction = (_RETURN, 0, 0, _ALLOW)
 

@@ -21,7 +21,7 @@ from t2g.sandbox.box.remote import Unsupported
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: unpickled data cannot change such a class
 _PLAIN_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions", "numpy", "uuid")
-_ARRAY_FUNCTIONS = ("_reconstruct", "scalar", "_frombuffer")  # of numpy, for arrays in a pickle
+_ARRAY_FUNCTIONS = ("_reconstruct", "scalar", "_frombuffer")  # functions of numpy for arrays in a pickle
 _PARSE = ast.parse.__code__  # makes a syntax tree, no code
 _INTERPRETER = "pandas.core.computation."  # modules that execute such a tree: DataFrame.eval, query and pandas.eval
 _LOCAL_PREFIX = "__pd_eval_local_"  # with which pandas replaces "@"
@@ -38,8 +38,10 @@ _CONTAINERS = (ast.Tuple, ast.List, ast.Set, ast.Dict)
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
 _OPERATORS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 _LITERALS = (ast.Expression, ast.Constant, ast.expr_context, *_CONTAINERS, *_OPERATIONS, *_OPERATORS)
-_TYPE_NODES = (*_LITERALS, ast.Name, ast.Attribute, ast.Subscript, ast.Starred)  # of an annotation: no call
-_Check = Callable[[tuple[Any, ...], types.FrameType], bool]  # of the arguments of an event and the frame that raised it
+_TYPE_NODES = (*_LITERALS, ast.Name, ast.Attribute, ast.Subscript, ast.Starred)  # an annotation calls nothing
+_Check = Callable[
+    [tuple[Any, ...], types.FrameType], bool
+]  # takes an event's arguments and its frame
 
 
 class Guard:

@@ -19,7 +19,7 @@ MECHANISMS = {"processes": {"pid", "signals"}, "files": {"mount", "landlock"}, "
 # A user id of this range, which systemd reserves for dynamic users.
 FIRST_THROWAWAY_UID = 61184
 NUM_THROWAWAY_UIDS = 4000
-_MAX_READINGS = 20  # of /proc, some milliseconds each
+_MAX_READINGS = 20  # readings of /proc take some milliseconds each
 
 # Namespaces, as flags of unshare and clone.
 USER = 0x10000000

@@ -50,8 +50,8 @@ class Peer(ErrorCodec):
         self._read_line = end.makefile("rb").readline
         self._lock = threading.RLock()  # threads of the tests send requests one after the other
         self._objects: list[Any] = []  # objects of this end that the other end knows, for the whole run
-        self._numbers: dict[int, int] = {}  # of these objects, by id
-        self._proxies: dict[int, Any] = {}  # of objects of the other end, by number
+        self._numbers: dict[int, int] = {}  # numbers of these objects, by id
+        self._proxies: dict[int, Any] = {}  # proxies of the other end's objects, by number
         self._serial = 0
         self._own_error: BaseException | None = None  # that a callback of the tests raised, and the solution received
         self._is_tainted = False  # whether a request with a tainted object is in progress

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_BATCH_CHARS = 2**16  # of lines that cross at once
+_BATCH_CHARS = 2**16  # size of the lines that cross at once
 _METHODS = ("read", "readline", "buffer", "buffer.read", "buffer.readline")
 _own_input = builtins.input
 
@@ -64,7 +64,7 @@ class StdinReader:
     def __init__(self) -> None:
         self._read: list[str] = []  # lines of the last batch
         self._stdin: Any = None
-        self._position: int | None = None  # of the batch in `_stdin`; None: only one line was read
+        self._position: int | None = None  # start of the batch in `_stdin`; None: only one line was read
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of `sys.stdin`.

@@ -76,7 +76,7 @@ class Run:
         self._deadline = deadline
         self._results: list[Json] = []
         self._running = ""  # name of the current test or phase
-        self._num_refusals = 0  # of the solution, before this test or phase
+        self._num_refusals = 0  # refusals of the solution before this test or phase
         self._tests = ""
         self._error: BaseException | None = None  # error of the last phase of a test
         self._reports: list[tuple[str, BaseException | None]] = []  # (outcome, error) of each phase of this test
