@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from t2g.config.auto import auto_keys, count_auto, resolve_auto
 from t2g.config.common import with_value_at
+from t2g.config.earlier_versions import upgrade_config
 from t2g.config.field_marks import PathContext, can_change_on_resume
 from t2g.config.secrets import mask_secrets, text_problems
 from t2g.config.validation_errors import (
@@ -79,7 +80,7 @@ def load(
         values, lines = read_yaml(file)
     else:
         values = _check_texts(file, lambda keys: "config")
-    values = without_removed_defaults(values)
+    values = upgrade_config(without_removed_defaults(values))
 
     merged, parsed = _apply_overrides(values, overrides, origin)
 

@@ -28,6 +28,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError
 
 from t2g.config import AnyJob, Section
+from t2g.config.earlier_versions import upgrade_settings
 from t2g.config.field_marks import paths
 from t2g.config.loading import default_values, identity_values
 from t2g.config.validation_errors import REMOVED_DEFAULTS, format_value
@@ -103,7 +104,7 @@ class Identity(Section):
         """Return the differences from an earlier identity: settings as text, and contents not accepted yet."""
         now = self.config
         before = {key: value for key, value in self.defaults.items() if key in now}
-        for key, value in saved.config.items():
+        for key, value in upgrade_settings(saved.config).items():
             is_obsolete = key in REMOVED_DEFAULTS and value == REMOVED_DEFAULTS[key]
             if not is_obsolete:
                 before[key] = value

@@ -726,3 +726,19 @@ def test_a_removed_key_may_keep_the_value_that_changes_nothing(tmp_path: Path) -
     assert load(tmp_path, GOOD + rewards).objective.rewards.good == 2
     (sentence,) = refused(tmp_path, GOOD + rewards.replace("any", "half"))
     assert "objective.rewards.cover was removed" in sentence
+
+
+@pytest.mark.parametrize(("advantages", "lam"), [("group", 1.0), ("group_normalised", 1.0), ("gae", 0.95)])
+def test_the_config_of_an_earlier_run_keeps_its_objective(tmp_path: Path, advantages: str, lam: float) -> None:
+    job = with_overrides(load(tmp_path, GOOD), {"objective.advantages": advantages})
+    written = yaml.safe_load(loading.to_yaml(job))
+    del written["objective"]["local_coef"]
+    written["objective"]["lam"] = 0.95
+    (tmp_path / "earlier.yaml").write_text(yaml.safe_dump(written))
+    objective = loading.load(PolicyJob, tmp_path / "earlier.yaml").objective
+    assert (objective.local_coef, objective.lam) == (0.0, lam)
+
+
+def test_a_config_that_people_write_has_todays_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).objective.local_coef == 0.3
+    assert load(tmp_path, GOOD + "objective: {lam: 0.9}\n").objective.lam == 0.9

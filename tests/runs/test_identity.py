@@ -317,6 +317,20 @@ def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default(made: 
     assert "objective.teacher.weight (null -> " in teacher, "the defaults of a section that was off are a change"
 
 
+def test_a_run_without_local_credit_is_not_continued_with_it(made: Made) -> None:
+    """An earlier version wrote lam=0.95 with every run, and read it with a critic alone."""
+    made.begin(objective={"local_coef": 0})
+    path = made.root / "runs/own" / IDENTITY_FILE
+    saved = json.loads(path.read_text())
+    del saved["config"]["objective.local_coef"]
+    saved["config"]["objective.lam"] = 0.95
+    path.write_text(json.dumps(saved))
+    refusal = made.refusal()
+    assert "objective.local_coef (0.0 -> 0.3)" in refusal
+    assert "objective.lam" not in refusal
+    made.begin(objective={"local_coef": 0})
+
+
 def test_a_removed_key_that_changes_nothing_is_no_difference(made: Made) -> None:
     made.begin()
     path = made.root / "runs/own" / IDENTITY_FILE

@@ -39,9 +39,7 @@ _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
 _OPERATORS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 _LITERALS = (ast.Expression, ast.Constant, ast.expr_context, *_CONTAINERS, *_OPERATIONS, *_OPERATORS)
 _TYPE_NODES = (*_LITERALS, ast.Name, ast.Attribute, ast.Subscript, ast.Starred)  # an annotation calls nothing
-_Check = Callable[
-    [tuple[Any, ...], types.FrameType], bool
-]  # takes an event's arguments and its frame
+_Check = Callable[[tuple[Any, ...], types.FrameType], bool]  # takes an event's arguments and its frame
 
 
 class Guard:

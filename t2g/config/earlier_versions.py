@@ -1,0 +1,34 @@
+"""What files of earlier versions mean today: configs that a run wrote, and the settings of its identity."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# A config with all of these keys was written by a run: people do not set them together.
+_WRITTEN_KEYS = {"clip_eps", "kl_horizon", "rollout_correction_cap", "vf_coef"}
+
+
+def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a config file, in which a run of an earlier version keeps its objective.
+
+    Before objective.local_coef, objective.lam was written with every run and read with a critic alone.
+    """
+    objective = values.get("objective")
+    if not isinstance(objective, Mapping):
+        return values
+    if "local_coef" in objective or not objective.keys() >= _WRITTEN_KEYS:
+        return values
+    kept = {**objective, "local_coef": 0.0}
+    if objective.get("advantages") != "gae":
+        kept["lam"] = 1.0
+    return {**values, "objective": kept}
+
+
+def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an identity, by dotted key, with those that an earlier version did not have."""
+    upgraded = {**settings}
+    if "objective.advantages" not in settings or "objective.local_coef" in settings:
+        return upgraded
+    upgraded["objective.local_coef"] = 0.0
+    if settings["objective.advantages"] != "gae":
+        upgraded["objective.lam"] = 1.0
+    return upgraded
