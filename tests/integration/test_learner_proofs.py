@@ -124,8 +124,9 @@ def token_loss(sample: TrainSample, t: int, logprobs: torch.Tensor) -> torch.Ten
     clipped = rho.clamp(1 - OBJECTIVE.clip_eps, 1 + OBJECTIVE.clip_eps)
     correction = min(math.exp(old - float(sample.rollout_logprobs[t])), OBJECTIVE.rollout_correction_cap)
     k3 = (ref - logprob).exp() - 1 - (ref - logprob)
+    kl = correction * rho.clamp(max=5) * k3
     entropy = -(logprobs.exp() * logprobs).sum()
-    return -correction * torch.minimum(rho * advantage, clipped * advantage) + KL_COEF * k3 - 0.1 * entropy
+    return -correction * torch.minimum(rho * advantage, clipped * advantage) + KL_COEF * kl - 0.1 * entropy
 
 
 def plain_gradients(base: Path, samples: tuple[TrainSample, ...]) -> tuple[dict[str, np.ndarray], float]:
