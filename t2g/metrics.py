@@ -96,7 +96,9 @@ OUTCOME_REWARD = _add("reward/outcome/<source>", "reward per response", "one of 
 CRITERION_REWARD = _add("criterion_reward/<criterion>", "reward per response", "sum of the criterion's token rewards")
 
 ZERO_VARIANCE = _add(
-    "group/zero_variance_share", "share of prompts", "all samples earn the same, so that they carry nothing"
+    "group/zero_variance_share",
+    "share of prompts",
+    "all samples earn the same at every token",
 )
 GOOD_SHARE = _add("tokens/good_share", "share of tokens", "answer tokens in spans worth more than 0")
 POOR_SHARE = _add("tokens/poor_share", "share of tokens", "answer tokens in spans worth less than 0")

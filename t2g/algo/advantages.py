@@ -148,8 +148,8 @@ def compare_samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scaled advantages without a critic, and returns: `gae` over values from the prompt's other samples.
 
-    A group whose samples have equal returns everywhere gets 0: whitening would move it by the mean of the step, in a
-    direction that none of its samples speaks for.
+    A group whose samples have equal returns, or that has one sample, gets 0: whitening and the means of other prompts
+    would move it in a direction that none of its samples speaks for.
 
     Args:
         rewards: [B, R]; mask, groups and gamma as in `group_advantages`.
@@ -174,7 +174,7 @@ def compare_samples(
         returns = returns.to(rewards.dtype)
 
     advantages = whiten(advantages, mask, whitening)
-    is_constant = constant_groups(returns, mask, groups)
+    is_constant = constant_groups(returns, mask, groups, state_ids)
     return torch.where(is_constant[:, None], 0, advantages), returns
 
 
@@ -210,7 +210,7 @@ def add_local_credit(
         mask: 1 on sampled tokens.
         coef: Weight of the local term.
         cap: Bound of the local term before `coef`; where few tokens have spans, the rms makes each of them large.
-        keep_sign: Whether the sum keeps the sign of A: a span then weakens an advantage, but never turns it.
+        keep_sign: Whether the sum keeps the sign of an A that is not 0; a span that would turn it leaves 0.
 
     >>> advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
     >>> spans = torch.tensor([[0.0, -1.0, 1.0, 0.0]])

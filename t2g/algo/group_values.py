@@ -29,7 +29,7 @@ def state_values(
     the mean of G(k) over the samples of the step's other prompts, to which few samples are shrunk. A state that no
     sample of another prompt reaches is not shrunk; a state that no other sample reaches has the value 0.
 
-    A sample's own return is no part of its values, so that they add no bias to `gae` with lambda 1.
+    A sample's own return is no part of its values.
 
     Args:
         returns: Discounted sums of later rewards.
@@ -114,17 +114,32 @@ def extend_returns(returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return returns.gather(1, positions.minimum(last_positions))
 
 
-def constant_groups(returns: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return whether all samples of the prompt have equal returns at every token position, [B] bool.
+def constant_groups(
+    returns: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, state_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return whether the comparison of a prompt's samples says nothing, [B] bool.
 
-    Such a group says nothing about which of its samples is better. A single sample is no group: False.
+    That holds where all of them have equal returns at every token position, or, with `state_ids`, at the start of
+    every state that they reach. A single sample has nothing to be compared with: True.
     """
     is_constant = torch.zeros(len(returns), dtype=torch.bool)
     for group in groups.unique():
         rows = (groups == group).nonzero().squeeze(1)
-        if len(rows) == 1:
-            continue
-        extended = extend_returns(returns[rows], mask[rows])
-        spread = extended.amax(0) - extended.amin(0)
-        is_constant[rows] = bool((spread < 1e-6).all())
+        if state_ids is None:
+            extended = extend_returns(returns[rows].double(), mask[rows])
+            spread = extended.amax(0) - extended.amin(0)
+        else:
+            spread = _spread_by_state(returns[rows], mask[rows], state_ids[rows])
+        tolerance = 1e-6 * returns[rows].abs().max() if returns.shape[1] else 0.0
+        is_constant[rows] = bool((spread <= tolerance).all())
     return is_constant
+
+
+def _spread_by_state(returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor) -> torch.Tensor:
+    """Return the largest less the smallest return at the start of each state, over the samples that reach it, [K]."""
+    own = _sum_own(returns, mask, state_ids)
+    is_reached = own.counts > 0
+    highest = torch.where(is_reached, own.totals, -torch.inf).amax(0)
+    lowest = torch.where(is_reached, own.totals, torch.inf).amin(0)
+    spread = highest - lowest
+    return torch.where(is_reached.any(0), spread, 0)

@@ -115,9 +115,9 @@ def kl_loss(
 
     k3 estimates KL(policy || reference) from tokens of the *current* policy. The tokens come from the engine, so each
     counts by rho_t w_t, the ratio of current to old and of old to engine (as in `policy_loss`). The gradient passes
-    through rho too: then it is that of the exact KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Without rho, a
-    token that the update has made unlikely would add reference / policy without bound. Now it adds at most
-    w_t reference / old.
+    through rho too: where neither bound acts it is that of the exact KL in each state (DeepSeek-V3.2, arXiv 2512.02556,
+    section 3.1). Without rho, a token that the update has made unlikely would add reference / policy without bound.
+    Now it adds less than reference / old, or less than rho log(policy / reference).
 
     Example: old = reference = .5, policy .25, both weights 1: rho .5, k3 = 2 - 1 - log 2, loss .1534.
     """

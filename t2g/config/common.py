@@ -325,7 +325,7 @@ class AlarmConfig(Section):
         None, gt=0, description="nats per token, for responses whose length makes max_kl useless; none: no bound"
     )
     max_zero_variance_share: float = Field(
-        0.9, ge=0, le=1, description="share of prompts whose samples all earn the same"
+        0.9, ge=0, le=1, description="share of prompts whose samples all earn the same at every token"
     )
     min_entropy: float = Field(0.01, ge=0, description="nats per token")
     length_ratio: float = Field(

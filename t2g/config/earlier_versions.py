@@ -29,6 +29,9 @@ def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "objective.advantages" not in settings or "objective.local_coef" in settings:
         return upgraded
     upgraded["objective.local_coef"] = 0.0
+    if settings.get("objective.kl_estimator") == "k3":
+        # Its steps had another loss: the run cannot continue with the same one.
+        upgraded["objective.kl_estimator"] = "k3 without the ratio of the policies"
     if settings["objective.advantages"] != "gae":
         upgraded["objective.lam"] = 1.0
     return upgraded

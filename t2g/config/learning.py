@@ -139,7 +139,7 @@ class ObjectiveConfig(FollowingSection):
         3.0, gt=0, description="bound of that term before its weight, in root mean squares over the step's tokens"
     )
     local_keeps_sign: bool = Field(
-        False, description="whether that term may weaken an advantage, but never turn its sign"
+        False, description="whether that term leaves the sign of every advantage that is not 0"
     )
     teacher: TeacherConfig | None = Field(
         None,
@@ -182,7 +182,7 @@ class ObjectiveConfig(FollowingSection):
     kl_coef: float = Field(0.05, ge=0, description="initial coefficient of the KL penalty")
     kl_target: float | None = Field(6.0, gt=0, description="nats per sequence; none keeps the coefficient fixed")
     kl_target_per_token: float | None = Field(
-        None, gt=0, description="nats per token, in place of kl_target where responses are long; none: kl_target"
+        None, gt=0, description="nats per token, for long responses: kl_target is not read then; none: kl_target"
     )
     kl_horizon: int = Field(
         10_000,
@@ -208,15 +208,6 @@ class ObjectiveConfig(FollowingSection):
             raise ValueError(
                 f"objective.lam={self.lam:g} needs values that follow each other, which advantages=group_normalised "
                 "lacks: set advantages=group, or lam=1"
-            )
-        if (
-            self.kl_target_per_token is not None
-            and {"kl_target"} & self.model_fields_set
-            and self.kl_target is not None
-        ):
-            raise ValueError(
-                f"objective.kl_target_per_token={self.kl_target_per_token:g} replaces objective.kl_target="
-                f"{self.kl_target:g}: set one of the two"
             )
         if self.local_coef > 0 and self.span_coef == 0:
             raise ValueError(

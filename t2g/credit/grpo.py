@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
+from t2g.config import ObjectiveConfig
 from t2g.credit.assign import assign_credit
 from t2g.feedback import decode
 
@@ -24,6 +25,7 @@ class SpanGRPOTrainer(GRPOTrainer):
         judge: `judge(prompts, completions, **columns)` returns a judgement, or None, for each completion: what a
             feedback function of t2g returns.
         reward_funcs: TRL's reward functions, for numbers in addition to the spans.
+        objective: How spans become advantages, see `assign_credit`.
         kwargs: Other arguments of GRPOTrainer.
     """
 
@@ -33,9 +35,11 @@ class SpanGRPOTrainer(GRPOTrainer):
         judge: Callable[..., Sequence[Any]],
         args: GRPOConfig,
         reward_funcs: Any = (),
+        objective: ObjectiveConfig | None = None,
         **kwargs: Any,
     ) -> None:
         self.judge = judge
+        self.objective = objective
         others = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         args = copy.copy(args)
         other_weights = args.reward_weights or [1.0] * len(others)
@@ -53,7 +57,9 @@ class SpanGRPOTrainer(GRPOTrainer):
         size = self.num_generations if self.model.training else self.num_generations_eval
         groups = [row // size for row in range(len(batch))]
         all_texts, all_ids, all_judgements = zip(*batch, strict=True)
-        credit = assign_credit(self.processing_class, all_texts, all_ids, all_judgements, groups)
+        credit = assign_credit(
+            self.processing_class, all_texts, all_ids, all_judgements, groups, objective=self.objective
+        )
 
         first = self.accelerator.process_index * len(texts)
         own = slice(first, first + len(texts))

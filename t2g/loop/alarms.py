@@ -213,10 +213,10 @@ def _format_credit_alarm(name: str, value: float, config: AlarmConfig) -> str:
         )
     if name == m.ZERO_VARIANCE and value > config.max_zero_variance_share:
         return (
-            f"the samples of {value:.0%} of the prompts all earn the same, above alarms.max_zero_variance_share="
-            f"{config.max_zero_variance_share:.0%}, so that the step learns from few prompts: take prompts of another "
-            "difficulty, raise rollout.samples_per_prompt or rollout.temperature, or pay for more "
-            "(objective.outcome_rewards, feedback.style)"
+            f"the samples of {value:.0%} of the prompts all earn the same at every token, above "
+            f"alarms.max_zero_variance_share={config.max_zero_variance_share:.0%}, so that comparing them says "
+            "nothing: take prompts of another difficulty, raise rollout.samples_per_prompt or rollout.temperature, or "
+            "pay for more (objective.outcome_rewards, feedback.style)"
         )
     return ""
 

@@ -105,7 +105,8 @@ def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveCon
     step = _mix_rewards(scored, placed, None, objective, kl_coef=0.0)
     returns, _ = gae(step.rewards, torch.zeros_like(step.rewards), step.mask, step.gamma, 1.0)
     is_constant = constant_groups(returns, step.mask, groups)
-    num_constant = len(groups[is_constant].unique())
+    num_single = int((sizes == 1).sum())
+    num_constant = len(groups[is_constant].unique()) - num_single
     return num_constant / num_groups
 
 
@@ -117,41 +118,54 @@ def _state_ids(
         case "position":
             return None
         case "sentence":
-            rows = []
-            for response in scored:
-                has_end = response.rollout.finish_reason == "stop"
-                rows.append(sentence_states(response.sentence_ids, has_end=has_end))  # turns start sentences as well
+            counts = [_count_sentences(response) for response in scored]
         case "span":
-            rows = _span_states(scored, placed, objective)
-    return pad_sampled(scored, rows).long()
+            unit = objective.rewards.unit
+            counts = [count_paid_spans(rewards, unit) for rewards in placed]
+    return pad_sampled(scored, _within_turns(scored, counts)).long()
 
 
-def _span_states(
-    scored: Sequence[ScoredRollout], placed: Sequence[np.ndarray], objective: ObjectiveConfig
-) -> list[np.ndarray]:
-    """Return the number of spans that finished before each token, [R] each; in a conversation within its turn."""
+def _within_turns(scored: Sequence[ScoredRollout], counts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return a state for each turn and each count within the turn, [R] each; a response without turns is one."""
     turns = []
-    counts = []
-    for response, rewards in zip(scored, placed, strict=True):
+    counts_of_turns = []
+    for response, count in zip(scored, counts, strict=True):
         turn_ids = _turn_ids(response.rollout)
-        finished = count_paid_spans(rewards, objective.rewards.unit)
         first_tokens = np.searchsorted(turn_ids, turn_ids)  # first token of each token's turn
         turns.append(turn_ids)
-        counts.append(finished - finished[first_tokens])
+        counts_of_turns.append(count - count[first_tokens])
 
-    states_of_turn = 1 + max((int(count.max(initial=0)) for count in counts), default=0)
-    return [turn_ids * states_of_turn + count for turn_ids, count in zip(turns, counts, strict=True)]
+    states_of_turn = 1 + max((int(count.max(initial=0)) for count in counts_of_turns), default=0)
+    return [turn_ids * states_of_turn + count for turn_ids, count in zip(turns, counts_of_turns, strict=True)]
+
+
+def _count_sentences(scored: ScoredRollout) -> np.ndarray:
+    """Return the sentences of the answers that began up to each token, [R]; a turn's thinking is one with its start.
+
+    The last token of a turn, which ends it, counts as a sentence of its own, unless the response was truncated.
+    """
+    is_first = np.diff(scored.sentence_ids, prepend=-1) > 0
+    is_answer = scored.answer_tokens
+    begins_answer = is_answer & ~np.append(False, is_answer[:-1])
+    begins = (is_first & is_answer) | begins_answer
+    ends_turn = _ends_turn(scored.rollout)
+    return np.cumsum(begins | ends_turn)
+
+
+def _ends_turn(rollout: Rollout) -> np.ndarray:
+    """Return whether a token ends a turn, or a response that was not truncated, [R] bool."""
+    ends = np.zeros(len(rollout.response_ids), bool)
+    for turn in rollout.conversation:
+        ends[turn.tokens[1] - 1] = True
+    ends[-1:] = rollout.finish_reason == "stop"
+    return ends
 
 
 def sentence_states(sentence_ids: np.ndarray, *, has_end: bool) -> np.ndarray:
-    """Return the index of each token's sentence, [R]; a token that ends the response (EOS) has one of its own.
-
-    So the choice to end is compared with what others earn by another sentence.
-    """
-    states = sentence_ids.copy()
-    if has_end and len(states) > 1:
-        states[-1] += 1
-    return states
+    """Return the state of each token of a response without turns or thinking, [R]: its sentence, or its end (EOS)."""
+    begins = np.diff(sentence_ids, prepend=-1) > 0
+    begins[-1:] |= has_end
+    return np.cumsum(begins) - 1
 
 
 def _turn_ids(rollout: Rollout) -> np.ndarray:

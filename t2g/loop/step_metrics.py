@@ -68,11 +68,15 @@ def step_metrics(
 
 
 def group_metrics(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> dict[str, float]:
-    """Return the share of prompts whose samples all earn the same; {} without two samples of a prompt.
+    """Return the share of prompts whose samples all earn the same at every token.
+
+    {} where samples are not compared: with a critic, a teacher alone, or one sample a prompt.
 
     Args:
         seed: The run's seed, for rewards.placement=shuffled.
     """
+    if objective.uses_critic or not objective.trains_rewards:
+        return {}
     share = zero_variance_share(scored, objective, seed=seed)
     return {} if share is None else {m.ZERO_VARIANCE: share}
 

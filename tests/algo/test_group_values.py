@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.algo import gae
-from t2g.algo.advantages import add_local_credit, boundary_lambdas, group_advantages
+from t2g.algo.advantages import add_local_credit, boundary_lambdas, compare_samples, group_advantages
 from t2g.algo.group_values import constant_groups, position_values, state_values
 
 
@@ -183,8 +183,11 @@ def test_local_credit_has_unit_scale() -> None:
     assert local([1.0, -1.0], [0.0, 0.0]) == [1.0, -1.0]
 
 
-def test_local_credit_equals_the_published_forms() -> None:
-    """The response's advantage on every token, and a smaller term on the span's own tokens."""
+def test_local_credit_has_the_form_of_published_methods() -> None:
+    """The response's advantage on every token, and a smaller term on the span's own tokens.
+
+    Coefficients and bounds are examples: each paper scales its terms in its own way.
+    """
     response = [0.8] * 4
     spans = [0.0, -1.0, -1.0, 0.0]
     rms = 0.5**0.5
@@ -192,9 +195,9 @@ def test_local_credit_equals_the_published_forms() -> None:
     assert local(response, spans, coef=0.5) == pytest.approx([0.8, 0.8 - 0.5 / rms, 0.8 - 0.5 / rms, 0.8])
     # CorVer (2605.29648): the local term is at most .3 where the response's advantages span 3
     assert local(response, spans, coef=0.3, cap=1.0) == pytest.approx([0.8, 0.5, 0.5, 0.8])
-    # CAPO (2508.02298): the penalty of wrong steps weighs less than the outcome, here half
+    # CAPO (2508.02298): a wrong step costs less than the outcome is worth, here half
     assert local([1.0] * 4, spans, coef=0.5, cap=1.0) == pytest.approx([1.0, 0.5, 0.5, 1.0])
-    # FARCA's bound: a span weakens the response's advantage and never turns it
+    # with the sign kept, as in FARCA's soft flip with weight 1/2 or less
     assert local(response, spans, coef=2.0, cap=1.0, keep_sign=True) == pytest.approx([0.8, 0.0, 0.0, 0.8])
     assert local([-0.8] * 4, spans, coef=2.0, cap=1.0, keep_sign=True) == pytest.approx([-0.8, -2.8, -2.8, -0.8])
 
@@ -205,4 +208,21 @@ def test_groups_whose_samples_earn_the_same() -> None:
     groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
     returns, _ = gae(padded(rewards, 0.0), torch.zeros_like(mask), mask, 1.0, 1.0)
     # group 1 earns the same in total, but at other tokens; group 2 is a single sample
-    assert constant_groups(returns, mask, groups).tolist() == [True, True, False, False, False, True, True]
+    assert constant_groups(returns, mask, groups).tolist() == [True, True, False, False, True, True, True]
+    # by state, one state for the whole response, the totals count alone
+    states = torch.zeros_like(mask, dtype=torch.long)
+    assert constant_groups(returns, mask, groups, states).all()
+
+
+@pytest.mark.parametrize("whitening", ["full", "none"])
+def test_a_group_that_is_equal_in_its_states_has_no_advantage(whitening: str) -> None:
+    """One good span each, at other tokens; and a lone sample. The other prompt earns more, which moves their values."""
+    rewards = padded([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [3.0, 0.0, 0.0], [0.0, 0.0, 2.0], [1.0, 1.0, 1.0]], 0.0)[:, :3]
+    states = torch.tensor([[0, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 0], [0, 1, 2]])
+    mask = torch.ones_like(rewards)
+    groups = torch.tensor([0, 0, 1, 1, 2])
+    advantages, _ = compare_samples(
+        rewards, mask, groups, 1.0, state_ids=states, lam=0.9, normalize=False, whitening=whitening
+    )
+    is_zero = (advantages == 0).all(1)
+    assert is_zero.tolist() == [True, True, False, False, True]

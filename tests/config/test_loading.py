@@ -739,6 +739,11 @@ def test_the_config_of_an_earlier_run_keeps_its_objective(tmp_path: Path, advant
     assert (objective.local_coef, objective.lam) == (0.0, lam)
 
 
+def test_a_target_per_token_is_read_back(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD + "objective: {kl_target_per_token: 0.01}\n")
+    assert loading.load(PolicyJob, loading.write(job, tmp_path / "run")) == job
+
+
 def test_a_config_that_people_write_has_todays_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD).objective.local_coef == 0.3
     assert load(tmp_path, GOOD + "objective: {lam: 0.9}\n").objective.lam == 0.9

@@ -32,7 +32,7 @@ from actors.learner.rank_batches import correction_metrics
 from actors.learner.trainers import NO_CRITIC
 from actors.weights.sync import FleetWeightSync
 from t2g.algo import head
-from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
+from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig, with_overrides
 from t2g.config.learning import TeacherConfig
 from t2g.data.batching import normalize_weights
 from t2g.feedback import token_offsets, token_rewards
@@ -433,3 +433,18 @@ def test_without_a_learning_rate_the_gap_stays(pair: Pair) -> None:
         assert asyncio.run(sync.push(step)).policy_version == step
     assert means == pytest.approx([means[0]] * 3, rel=0.1)
     assert all(np.array_equal(before[key], value) for key, value in sent_weights(pair.group).items())
+
+
+def test_the_surrogate_and_its_clip_reach_the_learner(
+    base: Path, hosts: list[Any], learners: dict[str, Started], batch: TrainBatch
+) -> None:
+    """GSPO and an upper clip give other gradients of the same batch."""
+    _, plain = learners["one"].gradient(batch)
+    norms = {}
+    for name, changes in {"gspo": {"surrogate": "gspo"}, "higher": {"clip_eps_high": 5.0}}.items():
+        objective = with_overrides(OBJECTIVE, changes)
+        group = SharedGroup(learner_spec(base, objective, **ONE_STEP), hosts)
+        norms[name] = group.update(batch).metrics["policy/grad_norm"]
+        group.close()
+    assert norms["gspo"] != pytest.approx(plain["policy/grad_norm"], rel=1e-3)
+    assert norms["higher"] > plain["policy/grad_norm"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from t2g.config import AlarmConfig
 from t2g.loop.alarms import find_alarms
 
-CONFIG = AlarmConfig(max_kl=40, min_entropy=0.01, length_ratio=2, max_failed_share=0.1)
+CONFIG = AlarmConfig(max_kl=40, max_kl_per_token=0.2, min_entropy=0.01, length_ratio=2, max_failed_share=0.1)
 
 
 def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
@@ -32,6 +32,8 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ),
         ("response/unanswered_share", (1.0,), ["100% of the responses", "thinking", "rollout.max_new_tokens"]),
         ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "feedback.log"]),
+        ("group/zero_variance_share", (0.2, 0.95), ["95% of the prompts", "alarms.max_zero_variance_share=90%"]),
+        ("policy/kl_per_token", (0.1, 0.3), ["0.3 nats per token", "alarms.max_kl_per_token=0.2"]),
         ("feedback/located_rate", (0.9, 0.5), ["50% of the feedback's quotes", "alarms.min_located_rate=75%", "exact"]),
         ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
         ("policy/kl", (0.0, 4.0, 9.9, 20.1), ["from 9.9 to 20.1 nats", "alarms.max_kl=40", "learner.policy.lr"]),

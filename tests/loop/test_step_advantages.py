@@ -1,5 +1,6 @@
 """The advantages of a step: values over sentences and spans, local credit, prompts that carry nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,6 @@ def test_the_share_of_prompts_that_carry_nothing() -> None:
         ({"lam": 0.9, "advantages": "group_normalised"}, "objective.lam=0.9"),
         ({"local_coef": 0.3, "span_coef": 0}, "objective.local_coef=0.3"),
         ({"local_cap": 0}, "local_cap"),
-        ({"kl_target": 3, "kl_target_per_token": 0.1}, "objective.kl_target_per_token=0.1"),
         ({"clip_eps_high": 0}, "clip_eps_high"),
         ({"surrogate": "grpo"}, "surrogate"),
     ],
@@ -211,3 +211,23 @@ def test_lambda_follows_the_kind_of_advantages() -> None:
     assert ObjectiveConfig().lam == 1.0
     assert ObjectiveConfig(advantages="gae").lam == 0.95
     assert ObjectiveConfig(advantages="gae", lam=0.5).lam == 0.5
+
+
+def test_sentences_of_conversations_are_counted_within_their_turns() -> None:
+    """Turns of two tokens, the last of which ends the turn; an inserted token between them."""
+    rollout = make_conversation([2, 2], [1])
+    long_first = score(rollout, [0, 0, 0, 2, 0], sentences=[0, 1, 1, 2, 2])
+    plain = score(rollout, [0, 0, 0, 0, 1], sentences=[0, 0, 0, 1, 1])
+    # states: start of the first turn, its end, start of the second turn, its end
+    rows = advantages_of([long_first, plain], values="sentence", lam=0)
+    assert rows[0] == pytest.approx([0 + 1 - 1, 0 + 1 - 1, 2 + 1 - 1, 0 - 1])
+
+
+def test_thinking_is_one_state() -> None:
+    """The first response thinks for three sentences, the second for one: their answers start in the same state."""
+    thinks = make_scored([0, 0, 0, 1, 0], sentences=[0, 1, 2, 3, 3], finish_reason="length")
+    short = make_scored([0, 0, -1], sentences=[0, 1, 1], finish_reason="length")
+    answers = [np.array([False, False, False, True, True]), np.array([False, True, True])]
+    scored = [replace(r, answer_tokens=a) for r, a in zip([thinks, short], answers, strict=True)]
+    rows = advantages_of(scored, values="sentence")
+    assert rows[0] == pytest.approx([1 + 1, 1 + 1, 1 + 1, 1 + 1, 0 + 1])

@@ -327,8 +327,18 @@ def test_a_run_without_local_credit_is_not_continued_with_it(made: Made) -> None
     path.write_text(json.dumps(saved))
     refusal = made.refusal()
     assert "objective.local_coef (0.0 -> 0.3)" in refusal
+    assert "k3 without the ratio of the policies" in refusal
     assert "objective.lam" not in refusal
-    made.begin(objective={"local_coef": 0})
+
+
+def test_a_run_with_a_critic_is_continued(made: Made) -> None:
+    critic = {"advantages": "gae"}
+    made.begin(objective=critic)
+    path = made.root / "runs/own" / IDENTITY_FILE
+    saved = json.loads(path.read_text())
+    del saved["config"]["objective.local_coef"]
+    path.write_text(json.dumps(saved))
+    made.begin(objective=critic)
 
 
 def test_a_removed_key_that_changes_nothing_is_no_difference(made: Made) -> None:

@@ -48,7 +48,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     }
     more["dr_grpo"] = {placement, local, "objective.whiten"}
     more["gspo"] = {placement, "objective.surrogate", "objective.clip_eps", clip_high} | grpo
-    more["cispo"] = {placement, "objective.surrogate", clip_high} | grpo
+    more["cispo"] = {placement, "objective.surrogate", clip_high} | grpo - {"objective.loss_aggregation"}
     more |= {
         "scalar_critic": {placement} | critic,
         "grpo": {placement} | grpo,
