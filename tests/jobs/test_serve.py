@@ -1,5 +1,6 @@
 """jobs.serve around a stand-in for vLLM's server: exit codes are passed on, and nothing is left, whatever happens."""
 
+import contextlib
 import json
 import os
 import signal
@@ -133,6 +134,22 @@ def test_a_server_that_ends_at_once_says_why(tmp_path: Path, capsys: pytest.Capt
     assert "ValueError: no such model" in capsys.readouterr().err
 
 
+def wait_for_sleep(pid: int) -> list[int]:
+    """Return the ids of the processes `sleep 300` below a process, once there is one; [] if none starts in 30 s."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        children = psutil.Process(pid).children(recursive=True)
+        sleeping = []
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "300" in child.cmdline() and child.name() == "sleep":
+                    sleeping.append(child.pid)
+        if sleeping:
+            return sleeping
+        time.sleep(0.05)
+    return []
+
+
 def test_sigterm_ends_command_and_server(tmp_path: Path) -> None:
     """In a process of its own, since it is told to stop; the command ends a harness of its own, too."""
     port = free_port()
@@ -143,9 +160,9 @@ def test_sigterm_ends_command_and_server(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         assert "answers at" in job.stdout.readline()
-        time.sleep(0.5)
-        sleeping = [p.pid for p in psutil.Process(job.pid).children(recursive=True) if "300" in p.cmdline()]
+        sleeping = wait_for_sleep(job.pid)
         job.send_signal(signal.SIGTERM)
         assert job.wait(30) == 143
-    assert sleeping and all(map(has_ended, sleeping))
+    assert sleeping
+    assert all(map(has_ended, sleeping))
     assert_nothing_is_left(tmp_path, port)
