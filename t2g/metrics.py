@@ -22,7 +22,7 @@ class Metric:
     """A metric, or a family of metrics whose name has placeholders.
 
     Attributes:
-        unit: What one is of, and for a mean per what. A share lies in [0, 1].
+        unit: The unit of the number, with what a mean is taken over: nats per token. A share lies in [0, 1].
     """
 
     name: str

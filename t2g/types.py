@@ -210,7 +210,7 @@ class ScoredRollout:
 
     rollout: Rollout
     feedback: SpanFeedback
-    token_rewards: np.ndarray  # [R] float32, rewards of the spans by objective.rewards; before placement, weight and KL
+    token_rewards: np.ndarray  # [R] float32, rewards of the spans by objective.rewards; before placement, span_coef and KL
     per_token_rewards: (
         np.ndarray
     )  # [R] float32, the paper's delta: each token has its spans' value, whatever their unit
@@ -222,7 +222,7 @@ class ScoredRollout:
 
     @property
     def rewards(self) -> np.ndarray:
-        """[R] float32: token_rewards plus the truncation penalty at the last token; before placement, weight and KL."""
+        """[R] float32: token_rewards plus the truncation penalty at the last token; before placement, span_coef and KL."""
         rewards = self.token_rewards.copy()
         rewards[-1:] += self.truncation_penalty
         return rewards

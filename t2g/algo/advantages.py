@@ -20,7 +20,7 @@ def combine_rewards(
     span_coef: float,
     kl_coef: float,
 ) -> torch.Tensor:
-    """Return r_t = span_coef * delta_t + [t = T] * R_end - kl_coef * k1_t, 0 where mask is 0.
+    """Return r_t = span_coef * place(d)_t + [t = T] * R_end - kl_coef * k1_t, 0 where mask is 0.
 
     outcome_rewards is [B] and is paid at each row's last token with mask 1; the other tensors are [B, R]. k1 is the KL
     estimate of `t2g.algo.kl.kl_k1` to the reference.
@@ -198,15 +198,15 @@ def add_local_credit(
     cap: float,
     keep_sign: bool,
 ) -> torch.Tensor:
-    """Return A_t + coef * clip(d_t / rms(d), -cap, cap), the spans' own values on their own tokens added.
+    """Return A_t + coef * clip(c_t / rms(c), -cap, cap), the spans' own values on their own tokens added.
 
-    A_t says what followed token t, d_t what the critique said of token t itself: good or poor, without the noise of
-    later spans. rms is over the step's tokens, as is the scale of A after `whiten`. The family of CAPO
-    (arXiv 2508.02298), RTT (2604.02795, coef .5) and CorVer (2605.29648), which have the response's advantage as A.
+    A_t holds the rewards after token t. c_t is the critique's label of token t itself, without the noise of later
+    spans. rms is over the step's tokens, as is the scale of A after `whiten`. CAPO (arXiv 2508.02298), RTT (2604.02795)
+    and CorVer (2605.29648) add such a term to the response's advantage.
 
     Args:
         advantages: A, whitened, [B, R].
-        span_values: d, the value of the spans that cover token t, [B, R]; 0 elsewhere.
+        span_values: c, the value of the spans that cover token t, [B, R]; 0 elsewhere.
         mask: 1 on sampled tokens.
         coef: Weight of the local term.
         cap: Bound of the local term before `coef`; where few tokens have spans, the rms makes each of them large.

@@ -53,7 +53,7 @@ def find_artifacts(job: AnyJob) -> Path | None:
 
 
 def is_made_later(path: str, artifacts: Path | None) -> bool:
-    """Return whether the job itself makes what is at a path: it is ${rewards}, or lies in the folder of artifacts."""
+    """Return whether the job itself makes the file of a path: ${rewards}, or a file in the folder of artifacts."""
     if "${" in path:
         return True
     return artifacts is not None and Path(path).is_relative_to(artifacts)

@@ -120,7 +120,7 @@ class ObjectiveConfig(FollowingSection):
         "with gae, 1 without a critic",
     )
     turn_gamma: float = Field(
-        1.0, ge=0, le=1, description="discount from a turn of a conversation to the turn before it, beside gamma. 0: "
+        1.0, ge=0, le=1, description="discount from a turn of a conversation to the turn before it, times gamma. 0: "
         "a turn's rewards are those of its own tokens alone; the default with feedback.source=next_message and "
         "rewards.placement span or step"
     )  # fmt: skip

@@ -12,7 +12,7 @@ from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets, token_rewards
 from t2g.feedback.parse import read_judgement
 from t2g.feedback.rewards import apply_placement, compute_sentence_ids, count_paid_spans
-from t2g.loop.step_advantages import StepRewards, add_spans, advantages_of_groups, pad_rows, sentence_states
+from t2g.loop.step_advantages import StepRewards, add_span_credit, compare_with_group, pad_rows, sentence_states
 from t2g.tasks.base import Task
 from t2g.types import SpanFeedback
 
@@ -89,9 +89,9 @@ def assign_credit(
     token_rewards = pad_rows([row.paid for row in rows])
     mask = pad_rows([np.full(len(row.paid), row.is_judged) for row in rows])
     step = StepRewards(mask=mask, rewards=objective.span_coef * token_rewards, gamma=objective.gamma)
-    compared = advantages_of_groups(step, _number_groups(groups, rows), _pad_states(rows, objective), objective)
+    compared = compare_with_group(step, _number_groups(groups, rows), _pad_states(rows, objective), objective)
     span_values = pad_rows([row.per_token for row in rows])
-    advantages = add_spans(compared.advantages, span_values, mask, objective)
+    advantages = add_span_credit(compared.advantages, span_values, mask, objective)
     return Credit(token_rewards=token_rewards, advantages=advantages)
 
 

@@ -52,13 +52,13 @@ def compute_advantages(
         advantages = whiten(advantages, step.mask, objective.whiten)
     else:
         state_ids = _state_ids(scored, placed, objective)
-        advantages, returns = advantages_of_groups(step, number_prompts(scored), state_ids, objective)
+        advantages, returns = compare_with_group(step, number_prompts(scored), state_ids, objective)
     local_values = [_local_values(response, objective, seed) for response in scored]
-    advantages = add_spans(advantages, pad_sampled(scored, local_values), step.mask, objective)
+    advantages = add_span_credit(advantages, pad_sampled(scored, local_values), step.mask, objective)
     return StepAdvantages(advantages=advantages, returns=returns)
 
 
-def advantages_of_groups(
+def compare_with_group(
     step: StepRewards, groups: torch.Tensor, state_ids: torch.Tensor | None, objective: ObjectiveConfig
 ) -> StepAdvantages:
     """Return scaled advantages against the prompt's other samples; see `t2g.algo.advantages.compare_samples`."""
@@ -75,7 +75,7 @@ def advantages_of_groups(
     return StepAdvantages(*compared)
 
 
-def add_spans(
+def add_span_credit(
     advantages: torch.Tensor, span_values: torch.Tensor, mask: torch.Tensor, objective: ObjectiveConfig
 ) -> torch.Tensor:
     """Return the advantages plus `objective.local_coef` times the spans' values on their own tokens, [B, R] each."""
