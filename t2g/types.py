@@ -210,10 +210,8 @@ class ScoredRollout:
 
     rollout: Rollout
     feedback: SpanFeedback
-    token_rewards: np.ndarray  # [R] float32, rewards of the spans by objective.rewards; before placement, span_coef and KL
-    per_token_rewards: (
-        np.ndarray
-    )  # [R] float32, the paper's delta: each token has its spans' value, whatever their unit
+    token_rewards: np.ndarray  # [R] float32, the spans' rewards by objective.rewards; before placement, span_coef, KL
+    per_token_rewards: np.ndarray  # [R] float32, the paper's delta: each token has its spans' value, in any unit
     sentence_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
     answer_tokens: np.ndarray  # [R] bool, whether the token belongs to an answer: no thinking, nothing inserted
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
@@ -222,7 +220,7 @@ class ScoredRollout:
 
     @property
     def rewards(self) -> np.ndarray:
-        """[R] float32: token_rewards plus the truncation penalty at the last token; before placement, span_coef and KL."""
+        """[R] float32: token_rewards plus the truncation penalty at the last token; before placement, span_coef, KL."""
         rewards = self.token_rewards.copy()
         rewards[-1:] += self.truncation_penalty
         return rewards
