@@ -234,7 +234,7 @@ class TokenStats:
     ref_logprobs: np.ndarray  # [R] float32, frozen reference
     values: np.ndarray  # [R] float32, critic's value of the state before token t; 0 without a critic
     entropy: np.ndarray  # [R] float32, nats, of the policy at token t
-    # [R, k] int32, the policy's likeliest tokens at t, likeliest first; empty without objective.teacher
+    # [R, k] int32, the policy's likeliest tokens at t, likeliest first; empty unless a teacher is distilled
     top_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
 
 
@@ -252,7 +252,7 @@ class TeacherQuery:
 
     prompt_ids: np.ndarray  # [P] int32, with the critique
     response_ids: np.ndarray  # [R] int32
-    top_ids: np.ndarray  # [R, k] int32, see `TokenStats`
+    top_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [R, k], see `TokenStats`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,8 @@ class TeacherStats:
     """The log-probabilities of the teacher, which reads a critique."""
 
     logprobs: np.ndarray  # [R] float32, of the sampled tokens
-    top_logprobs: np.ndarray  # [R, k] float32, of `TokenStats.top_ids`
+    # [R, k] float32, of `TokenStats.top_ids`; empty without them
+    top_logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +293,7 @@ class TrainSample(TrainSequence):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSample(TrainSample):
-    """One response for PPO with `objective.teacher`."""
+    """One response for PPO with a teacher that is distilled."""
 
     top_ids: np.ndarray  # [R, k] int32, see `TokenStats`
     teacher_logprobs: np.ndarray  # [R, k] float32, of top_ids

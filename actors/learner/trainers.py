@@ -81,7 +81,7 @@ class LearnerSpec:
         fields = {"ref_logprobs"}
         if self.objective.uses_critic:
             fields.add("values")
-        if self.objective.teacher:
+        if self.objective.distillation:
             fields.add("top_ids")
         if not self.defers_old_logprobs:
             fields |= {"old_logprobs", "entropy"}
@@ -313,7 +313,7 @@ class PolicyTrainer(ModelTrainer):
 
         stats: dict[str, torch.Tensor] = {}
         if set(fields) - of_other_models:
-            teacher = self.spec.objective.teacher
+            teacher = self.spec.objective.distillation
             top_k = teacher.top_k if teacher and "top_ids" in fields else 0
             outputs = rows.token_outputs(self.engine, temperature, entropy="entropy" in fields, top_k=top_k)
             columns = {
@@ -334,10 +334,13 @@ class PolicyTrainer(ModelTrainer):
         """Return the fields of `TeacherStats`, by the reference, of each `TeacherQuery` in order."""
 
         def score(rows: Rows) -> dict[str, torch.Tensor]:
-            top_ids = rows.matrix("top_ids", 1)
+            top_ids = rows.matrix("top_ids", 1) if self.spec.objective.distillation else None
             with self._reference() as reference:
                 outputs = rows.token_outputs(reference, self.spec.temperature, token_ids=top_ids)
-            return {"logprobs": outputs.logprobs, "top_logprobs": outputs.of_ids}
+            scores = {"logprobs": outputs.logprobs}
+            if outputs.of_ids is not None:
+                scores["top_logprobs"] = outputs.of_ids
+            return scores
 
         return self._on_microbatches(microbatches, score)
 
@@ -370,7 +373,8 @@ class PolicyTrainer(ModelTrainer):
     def _ppo_loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         """Return this microbatch's share of (1 - w) L_pi + w L_teacher + kl_coef * KL - entropy_coef * H.
 
-        w is the teacher's weight, 0 without one (arXiv 2505.22338, section 3.3; arXiv 2601.20802 for L_teacher).
+        w is the weight of a teacher that is distilled, else 0 (arXiv 2505.22338, section 3.3; arXiv 2601.20802 for
+        L_teacher).
         """
         objective = self.spec.objective
         weights = rows.column("weights")
@@ -396,7 +400,7 @@ class PolicyTrainer(ModelTrainer):
             clip_eps_high=objective.resolve_clip_eps_high(),
         )
 
-        teacher = objective.teacher
+        teacher = objective.distillation
         if teacher is not None:
             divergence = top_k_kl(outputs.of_ids, rows.matrix("teacher_logprobs", 1))
             distillation = weighted_sum(divergence * rows.column("teacher_mask"), weights)
@@ -431,7 +435,7 @@ class PolicyTrainer(ModelTrainer):
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
         needs_entropy = self.spec.defers_old_logprobs or objective.entropy_coef > 0
-        top_ids = rows.matrix("top_ids", 1) if objective.teacher else None
+        top_ids = rows.matrix("top_ids", 1) if objective.distillation else None
         return rows.token_outputs(
             self.engine, self.spec.temperature, entropy=needs_entropy, ref_logits=ref_logits, token_ids=top_ids
         )

@@ -1,5 +1,6 @@
 """Token rewards to advantages: the reward mix, GAE, group baselines, whitening (arXiv 2505.22338, section 3.3)."""
 
+from math import ceil
 from typing import Literal
 
 import torch
@@ -8,6 +9,7 @@ from t2g.algo.group_values import constant_groups, extend_returns, position_valu
 from t2g.algo.kl import kl_k1
 
 Whitening = Literal["full", "scale_only", "none"]
+TOKENS_PER_UNLIKELY = 5  # one of so many tokens is among the least likely
 
 
 def combine_rewards(
@@ -187,6 +189,29 @@ def boundary_lambdas(state_ids: torch.Tensor, lam: float) -> torch.Tensor:
     ends_state = starts_state(state_ids)[:, 1:]
     lambdas[:, :-1][ends_state] = lam
     return lambdas
+
+
+def punish_unlikely(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return -1 at the least likely fifth of each response's tokens, at least one, and 0 elsewhere, [B, R].
+
+    A control of teachers: their gain may be that of less noise, whatever the critique says. It is the fixed negative
+    advantage of arXiv 2608.31046, without the paper's weights by entropy.
+
+    Args:
+        logprobs: Of the sampled tokens when they were sampled, [B, R].
+        mask: 1 on the tokens that are trained; only they are counted.
+
+    >>> logprobs = torch.tensor([[-1.0, -4.0, -0.5, -2.0, -0.1, -3.0]])
+    >>> punish_unlikely(logprobs, torch.ones(1, 6)).tolist()
+    [[0.0, -1.0, 0.0, 0.0, 0.0, -1.0]]
+    """
+    advantages = torch.zeros_like(logprobs)
+    for row, keep in enumerate(mask.bool()):
+        positions = keep.nonzero().squeeze(1)
+        num_unlikely = ceil(len(positions) / TOKENS_PER_UNLIKELY)
+        order = logprobs[row, positions].argsort(stable=True)
+        advantages[row, positions[order[:num_unlikely]]] = -1
+    return advantages
 
 
 def add_local_credit(

@@ -5,6 +5,8 @@ from typing import Any
 
 # A config with all of these keys was written by a run: people do not set them together.
 _WRITTEN_KEYS = {"clip_eps", "kl_horizon", "rollout_correction_cap", "vf_coef"}
+# Every teacher was distilled before there was objective.teacher.use.
+_TEACHER_KEYS = {"objective.teacher.use": "distill", "objective.teacher.bound": 4.0}
 
 
 def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -26,6 +28,8 @@ def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an identity, by dotted key, with those that an earlier version did not have."""
     upgraded = {**settings}
+    if "objective.teacher.weight" in settings:
+        upgraded = _TEACHER_KEYS | upgraded
     if "objective.advantages" not in settings or "objective.local_coef" in settings:
         return upgraded
     upgraded["objective.local_coef"] = 0.0

@@ -12,7 +12,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
 Surrogate = Literal["ppo", "gspo", "cispo"]
 Placement = Literal["span", "step", "scalar", "shuffled"]
-Advantages = Literal["gae", "group", "group_normalised"]
+Advantages = Literal["gae", "group", "group_normalised", "unlikely"]
+DEFAULT_WHITENING = {"group_normalised": "none", "unlikely": "scale_only"}  # others: full
 
 
 class OptimConfig(Section):
@@ -59,20 +60,43 @@ class OutcomeRewardConfig(Section):
 
 
 class TeacherConfig(Section):
-    """Self-distillation from feedback (SDPO, arXiv 2601.20802).
+    """A teacher: the frozen reference with the critique of a response in its prompt, without the response itself.
 
-    The teacher is the frozen reference with the critique of a response in its prompt, without the response itself.
+    It is distilled (SDPO, arXiv 2601.20802), or it scales the advantages of the rewards (RLSD, arXiv 2604.03128).
     """
 
-    weight: float = Field(
-        1.0, gt=0, le=1, description="weight of KL(policy || teacher) in the loss; PPO's loss has 1 - weight"
+    use: Literal["distill", "scale"] = Field(
+        "distill",
+        description="distill: KL(policy || teacher) is a term of the loss; scale: the teacher multiplies each token's "
+        "advantage by a positive weight with mean 1 over the response, so that the rewards keep its sign",
     )
+    weight: float = Field(
+        1.0, gt=0, le=1, description="use=distill: weight of KL(policy || teacher) in the loss; PPO's loss has "
+        "1 - weight"
+    )  # fmt: skip
+    bound: float = Field(4.0, gt=1, le=100, description="use=scale: the weights lie between 1 / bound and bound")
     top_k: int = Field(
-        20, ge=1, description="the KL is over the policy's k likeliest tokens and the others as one outcome"
+        20,
+        ge=1,
+        description="use=distill: the KL is over the policy's k likeliest tokens and the others as one outcome",
     )
     critique: Literal["own", "shuffled"] = Field(
         "own", description="shuffled: the critique of another prompt's response, a control of what the critique adds"
     )
+
+    @model_validator(mode="after")
+    def check_weight(self) -> Self:
+        if self.use == "scale" and self.weight != 1:
+            raise ValueError(
+                f"objective.teacher.weight={self.weight:g} is the share of the distillation in the loss, and use=scale "
+                "distils nothing: set weight=1, or use=distill"
+            )
+        return self
+
+    @property
+    def replaces_rewards(self) -> bool:
+        """Return whether nothing but the teacher is trained."""
+        return self.use == "distill" and self.weight == 1
 
 
 def _choose_local_coef(values: dict[str, Any]) -> float:
@@ -110,7 +134,8 @@ class ObjectiveConfig(FollowingSection):
         "group",
         description="group: token returns less those of the prompt's other samples (RLOO where the reward is scalar); "
         "group_normalised: less the group's mean, by its standard deviation (GRPO there); gae: with a critic, the "
-        "default where rollout.samples_per_prompt=1",
+        "default where rollout.samples_per_prompt=1; unlikely: -1 at the least likely 20 % of a response's tokens, "
+        "without any feedback (control)",
     )
     lam: float = Field(
         default_factory=lambda data: 0.95 if data.get("advantages") == "gae" else 1.0,
@@ -143,11 +168,13 @@ class ObjectiveConfig(FollowingSection):
     )
     teacher: TeacherConfig | None = Field(
         None,
-        description="distils the reference that reads the critique into the policy; none: the rewards alone",
+        description="the reference that reads the critique, to distil it or to scale the advantages by it; none: the "
+        "rewards alone",
     )
     whiten: Literal["full", "scale_only", "none"] = Field(
-        default_factory=lambda data: "none" if data.get("advantages") == "group_normalised" else "full",
-        description="normalization over the tokens of the step; default full, with group_normalised none",
+        default_factory=lambda data: DEFAULT_WHITENING.get(data.get("advantages"), "full"),
+        description="normalization over the tokens of the step; default full, with group_normalised none, with "
+        "unlikely scale_only",
     )
     surrogate: Surrogate = Field(
         "ppo",
@@ -216,6 +243,33 @@ class ObjectiveConfig(FollowingSection):
             )
         return self
 
+    @model_validator(mode="after")
+    def check_unlikely(self) -> Self:
+        """Check that nothing adds feedback to the control without feedback."""
+        if self.advantages != "unlikely":
+            return self
+        if self.teacher is not None:
+            raise ValueError(
+                "objective.advantages=unlikely is a control without critiques, and objective.teacher reads them: set "
+                "teacher=null, or other advantages"
+            )
+        if self.local_coef > 0:
+            raise ValueError(
+                f"objective.advantages=unlikely is a control without critiques, and objective.local_coef="
+                f"{self.local_coef:g} pays their spans: set local_coef=0"
+            )
+        if self.whiten == "full":
+            raise ValueError(
+                "objective.whiten=full would praise all tokens that objective.advantages=unlikely leaves at 0: set "
+                "scale_only or none"
+            )
+        if not self.kl_in_loss:
+            raise ValueError(
+                "objective.kl_estimator=k1 is part of the rewards, and objective.advantages=unlikely trains none: set "
+                "k3 or full"
+            )
+        return self
+
     @property
     def uses_critic(self) -> bool:
         return self.advantages == "gae"
@@ -226,7 +280,20 @@ class ObjectiveConfig(FollowingSection):
 
     @property
     def trains_rewards(self) -> bool:
-        return self.teacher is None or self.teacher.weight < 1
+        is_alone = self.teacher is not None and self.teacher.replaces_rewards
+        return self.advantages != "unlikely" and not is_alone
+
+    @property
+    def distillation(self) -> TeacherConfig | None:
+        """Return the teacher whose KL is a term of the loss, if there is one."""
+        has_term = self.teacher is not None and self.teacher.use == "distill"
+        return self.teacher if has_term else None
+
+    @property
+    def scaling(self) -> TeacherConfig | None:
+        """Return the teacher that scales the advantages, if there is one."""
+        has_weights = self.teacher is not None and self.teacher.use == "scale"
+        return self.teacher if has_weights else None
 
     @property
     def kl_in_loss(self) -> bool:

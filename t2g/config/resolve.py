@@ -53,7 +53,7 @@ def choose_advantages(
     """Return gae where there is a critic, or where a prompt's single sample has no group to compare with."""
     if critic_ranks or critic_warmup_steps:
         return "gae"
-    trains_rewards = teacher is None or teacher.weight < 1
+    trains_rewards = teacher is None or not teacher.replaces_rewards
     if trains_rewards and samples_per_prompt == 1:
         return "gae"
     return None

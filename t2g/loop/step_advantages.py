@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from t2g.algo.advantages import add_local_credit, combine_rewards, compare_samples, gae, whiten
+from t2g.algo.advantages import add_local_credit, combine_rewards, compare_samples, gae, punish_unlikely, whiten
 from t2g.algo.group_values import constant_groups
 from t2g.config import ObjectiveConfig
 from t2g.feedback.rewards import apply_placement, count_paid_spans
@@ -44,6 +44,8 @@ def compute_advantages(
 
     Without a critic a group whose samples all earn the same gets 0, apart from `objective.local_coef`.
     """
+    if objective.advantages == "unlikely":
+        return _punish_unlikely(scored, objective)
     placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
     step = _mix_rewards(scored, placed, stats, objective, kl_coef=kl_coef)
     if objective.uses_critic:
@@ -56,6 +58,19 @@ def compute_advantages(
     local_values = [_local_values(response, objective, seed) for response in scored]
     advantages = add_span_credit(advantages, pad_sampled(scored, local_values), step.mask, objective)
     return StepAdvantages(advantages=advantages, returns=returns)
+
+
+def trained_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarray:
+    """Return whether the loss counts each token, [R] bool: sampled, and of the answer unless thinking is trained."""
+    return scored.rollout.policy_mask if objective.train_thinking else scored.answer_tokens
+
+
+def _punish_unlikely(scored: Sequence[ScoredRollout], objective: ObjectiveConfig) -> StepAdvantages:
+    """Return the advantages of the control without feedback, and returns of 0."""
+    logprobs = pad_sampled(scored, [response.rollout.rollout_logprobs for response in scored])
+    is_trained = pad_sampled(scored, [trained_tokens(response, objective) for response in scored])
+    advantages = whiten(punish_unlikely(logprobs, is_trained), is_trained, objective.whiten)
+    return StepAdvantages(advantages=advantages, returns=torch.zeros_like(advantages))
 
 
 def compare_with_group(

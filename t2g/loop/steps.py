@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from t2g.algo.corrections import MAX_LOG_RATIO
 from t2g.algo.kl import adapt_kl_coef, sequence_kl
+from t2g.algo.teacher_weights import weigh_by_teacher
 from t2g.config import ModelConfig, ObjectiveConfig
 from t2g.errors import Diverged, RunStopped, UserError
-from t2g.loop.step_advantages import compute_advantages, pad_sampled
+from t2g.loop.step_advantages import compute_advantages, pad_sampled, trained_tokens
 from t2g.text.thinking import find_last_tag, find_thinking_tags
 from t2g.types import (
     DistillationSample,
@@ -130,7 +132,8 @@ def make_train_samples(
 
     Args:
         teacher: With `objective.teacher`, the teacher's log-probabilities for each response; None if the teacher has
-            no critique of it. Such a response has no loss if the teacher's weight is 1.
+            no critique of it. A teacher that scales leaves its advantages as they are; one that is distilled leaves it
+            without a loss if its weight is 1.
 
     Raises:
         RunStopped: No token has a loss weight.
@@ -161,18 +164,22 @@ def make_train_samples(
             "every response ended within its thinking, and objective.train_thinking=false trains no thinking: "
             "raise rollout.max_new_tokens"
         )
-    if objective.teacher is None:
+    rule = objective.teacher
+    if rule is None:
         return samples
 
-    distilled: list[TrainSample] = []
+    with_teacher: list[TrainSample] = []
     for sample, token_stats, teacher_stats in zip(samples, stats, teacher, strict=True):
-        distilled.append(_add_teacher(sample, token_stats.top_ids, teacher_stats, objective.teacher.weight))
-    return distilled
+        if rule.use == "distill":
+            with_teacher.append(_add_teacher(sample, token_stats.top_ids, teacher_stats, rule.weight))
+        else:
+            with_teacher.append(_scale_by_teacher(sample, teacher_stats, rule.bound))
+    return with_teacher
 
 
 def _weigh_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarray:
     """Return the loss weights of the tokens of a response, [R] float32."""
-    is_trained = scored.rollout.policy_mask if objective.train_thinking else scored.answer_tokens
+    is_trained = trained_tokens(scored, objective)
     if objective.loss_aggregation == "token":
         return is_trained * np.float32(1)
     num_trained = max(1, int(is_trained.sum()))
@@ -185,6 +192,15 @@ def _spread(row: Any, is_sampled: np.ndarray) -> np.ndarray:
     num_sampled = is_sampled.sum()
     spread[is_sampled] = row.numpy()[:num_sampled]
     return spread
+
+
+def _scale_by_teacher(sample: TrainSample, teacher_stats: TeacherStats | None, bound: float) -> TrainSample:
+    """Return the sample with advantages times `weigh_by_teacher`; unchanged without a teacher."""
+    if teacher_stats is None:
+        return sample
+    gap = teacher_stats.logprobs - sample.old_logprobs
+    factors = weigh_by_teacher(sample.advantages, gap, sample.weights > 0, bound=bound)
+    return replace(sample, advantages=sample.advantages * factors)
 
 
 def _add_teacher(

@@ -358,7 +358,7 @@ class Trainer:
                 query = TeacherQuery(prompt_ids=teacher_ids, response_ids=response_ids, top_ids=token_stats.top_ids)
                 queries.append(query)
 
-        if not queries and rule.weight == 1:
+        if not queries and rule.replaces_rewards:
             raise RunStopped(
                 f"no response of the step has a critique for objective.teacher that fits into a prompt of {max_tokens} "
                 "tokens, and objective.teacher.weight=1 trains on nothing else; set it below 1"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.algo import gae
-from t2g.algo.advantages import combine_rewards, group_advantages, whiten
+from t2g.algo.advantages import combine_rewards, group_advantages, punish_unlikely, whiten
 
 
 def row(*numbers: float) -> torch.Tensor:
@@ -256,3 +256,13 @@ def test_scale_only_keeps_unlabelled_tokens_at_exactly_zero() -> None:
 def test_whiten_survives_equal_and_missing_tokens(mode: str) -> None:
     assert torch.isfinite(whiten(row(0, 0), row(1, 1), mode)).all()
     assert whiten(row(1, 2), row(0, 0), mode).tolist() == [[0, 0]]
+
+
+@given(st.lists(st.tuples(st.floats(-9, 0, width=32), st.booleans()), min_size=1, max_size=23))
+def test_the_least_likely_fifth_of_the_trained_tokens_is_punished(tokens: list[tuple[float, bool]]) -> None:
+    logprobs = torch.tensor([[logprob for logprob, _ in tokens]])
+    mask = torch.tensor([[float(keep) for _, keep in tokens]])
+    (advantages,) = punish_unlikely(logprobs, mask).tolist()
+    trained = sorted((logprob, t) for t, (logprob, keep) in enumerate(tokens) if keep)
+    punished = {t for _, t in trained[: -(-len(trained) // 5)]}
+    assert advantages == [-1.0 if t in punished else 0.0 for t in range(len(tokens))]

@@ -231,3 +231,25 @@ def test_thinking_is_one_state() -> None:
     scored = [replace(r, answer_tokens=a) for r, a in zip([thinks, short], answers, strict=True)]
     rows = advantages_of(scored, values="sentence")
     assert rows[0] == pytest.approx([1 + 1, 1 + 1, 1 + 1, 1 + 1, 0 + 1])
+
+
+@pytest.mark.parametrize("rewards", [[0.0] * 7, [1.0, -1.0, 3.0, 0.0, 0.0, -2.0, 5.0]])
+def test_the_control_without_critiques_counts_the_sampled_tokens_of_each_response(rewards: list[float]) -> None:
+    """Turns of 3 and 2 tokens with 2 inserted ones, which have no probability; whatever is paid."""
+    conversation = make_conversation([3, 2], [2])
+    logprobs = np.array([-1, -5, -2, 0, 0, -6, -0.5], np.float32)
+    first = score(replace(conversation, rollout_logprobs=logprobs), rewards)
+    second = make_scored(rewards)  # equally likely: the first tokens
+    rows = advantages_of([first, second], advantages="unlikely")
+    assert rows == [[0, 0, 0, -1, 0], [-1, -1, 0, 0, 0, 0, 0]]
+    scaled, _ = advantages_of([first, second], advantages="unlikely", whiten="scale_only")
+    assert scaled[3] == pytest.approx(-2), "-1 at three of twelve tokens"
+
+
+def test_the_control_without_critiques_leaves_out_thinking_that_is_not_trained() -> None:
+    response = make_scored([0.0] * 6)
+    logprobs = np.array([-9, -8, -1, -2, -1, -1], np.float32)
+    rollout = replace(response.rollout, rollout_logprobs=logprobs)
+    response = replace(response, rollout=rollout, answer_tokens=np.array([0, 0, 1, 1, 1, 1], bool))
+    assert advantages_of([response], advantages="unlikely") == [[-1, -1, 0, 0, 0, 0]]
+    assert advantages_of([response], advantages="unlikely", train_thinking=False) == [[0, 0, 0, -1, 0, 0]]

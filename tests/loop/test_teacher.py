@@ -1,5 +1,6 @@
 """Self-distillation from feedback: which critique the teacher reads, what a sample carries, and the loss."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from trainer_bench import Bench, job
 
 from actors.learner.trainers import LearnerSpec
 from t2g.algo.kl import top_k_kl
-from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, PolicyJob
+from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, PolicyJob, with_overrides
 from t2g.data.prompts import encode_teacher_prompt, make_prompts
 from t2g.errors import RunStopped
 from t2g.loop.steps import make_train_samples
@@ -60,6 +61,41 @@ def test_a_response_without_a_critique_has_the_loss_of_its_rewards_alone(weight:
     assert second.weights.tolist() == [share, share]
     assert second.teacher_mask.tolist() == [0, 0]
     assert second.teacher_logprobs.shape == second.top_ids.shape == (2, TOP)
+
+
+@pytest.mark.parametrize("has_critique", [True, False])
+def test_a_teacher_that_scales_multiplies_the_whitened_advantages_of_its_response_alone(has_critique: bool) -> None:
+    """Advantages 2 and -2 at scale 1 / 2; gaps .5, -2, 0 clipped at log 4 / 2 = log 2; a critique for one response."""
+    objective = ObjectiveConfig(
+        advantages="group", whiten="scale_only", rewards={"placement": "scalar"}, teacher={"use": "scale"}
+    )
+    scored = [scored_pair(rewards)[1] for rewards in ([1.0, 0.0, 1.0], [0.0, 0.0])]
+    learner_stats = [stats(3), stats(2)]  # log-probability -1
+    found = TeacherStats(logprobs=np.array([-0.5, -3.0, -1.0], np.float32)) if has_critique else None
+    first, second = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=[found, None])
+    unscaled = np.array([math.exp(0.5), 0.5, 1.0]) if has_critique else np.ones(3)
+    np.testing.assert_allclose(first.advantages, unscaled / unscaled.mean(), rtol=1e-6)
+    np.testing.assert_allclose(second.advantages, [-1, -1], rtol=1e-6)
+    assert first.weights.tolist() == [1, 1, 1] and second.weights.tolist() == [1, 1]
+    assert not isinstance(first, DistillationSample), "the loss has no KL to the teacher"
+
+
+def test_a_teacher_that_scales_acts_after_local_credit_and_leaves_out_tokens_without_a_loss() -> None:
+    """Local credit turns the sign of the second token; the third is thinking, which has no loss."""
+    rule = {"use": "scale", "bound": 9.0}
+    base = ObjectiveConfig(advantages="group", whiten="none", local_coef=4.0, local_cap=1.0, train_thinking=False)
+    answer_tokens = np.array([True, True, False])
+    first = replace(scored_pair([1.0, -1.0, 3.0])[1], answer_tokens=answer_tokens)
+    scored = [first, scored_pair([0.0, 0.0, 0.0])[1]]
+    learner_stats = [stats(3), stats(3)]
+    (plain, _) = make_train_samples(scored, learner_stats, base, kl_coef=0.0, seed=1)
+    assert plain.advantages[0] > 0 > plain.advantages[1]
+    teacher = TeacherStats(logprobs=np.array([-0.5, -0.5, -9.0], np.float32))
+    objective = with_overrides(base, {"teacher": rule})
+    (scaled, _) = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=[teacher, None])
+    unscaled = np.array([math.exp(0.5), math.exp(-0.5)])
+    np.testing.assert_allclose(scaled.advantages[:2], plain.advantages[:2] * unscaled / unscaled.mean(), rtol=1e-5)
+    assert scaled.advantages[2] == plain.advantages[2] and scaled.weights.tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 7])
@@ -201,7 +237,11 @@ def test_old_logprobs_are_computed_before_the_update_for_a_teacher() -> None:
             model=ModelConfig(policy="m"), learner=once, objective=ObjectiveConfig(**objective), num_updates=1, seed=1
         )
 
-    assert spec().defers_old_logprobs and not spec(teacher={}).defers_old_logprobs
+    assert spec().defers_old_logprobs
+    assert not spec(teacher={}).defers_old_logprobs
+    scaling = spec(teacher={"use": "scale"})
+    assert not scaling.defers_old_logprobs
+    assert "top_ids" in spec(teacher={}).stats_fields and "top_ids" not in scaling.stats_fields
 
 
 @pytest.mark.parametrize("weight", [1, 0.5])
@@ -224,6 +264,28 @@ def test_a_step_without_any_critique_has_the_loss_of_its_rewards_or_stops(
         assert {m["teacher/share"] for m in bench.metrics()[1:]} == {0.0}
         trained = [sample for batch in bench.learner.batches for m in batch.minibatches for sample in m]
         assert all((s.weights > 0).all() and not s.teacher_mask.any() for s in trained)
+
+
+@pytest.mark.parametrize("has_critiques", [True, False])
+def test_a_run_with_a_teacher_that_scales_needs_no_likeliest_tokens_and_no_critiques(
+    tokenizer: Any, tmp_path: Path, has_critiques: bool
+) -> None:
+    """The bench's teacher makes every token e^.5 times as likely: it agrees with praise and not with criticism."""
+    bench, queries = bench_with_teacher(tokenizer, tmp_path, use="scale")
+    judge = bench.feedback.judge
+
+    async def silent(prompt: Prompt, response_text: str) -> SpanFeedback:
+        return replace(await judge(prompt, response_text), critique="")
+
+    if not has_critiques:
+        bench.feedback.judge = silent  # type: ignore[method-assign]
+    bench.run()
+    metrics = bench.metrics()[1:]
+    assert {row["teacher/share"] for row in metrics} == {float(has_critiques)}
+    assert all("teacher/kl" not in row for row in metrics)
+    assert bool(queries) == has_critiques
+    trained = [sample for batch in bench.learner.batches for m in batch.minibatches for sample in m]
+    assert not any(isinstance(sample, DistillationSample) for sample in trained)
 
 
 # ------------------------------------------------------------------------------------------------ prompt and settings
@@ -267,6 +329,37 @@ def test_a_teacher_alone_needs_no_group_and_no_critic() -> None:
         policy_job(objective=half | {"advantages": "group"}, rollout=one)
     with pytest.raises(ValidationError, match=r"objective\.kl_estimator=k1 is part of the rewards"):
         policy_job(objective=alone | {"kl_estimator": "k1"})
+
+
+def test_a_teacher_that_scales_trains_the_rewards() -> None:
+    scale = {"teacher": {"use": "scale"}}
+    single = policy_job(objective=scale, rollout={"samples_per_prompt": 1}).objective
+    assert single.uses_critic and single.trains_rewards and single.distillation is None
+    with pytest.raises(ValidationError, match=r"rollout\.samples_per_prompt is 1"):
+        policy_job(objective=scale | {"advantages": "group"}, rollout={"samples_per_prompt": 1})
+    with pytest.raises(ValidationError, match=r"objective\.teacher\.weight=0\.5 is the share of the distillation"):
+        policy_job(objective={"teacher": {"use": "scale", "weight": 0.5}})
+    for bound in (1, 0.5, math.nan, math.inf):
+        with pytest.raises(ValidationError, match="bound"):
+            policy_job(objective={"teacher": {"use": "scale", "bound": bound}})
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        ({"teacher": {}}, r"objective\.teacher reads them"),
+        ({"teacher": {"use": "scale"}}, r"objective\.teacher reads them"),
+        ({"local_coef": 0.3}, r"objective\.local_coef=0\.3 pays their spans"),
+        ({"whiten": "full"}, r"objective\.whiten=full would praise"),
+        ({"kl_estimator": "k1"}, r"objective\.kl_estimator=k1 is part of the rewards"),
+        ({"values": "span"}, r"objective\.values=span replaces a critic for advantages=group"),
+    ],
+)
+def test_the_control_without_critiques_refuses_what_would_add_them(rule: dict[str, Any], sentence: str) -> None:
+    single = policy_job(objective={"advantages": "unlikely"}, rollout={"samples_per_prompt": 1}).objective
+    assert (single.whiten, single.local_coef, single.kl_estimator) == ("scale_only", 0, "k3")
+    with pytest.raises(ValidationError, match=sentence):
+        ObjectiveConfig(advantages="unlikely", **rule)
 
 
 def test_the_control_needs_two_prompts_in_a_step() -> None:

@@ -317,6 +317,19 @@ def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default(made: 
     assert "objective.teacher.weight (null -> " in teacher, "the defaults of a section that was off are a change"
 
 
+def test_a_run_from_before_a_teacher_could_scale_was_distilled(made: Made) -> None:
+    identity = made.begin(objective={"teacher": {}})
+    path = made.root / "runs/own" / IDENTITY_FILE
+    saved = json.loads(path.read_text())
+    for key in ("use", "bound"):
+        del saved["config"][f"objective.teacher.{key}"]
+    path.write_text(json.dumps(saved))
+    assert made.begin(objective={"teacher": {}}) == identity
+    path.write_text(json.dumps(saved))
+    refusal = made.refusal(objective={"teacher": {"use": "scale"}})
+    assert 'objective.teacher.use ("distill" -> "scale")' in refusal
+
+
 def test_a_run_without_local_credit_is_not_continued_with_it(made: Made) -> None:
     """An earlier version wrote lam=0.95 with every run, and read it with a critic alone."""
     made.begin(objective={"local_coef": 0})

@@ -12,6 +12,16 @@ from t2g.errors import UserError
 from t2g.study.methods import ComparisonPlan, choose_lr, next_lr, read_method
 
 ROOT = Path(__file__).parents[2]
+DISTILLED = {f"objective.teacher.{key}" for key in ("use", "weight", "top_k", "critique")}
+SCALED = {f"objective.teacher.{key}" for key in ("use", "weight", "bound", "critique")}
+TEACHER_RECIPES = {
+    "sdpo": ("distill", 1, "own"),
+    "sdpo_shuffled": ("distill", 1, "shuffled"),
+    "sdpo_span": ("distill", 0.5, "own"),
+    "rlsd_span": ("scale", 1, "own"),
+    "rlsd_shuffled": ("scale", 1, "shuffled"),
+    "opsa": None,
+}
 SHIPPED = sorted(file.stem for file in shipped() if file.parent.name == "methods")
 
 
@@ -34,7 +44,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_aggregation", "local_coef")}
     critic = {"objective.advantages", "objective.kl_estimator", "objective.lam", local}
     clip_high = "objective.clip_eps_high"
-    teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".top_k", ".critique")}
+    teacher = {f"objective.teacher{key}" for key in ("", ".use", ".weight", ".bound", ".top_k", ".critique")}
     more: dict[str, set[str]] = {"sft": set(), "reflection": set(), "dpo": set(), "ilf": set(), "span": set()}
     more |= {
         "span_critic": critic,
@@ -61,6 +71,9 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "sdpo": teacher,
         "sdpo_shuffled": teacher,
         "sdpo_span": teacher,
+        "rlsd_span": teacher,
+        "rlsd_shuffled": teacher,
+        "opsa": {"objective.advantages", "objective.whiten", local},
         "outcome": {"objective.span_coef", "objective.outcome_rewards", local},
         "step": {placement, local},
         "shuffled": {placement},
@@ -95,7 +108,9 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         ("shuffled", {"objective.rewards.placement"}),
         ("dense", {"feedback.style.labels"}),
         ("no_critique", {"feedback.style.critique"}),
-        ("sdpo_span", {"objective.teacher.weight", "objective.teacher.top_k", "objective.teacher.critique"}),
+        ("sdpo_span", DISTILLED),
+        ("rlsd_span", SCALED),
+        ("rlsd_shuffled", SCALED),
     ],
 )
 def test_what_is_held_against_span_differs_from_it_in_its_own_keys_whatever_the_job_says(
@@ -104,6 +119,21 @@ def test_what_is_held_against_span_differs_from_it_in_its_own_keys_whatever_the_
     span = read_method("span").overrides
     other = read_method(name).overrides
     assert {key for key in span.keys() | other.keys() if span.get(key) != other.get(key)} == own
+
+
+def test_recipes_with_a_teacher_keep_it_whatever_the_teacher_of_the_job() -> None:
+    distilling = {"use": "distill", "weight": 0.3, "critique": "shuffled"}
+    for teacher in (None, distilling, {"use": "scale", "bound": 9}):
+        job = loading.load(PolicyJob, ROOT / "configs" / "tiny" / "policy.yaml", environ={})
+        job = with_overrides(job, {"objective.teacher": teacher})
+        objectives = {name: with_overrides(job, read_method(name).overrides).objective for name in TEACHER_RECIPES}
+        made = {}
+        for name, objective in objectives.items():
+            rule = objective.teacher
+            made[name] = None if rule is None else (rule.use, rule.weight, rule.critique)
+        assert made == TEACHER_RECIPES
+        assert objectives["rlsd_span"].scaling is not None and objectives["rlsd_span"].scaling.bound == 4
+        assert objectives["opsa"].advantages == "unlikely" and not objectives["opsa"].trains_rewards
 
 
 @pytest.mark.parametrize("task", ["slf5k", "kodcode", "ultrafeedback"])
