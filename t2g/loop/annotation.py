@@ -283,10 +283,10 @@ async def annotate(
 
     async def judge(sample: Sample, response: str | None) -> None:
         if response is None:
-            made = make_failed_feedback("unparsable", source=feedback.name, version="", reason=NO_ANSWER)
+            judgement = make_failed_feedback("unparsable", source=feedback.name, version="", reason=NO_ANSWER)
         else:
-            made = await feedback.judge(sample.prompt, response)
-        record = make_annotated_record(sample.prompt, response or "", made, sample_index=sample.sample_index)
+            judgement = await feedback.judge(sample.prompt, response)
+        record = make_annotated_record(sample.prompt, response or "", judgement, sample_index=sample.sample_index)
         on_record(sample, record)
 
     async def sample_and_judge(sample: Sample) -> None:

@@ -90,9 +90,9 @@ def win_rates(
     """
     prompt_ids: dict[str, list[str]] = {}
     lengths: dict[str, np.ndarray] = {}
-    for policy, own in answers.items():
-        prompt_ids[policy] = [row.prompt_id for row in own]
-        lengths[policy] = _count_words(own)
+    for policy, policy_answers in answers.items():
+        prompt_ids[policy] = [row.prompt_id for row in policy_answers]
+        lengths[policy] = _count_words(policy_answers)
     points_of = _collect_points(rows)
     outcomes_by_judge: dict[str, list[np.ndarray]] = {judge: [] for judge, _, _ in points_of}
 
