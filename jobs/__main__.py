@@ -68,29 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"t2g {version('t2g')}")
     parser.add_argument("job", nargs="?", metavar="JOB", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    if given.job is None:
+    arguments = parser.parse_args(argv)
+    if arguments.job is None:
         print(format_jobs())
         return 0
-    rest = list(given.rest)
+    rest = list(arguments.rest)
     jobs = ["init", *MODULES]
-    if given.job not in jobs:
-        near = get_close_matches(given.job, jobs, n=1)
+    if arguments.job not in jobs:
+        near = get_close_matches(arguments.job, jobs, n=1)
         hint = f"did you mean {near[0]}?" if near else "t2g lists them"
-        parser.error(f"{given.job} is no job; {hint}")
-    if given.job == "init":
+        parser.error(f"{arguments.job} is no job; {hint}")
+    if arguments.job == "init":
         init_parser = argparse.ArgumentParser(prog="t2g init", description=purpose_of("init"))
         init_parser.add_argument("folder", type=Path, metavar="FOLDER")
         templates = "feedback: prompts and a function that judges; repair: logged conversations, replies as critiques"
         init_parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=templates)
-        arguments = init_parser.parse_args(rest)
-        return init(arguments.folder, arguments.template)
-    if given.job == "demo" and "--config" not in rest:
+        init_arguments = init_parser.parse_args(rest)
+        return init(init_arguments.folder, init_arguments.template)
+    if arguments.job == "demo" and "--config" not in rest:
         rest = ["--config", str(DEMO), *rest]
     sys.argv[1:] = rest
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a feedback function beside the config is found
-    run_module(f"jobs.{MODULES[given.job]}", run_name="__main__", alter_sys=True)  # which ends the process
+    run_module(f"jobs.{MODULES[arguments.job]}", run_name="__main__", alter_sys=True)  # which ends the process
     return 0
 
 

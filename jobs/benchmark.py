@@ -26,13 +26,13 @@ def run(config: BenchmarkJob) -> int:
     from t2g.runs.progress import log_duration
 
     results = BenchmarkResults(config)
-    wanted = config.phases or tuple(phase for phase in PHASES if phase not in results.phases)
-    if wanted:
+    phases = config.phases or tuple(phase for phase in PHASES if phase not in results.phases)
+    if phases:
         check_idle_machine(config.max_busy)
     failed = 0
     with on_cluster(config):
         bench = Bench(config)
-        for phase in wanted:
+        for phase in phases:
             try:
                 with log_duration(f"phase {phase}"):
                     module = import_module(f"jobs.benchmark_phases.phase_{phase}")

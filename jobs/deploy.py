@@ -54,18 +54,18 @@ def submit(arguments: argparse.Namespace) -> int:
 def status(arguments: argparse.Namespace) -> int:
     """Print the status of a run and its age."""
     folder = arguments.root / arguments.run
-    found = read_status(folder)
+    run_status = read_status(folder)
     done = (folder / SUMMARY_FILE).exists()
-    text = format_status(arguments.run, found, done=done, now=now())
-    print(found.model_dump_json(indent=1) if arguments.json else text)
+    text = format_status(arguments.run, run_status, done=done, now=now())
+    print(run_status.model_dump_json(indent=1) if arguments.json else text)
     return 0
 
 
 def scale(arguments: argparse.Namespace) -> int:
     """Change the number of workers of a running job, which follows within seconds."""
     requested = TargetSizes(rollouts=arguments.rollouts, rewards=arguments.rewards)
-    wanted = write_target_sizes(arguments.root / arguments.run, requested)
-    sizes = ", ".join(f"{number} {field}" for field, number in wanted.model_dump(exclude_none=True).items())
+    target_sizes = write_target_sizes(arguments.root / arguments.run, requested)
+    sizes = ", ".join(f"{number} {field}" for field, number in target_sizes.model_dump(exclude_none=True).items())
     print(f"run {arguments.run} has the target {sizes}")
     return 0
 
@@ -112,14 +112,14 @@ def doctor(arguments: argparse.Namespace) -> int:
         if config:
             where = config.roles()
             unreachable = find_unreachable(where, timeout_s=LOOK_TIMEOUT_S)
-        found = findings(nodes, pending, where, shared, unreachable)
+        problems = findings(nodes, pending, where, shared, unreachable)
     finally:
         ray.shutdown()
     hint = "" if config else "; labels and storage need --config"
-    print(f"{len(nodes)} nodes, {len(found)} findings{hint}")
-    for sentence in found:
+    print(f"{len(nodes)} nodes, {len(problems)} findings{hint}")
+    for sentence in problems:
         print(f"- {sentence}")
-    return 2 if found else 0
+    return 2 if problems else 0
 
 
 def _doctor_as_job(arguments: argparse.Namespace) -> int:
@@ -127,11 +127,11 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
     from actors.cluster.job_server import JobServer
 
     root = Path.cwd()
-    given = ["doctor"]
+    job_arguments = ["doctor"]
     if arguments.config:
         path = uploaded_path(arguments.config, root)
-        given += ["--config", str(path)]
-    job = Submission(name="doctor", arguments=("jobs.deploy", *given, *arguments.overrides))
+        job_arguments += ["--config", str(path)]
+    job = Submission(name="doctor", arguments=("jobs.deploy", *job_arguments, *arguments.overrides))
     with JobServer.connect(arguments.address) as server:
         job_id = server.submit(job, root)
         return server.follow(job_id, job.stop_wait_s)
@@ -159,8 +159,8 @@ def render(arguments: argparse.Namespace) -> int:
     if arguments.target != "claim":
         raise_findings(findings, *nowhere)
     options = ("target", "stage", "cpu", "image", "overrides")
-    given = {name: getattr(arguments, name) for name in options}
-    print(render_manifests(config, config_path=str(arguments.config), **given), end="")
+    render_options = {name: getattr(arguments, name) for name in options}
+    print(render_manifests(config, config_path=str(arguments.config), **render_options), end="")
     return 0
 
 
@@ -179,42 +179,44 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         allow_abbrev=False,
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    made: dict[str, argparse.ArgumentParser] = {}
+    subparsers: dict[str, argparse.ArgumentParser] = {}
     for run in (check, render, submit, status, scale, stop, doctor):
         name = run.__name__
-        made[name] = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
-        made[name].set_defaults(command=run)
-    _add_shared_options(made)
-    _add_own_options(made)
-    return top, made
+        subparsers[name] = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
+        subparsers[name].set_defaults(command=run)
+    _add_shared_options(subparsers)
+    _add_own_options(subparsers)
+    return top, subparsers
 
 
-def _add_shared_options(made: dict[str, argparse.ArgumentParser]) -> None:
+def _add_shared_options(commands: dict[str, argparse.ArgumentParser]) -> None:
     """Add the options that several subcommands have."""
     for name in ("check", "render", "submit", "doctor"):
-        made[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
-        made[name].add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
+        commands[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
+        commands[name].add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
     for name in ("check", "render", "submit"):
-        made[name].add_argument("--stage", choices=[*STAGES], default="policy", help="what the config is of; policy")
+        commands[name].add_argument(
+            "--stage", choices=[*STAGES], default="policy", help="what the config is of; policy"
+        )
     for name in ("submit", "stop", "doctor"):
-        made[name].add_argument("--address", metavar="URL", help="of the cluster: http://HOST:8265")
+        commands[name].add_argument("--address", metavar="URL", help="of the cluster: http://HOST:8265")
     for name in ("status", "scale", "stop"):
-        made[name].add_argument("--run", required=True, metavar="NAME", help="run.name")
+        commands[name].add_argument("--run", required=True, metavar="NAME", help="run.name")
     for name in ("status", "scale"):
-        made[name].add_argument("--root", type=Path, default=Path("runs"), metavar="FOLDER", help="run.root")
+        commands[name].add_argument("--root", type=Path, default=Path("runs"), metavar="FOLDER", help="run.root")
 
 
-def _add_own_options(made: dict[str, argparse.ArgumentParser]) -> None:
+def _add_own_options(commands: dict[str, argparse.ArgumentParser]) -> None:
     """Add the options of single subcommands."""
-    made["submit"].add_argument("--no-wait", action="store_true", help="return as soon as the job is accepted")
-    made["status"].add_argument("--json", action="store_true", help="status.json as it is")
-    made["scale"].add_argument("--rollouts", type=int, metavar="N", help="rollout workers")
-    made["scale"].add_argument("--rewards", type=int, metavar="M", help="reward workers")
-    made["check"].add_argument(
+    commands["submit"].add_argument("--no-wait", action="store_true", help="return as soon as the job is accepted")
+    commands["status"].add_argument("--json", action="store_true", help="status.json as it is")
+    commands["scale"].add_argument("--rollouts", type=int, metavar="N", help="rollout workers")
+    commands["scale"].add_argument("--rewards", type=int, metavar="M", help="reward workers")
+    commands["check"].add_argument(
         "--gpu", default="A100-80GB", metavar="NAME", help="or GiB, that the run will have; A100-80GB"
     )
 
-    render_parser = made["render"]
+    render_parser = commands["render"]
     render_parser.add_argument("--image", metavar="NAME", help="other than the project's own")
     render_parser.add_argument("--target", choices=("rayjob", "raycluster", "claim"), default="rayjob")
     render_parser.add_argument("--patch", help=argparse.SUPPRESS)  # removed
@@ -226,11 +228,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done; 1: `check` found a problem; 2: user error; 3: timeout; 130: stopped; otherwise the exit code of the run.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    command_line = list(sys.argv[1:] if argv is None else argv)
     top, commands = parsers()
-    command = commands.get(given[0]) if given else None
+    command = commands.get(command_line[0]) if command_line else None
     # Only a subcommand's own parser finds key=value before and behind options.
-    arguments = command.parse_intermixed_args(given[1:]) if command else top.parse_args(given)
+    arguments = command.parse_intermixed_args(command_line[1:]) if command else top.parse_args(command_line)
     interrupted = "interrupted; a job that was submitted goes on"
     return exit_code(top.prog, lambda: arguments.command(arguments), interrupted)
 

@@ -94,8 +94,8 @@ class Machine:
 
     def policy(self, name: str, *overrides: str) -> Figures:
         """Make two steps of PPO; return the last one, and the gap of engine and learner on the checkpoint."""
-        given = (f"artifacts={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
-        steps = self.job(name, "train_policy", POLICY, *given)
+        job_overrides = (f"artifacts={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
+        steps = self.job(name, "train_policy", POLICY, *job_overrides)
         probe = (self.out / name / "probe.json").read_bytes()
         return steps[-1] | {"probe_gap_nats": json.loads(probe)}
 
@@ -120,11 +120,11 @@ def world(machine: Machine) -> Figures:
 def rank(machine: Machine) -> Figures:
     """Compare supervised losses of a rank in float32 with those of a rank on the CPU."""
     stages = machine.out / "stages"
-    given = ("task=tiny", f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}")
-    given += ("data.limit=400", "sft.num_epochs=1", "sft.optim.lr=1e-3", "sft.max_length=192", "sft.batch_size=32")
-    given += ("sft.dtype=float32",)
-    on_cpu = machine.job("rank-cpu", "train_sft", SFT, *given, "sft.gpus=0")
-    here = machine.job("rank-here", "train_sft", SFT, *given, f"sft.gpus={min(machine.gpus, 1)}")
+    overrides = ("task=tiny", f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}")
+    overrides += ("data.limit=400", "sft.num_epochs=1", "sft.optim.lr=1e-3", "sft.max_length=192", "sft.batch_size=32")
+    overrides += ("sft.dtype=float32",)
+    on_cpu = machine.job("rank-cpu", "train_sft", SFT, *overrides, "sft.gpus=0")
+    here = machine.job("rank-here", "train_sft", SFT, *overrides, f"sft.gpus={min(machine.gpus, 1)}")
 
     apart: list[float] = []
     for cpu_step, step in zip(on_cpu, here, strict=True):
@@ -144,9 +144,13 @@ def engine(machine: Machine) -> Figures:
     from jobs.train_policy.policy_data import read_data
 
     stages = machine.out / "stages"
-    given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")
+    inputs = (
+        f"model.policy={stages / 'base/model'}",
+        f"data.path={stages / 'world/train.jsonl'}",
+        "eval_data=null",
+    )
     on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()
-    overrides = [*given, "artifacts=null", "feedback.reward_model=null", "feedback.source=program", *on_gpu]
+    overrides = [*inputs, "artifacts=null", "feedback.reward_model=null", "feedback.source=program", *on_gpu]
     job = loading.load(PolicyJob, POLICY, overrides)
     prompts = read_data(job).prompts[:64]
     figures: Figures = {}
@@ -251,11 +255,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and of gpu_check.json")
     parser.add_argument("--items", nargs="+", choices=ITEMS, default=[*ITEMS], help="by default all; world comes first")
     parser.add_argument("--timeout-s", type=float, default=900, help="of each job")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     import torch
 
-    given.out.mkdir(parents=True, exist_ok=True)
-    machine = Machine(out=given.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=given.timeout_s)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = Machine(out=arguments.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=arguments.timeout_s)
     gpus = list(map(torch.cuda.get_device_name, range(machine.gpus)))
     answers: list[Figures] = []
     result: Figures = {
@@ -264,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": time.strftime("%Y-%m-%d"),
         "items": answers,
     }
-    for item in given.items:
+    for item in arguments.items:
         with log_duration(item):
             answered = answer(item, machine)
             answers.append(answered)

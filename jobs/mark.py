@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="by default the data's name, ending in .marks")
     parser.add_argument("--task", default="prompts", help="whose names the data's fields have")
     parser.add_argument("--port", type=int, default=0, help="by default a free one")
-    given = parser.parse_args(arguments)
-    folder = given.out or given.data.with_suffix(".marks")
-    return exit_code(parser.prog, lambda: serve(given.data, folder, given.by, given.task, given.port))
+    options = parser.parse_args(arguments)
+    folder = options.out or options.data.with_suffix(".marks")
+    return exit_code(parser.prog, lambda: serve(options.data, folder, options.by, options.task, options.port))
 
 
 def _name(text: str) -> str:

@@ -242,24 +242,24 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     """Write annotated.jsonl, then unless too much failed the training and held-out files; return the summary."""
     (folder / DONE_FILE).unlink(missing_ok=True)
     left_out: list[str] = []
-    made: list[AnnotatedRecord] = []
+    annotated: list[AnnotatedRecord] = []
     usable: list[GroupedRecord] = []
     for sample in samples:
         if sample.is_left_out:
             left_out.append(sample.problem)
             continue
         record = _make_record(config, sample, records)
-        made.append(record)
+        annotated.append(record)
         if record.usable:
             usable.append(GroupedRecord(sample.group or record.prompt, record))
-    write_annotated(folder / ANNOTATED_FILE, made)
+    write_annotated(folder / ANNOTATED_FILE, annotated)
 
-    summary = annotation.summarize(made, left_out)
+    summary = annotation.summarize(annotated, left_out)
     text = annotation.format_summary(summary)
     limit = config.annotate.max_failed_share
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
-            f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
+            f"{summary['failed_share']:.0%} of {len(annotated)} responses got no usable feedback from annotate.source="
             f"{config.annotate.describe()}; annotate.max_failed_share allows {limit:.0%}. All judgements are kept in "
             f"{JOURNAL_FILE}: the same command requests the failed ones again\n{text}"
         )

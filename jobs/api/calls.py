@@ -31,8 +31,8 @@ def train(
     Raises:
         UserError, RunStopped, Stopped, KeyboardInterrupt: See `start`.
     """
-    given = {"data.path": prompts, "eval_data.path": eval_prompts, "feedback.source": feedback}
-    return start(PolicyJob, run_training, READ_DATA, config, given)
+    inputs = {"data.path": prompts, "eval_data.path": eval_prompts, "feedback.source": feedback}
+    return start(PolicyJob, run_training, READ_DATA, config, inputs)
 
 
 # ---------------------------------------------------------------------------------------------------------- annotation
@@ -47,8 +47,8 @@ def annotate(config: GivenConfig, *, prompts: Records | None = None, feedback: A
     Raises:
         UserError, RunStopped, Stopped, KeyboardInterrupt: See `start`.
     """
-    given = {"data.path": prompts, "annotate.source": feedback}
-    file = start(AnnotateJob, run_annotation, READ_SAMPLES, config, given)
+    inputs = {"data.path": prompts, "annotate.source": feedback}
+    file = start(AnnotateJob, run_annotation, READ_SAMPLES, config, inputs)
     return [json.loads(line) for line in file.read_bytes().splitlines()]
 
 

@@ -30,7 +30,7 @@ _running = threading.Lock()  # jobs of one process would share Ray, the stop fla
 
 
 def start(
-    schema: Any, run: Callable[..., Result], read: str, config: GivenConfig, given: Mapping[str, Any], **options: Any
+    schema: Any, run: Callable[..., Result], read: str, config: GivenConfig, inputs: Mapping[str, Any], **options: Any
 ) -> Result:
     """Run a job as its command does, and return the result of `run`.
 
@@ -53,14 +53,14 @@ def start(
         raise UserError("a job of this Python process is still running: wait for its end")
 
     def job() -> Result:
-        made: list[Path] = []
+        new_files: list[Path] = []
         try:
-            loaded = _load(schema, config, given, made)
+            loaded = _load(schema, config, inputs, new_files)
             checked = check_job(loaded, read, what=options.get("what"))
             with config_errors(loaded):
                 return run(checked.config, *checked.inputs, **options)
         except (UserError, RunStopped) as error:  # one of an actor has the remote traceback in its text
-            _remove_unused(made)
+            _remove_unused(new_files)
             raise getattr(error, "cause", error) from None
         except Stopped:
             raise Stopped("a signal ended the run; the same call resumes it") from None
@@ -95,21 +95,21 @@ def start(
             signal.signal(number, handler)
 
 
-def _remove_unused(made: list[Path]) -> None:
+def _remove_unused(new_files: list[Path]) -> None:
     """Remove the files with records that no run has: the call was refused."""
-    for path in made:
+    for path in new_files:
         configs = path.parent.rglob(loading.FILE_NAME)
         if not any(path.name in file.read_text() for file in configs):
             path.unlink()
 
 
-def _load(schema: type[Config], config: GivenConfig, given: Mapping[str, Any], made: list[Path]) -> Config:
-    """Return the config of a call; append new files with records to `made`."""
+def _load(schema: type[Config], config: GivenConfig, inputs: Mapping[str, Any], new_files: list[Path]) -> Config:
+    """Return the config of a call; append new files with records to `new_files`."""
     forget_functions()
     source = Path(config) if isinstance(config, str | os.PathLike) else _plain(config)
     records: dict[str, Records] = {}
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in inputs.items():
         if value is None:
             continue
         if key.endswith(".path"):
@@ -121,7 +121,7 @@ def _load(schema: type[Config], config: GivenConfig, given: Mapping[str, Any], m
     origin = ", ".join(f"{ARGUMENTS.get(key, 'feedback')}=" for key in values)
     loaded = loading.load(schema, source, overrides, have=find_resources, origin=origin)
     folder = loaded.run.root / loaded.run.name  # a smoke run empties the one inside
-    files = {key: _write_records(folder, key, rows, made) for key, rows in records.items()}
+    files = {key: _write_records(folder, key, rows, new_files) for key, rows in records.items()}
     return with_overrides(loaded, files)
 
 
@@ -140,7 +140,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _write_records(folder: Path, key: str, rows: Records, made: list[Path]) -> str:
+def _write_records(folder: Path, key: str, rows: Records, new_files: list[Path]) -> str:
     """Return a file with the records, whose name changes with them: other records must not replace those of a run."""
     from t2g.data.load import describe_unserializable
 
@@ -154,5 +154,5 @@ def _write_records(folder: Path, key: str, rows: Records, made: list[Path]) -> s
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
-        made.append(path)
+        new_files.append(path)
     return str(path)

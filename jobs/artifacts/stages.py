@@ -107,8 +107,8 @@ def check_stages(demo: DemoJob, *, reward: bool = True) -> bool:
             settings[REWARD] = reward_job(demo)
     for name, section in settings.items():
         stage_identity = Identity.from_config(section)
-        kept = identity.load_result(demo.run.folder / name, stage_identity, STAGE_FILE, should_save=False)
-        if kept is None:
+        earlier_result = identity.load_result(demo.run.folder / name, stage_identity, STAGE_FILE, should_save=False)
+        if earlier_result is None:
             return False
     return True
 
@@ -186,10 +186,11 @@ def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
 def load_or_run(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Return the result of `make` with its `seconds`, from now or an earlier run. UserError for other settings."""
     run_identity = Identity.from_config(settings)
-    kept = identity.load_result(folder, run_identity, STAGE_FILE)
-    if kept is not None:
-        print_line(f"phase {folder.name}: kept, it took {format_duration(kept['seconds'])} in an earlier start")
-        return kept
+    earlier_result = identity.load_result(folder, run_identity, STAGE_FILE)
+    if earlier_result is not None:
+        duration = format_duration(earlier_result["seconds"])
+        print_line(f"phase {folder.name}: kept, it took {duration} in an earlier start")
+        return earlier_result
     started = time.monotonic()
     with log_duration(f"phase {folder.name}", PURPOSES.get(folder.name, "")):
         metrics = dict(make())

@@ -66,7 +66,7 @@ class Grpo:
         self._generate_s = 0.0
         self._tokens = 0
         self._error = ""
-        self._trainer = self._made(model, texts, config, IN_PROCESS if vllm else {})
+        self._trainer = self._make_trainer(model, texts, config, IN_PROCESS if vllm else {})
         self._thread: threading.Thread | None = None
 
     def step(self, timeout_s: float) -> tuple[int, dict[str, float]]:
@@ -93,7 +93,7 @@ class Grpo:
             self._error = f"{type(error).__name__}: {error}"
             self._done.release()
 
-    def _made(self, model: str, texts: list[str], config: BenchmarkJob, vllm: dict[str, Any]) -> Any:
+    def _make_trainer(self, model: str, texts: list[str], config: BenchmarkJob, vllm: dict[str, Any]) -> Any:
         import torch
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

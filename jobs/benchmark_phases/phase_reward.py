@@ -34,8 +34,8 @@ async def measure(bench: Bench) -> list[Record]:
     config = FeedbackConfig(source="reward_model", reward_model=str(model), engine=engine)
     prompts: list[Prompt] = []
     ids: list[np.ndarray] = []
-    for index, given in enumerate(bench.models.prompts[:ANSWERS]):
-        prompt = replace(given, prompt_id=f"r{index}")
+    for index, base_prompt in enumerate(bench.models.prompts[:ANSWERS]):
+        prompt = replace(base_prompt, prompt_id=f"r{index}")
         prompts.append(prompt)
         ids.append(build_feedback_prompt(task, prompt, RESPONSE, tokenizer, engine.max_prompt_tokens))
 

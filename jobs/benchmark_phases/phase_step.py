@@ -59,22 +59,22 @@ async def measure(bench: Bench) -> list[Record]:
     names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
     makers = {name: partial(trl, bench, vllm=vllm) for name, vllm in names.items()}
     if bench.config.cluster.gpu_sharing == "none":
-        made = {name: make() for name, make in makers.items()}
-        rivals = await able(made, bench.config.deadline_s)
+        candidates = {name: make() for name, make in makers.items()}
+        rivals = await able(candidates, bench.config.deadline_s)
         async with running_loop(bench, loop_job(bench)) as step:
             sides = {BARE: bare_step(bench), **rivals, OURS: step}
-            found = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
+            record = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
     else:
-        found = await measure_alone(bench, {BARE: partial(bare_step, bench), **makers})
-        rivals = found["sides"].keys() - {BARE, OURS}
-    measured = found["sides"]
+        record = await measure_alone(bench, {BARE: partial(bare_step, bench), **makers})
+        rivals = record["sides"].keys() - {BARE, OURS}
+    measured = record["sides"]
     if bench.config.variants:
         measured |= await measure_variants(bench)
 
     def compare(name: str, reference: str, aim: float, left_out: Collection[str]) -> Record:
         sides = {side: row for side, row in measured.items() if side not in left_out}
         aims = dict.fromkeys(EQUAL, aim)
-        return {**found, "name": name, "reference": reference, "aims": aims, "sides": sides}
+        return {**record, "name": name, "reference": reference, "aims": aims, "sides": sides}
 
     records = [compare("step", BARE, AIM, rivals)]
     if rivals:
@@ -107,8 +107,8 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
         del sides
         gc.collect()  # ends the actors of the side
     async with running_loop(bench, loop_job(bench)) as step:
-        found = await bench.measure(Benchmark(name="step", unit=UNIT, sides={OURS: step}))
-    return {**found, "sides": measured | found["sides"]}
+        record = await bench.measure(Benchmark(name="step", unit=UNIT, sides={OURS: step}))
+    return {**record, "sides": measured | record["sides"]}
 
 
 async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:

@@ -27,12 +27,12 @@ class BenchmarkResults:
         """Load earlier measurements. Raises UserError if the folder has measurements of another config."""
         self._folder = config.run.folder
         run_identity = Identity.from_config(config)
-        kept = None
+        earlier_results = None
         if config.run.resume != "never":
-            kept = identity.load_result(self._folder, run_identity, FILE)
-        if kept is None:
+            earlier_results = identity.load_result(self._folder, run_identity, FILE)
+        if earlier_results is None:
             identity.save_identity(self._folder, run_identity)
-        self.phases: dict[str, Any] = kept["phases"] if kept else {}
+        self.phases: dict[str, Any] = earlier_results["phases"] if earlier_results else {}
 
     def add(self, phase: str, records: Sequence[Record]) -> None:
         """Replace a phase's records, and write both files."""

@@ -75,8 +75,8 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def tree() -> list[psutil.Process]:
     """Return this process and its descendants."""
-    own = psutil.Process()
-    return [own, *own.children(recursive=True)]
+    process = psutil.Process()
+    return [process, *process.children(recursive=True)]
 
 
 def cpu_seconds() -> dict[int, float]:
@@ -115,10 +115,10 @@ def peak_gib() -> float:
 
 def check_idle_machine(most: float) -> None:
     """Raise UserError if other programs use more than this share of the machine."""
-    own = cpu_seconds()
+    cpu_before = cpu_seconds()
     everyone = machine_seconds()
     time.sleep(SAMPLE_S)
-    others_s = machine_seconds() - everyone - cpu_since(own)
+    others_s = machine_seconds() - everyone - cpu_since(cpu_before)
     others_cores = others_s / SAMPLE_S
     busy = min(1.0, others_cores / (psutil.cpu_count() or 1))  # the system counts in hundredths of a second
     if busy > most:
@@ -154,7 +154,7 @@ class Bench:
         }
 
     async def _run_side(self, benchmark: Benchmark, name: str) -> dict[str, float]:
-        own = cpu_seconds()
+        cpu_before = cpu_seconds()
         everyone = machine_seconds()
         started = time.monotonic()
         try:
@@ -164,7 +164,7 @@ class Bench:
                 f"{benchmark.name}, {name}: not done within deadline_s={self.config.deadline_s:g}"
             ) from None
         seconds = time.monotonic() - started
-        cpu_s = cpu_since(own)
+        cpu_s = cpu_since(cpu_before)
         others_s = max(0.0, machine_seconds() - everyone - cpu_s)
         row: dict[str, float] = {
             "seconds": seconds,

@@ -60,11 +60,11 @@ def main(
     parser = job_parser(schema, takes_run=of_run is not None)
     for option, about in options.items():
         parser.add_argument(option, **about)
-    given = _parse(parser, schema, sys.argv[1:] if argv is None else argv)
-    file = given.pop("config")
-    overrides = given.pop("overrides")
-    dry_run = given.pop("dry_run")
-    show_config = given.pop("show_config")
+    arguments = _parse(parser, schema, sys.argv[1:] if argv is None else argv)
+    file = arguments.pop("config")
+    overrides = arguments.pop("overrides")
+    dry_run = arguments.pop("dry_run")
+    show_config = arguments.pop("show_config")
     run_folder = find_run_folder(overrides) if of_run else None
     if (file is None) == (run_folder is None):
         parser.error("needs either the folder of a run or --config FILE")
@@ -76,12 +76,12 @@ def main(
         if show_config:
             print(loading.to_yaml(config), end="")
             return 0
-        checked = check_job(config, read, describe if dry_run else None, given.get("what"))
+        checked = check_job(config, read, describe if dry_run else None, arguments.get("what"))
         if dry_run:
             print("nothing was found that would stop the job")
             return 0
         with config_errors(config):
-            result = run(checked.config, *checked.inputs, **given)
+            result = run(checked.config, *checked.inputs, **arguments)
         return result if isinstance(result, int) else 0
 
     return exit_code(parser.prog, execute)
@@ -171,8 +171,8 @@ def print_outputs(**paths: Path) -> None:
     >>> print_outputs(report=Path("/"), policy=Path("/nowhere"))
     made: report /
     """
-    made = [f"{label} {path}" for label, path in paths.items() if path.exists()]
-    print(f"made: {', '.join(made) or 'nothing'}")
+    outputs = [f"{label} {path}" for label, path in paths.items() if path.exists()]
+    print(f"made: {', '.join(outputs) or 'nothing'}")
 
 
 def find_resources(address: str | None) -> Mapping[str, float]:
@@ -264,7 +264,7 @@ def program_name(module: str) -> str:
 
 
 def _section_help(
-    section: type[BaseModel], prefix: str = "", given: BaseModel | None = None, purpose: str = ""
+    section: type[BaseModel], prefix: str = "", values: BaseModel | None = None, purpose: str = ""
 ) -> list[str]:
     """Return a header and a line for every key with its default and meaning, then the same of inner sections.
 
@@ -275,10 +275,10 @@ def _section_help(
     plain: list[str] = []
     inner: list[str] = []
     for name, info in section.model_fields.items():
-        default = getattr(given, name) if given else info.get_default(call_default_factory=True, validated_data={})
+        default = getattr(values, name) if values else info.get_default(call_default_factory=True, validated_data={})
         nested = section_type(info.annotation)
         if nested is None:
-            is_required = info.is_required() and not given
+            is_required = info.is_required() and not values
             default_text = "required" if is_required else json.dumps(default, default=str)
             line = f"  {prefix + name:<38} {default_text:<16} {info.description or ''}"
             plain.append(line.rstrip())

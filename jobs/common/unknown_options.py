@@ -60,8 +60,8 @@ def find_keys(schema: type[BaseModel], option: str) -> list[str]:
         return [name]
     keys = list(_list_values(schema))
     if name in fields:  # a section: its own keys, required ones first
-        own = [key for key in keys if key.rpartition(".")[0] == name]
-        return sorted(own, key=lambda key: not fields[key].is_required())[:1]
+        section_keys = [key for key in keys if key.rpartition(".")[0] == name]
+        return sorted(section_keys, key=lambda key: not fields[key].is_required())[:1]
 
     by_last: dict[str, list[str]] = {}
     for key in sorted(keys, key=lambda key: key.count(".")):

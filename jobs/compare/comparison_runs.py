@@ -125,8 +125,8 @@ class ReferenceResponses:
         spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
         with loaded_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
             measured = self._compute_logprobs(learner, has_reference=False)
-        with Fleets() as own:
-            rollouts = own.rollouts(exported.model, exported.rollout, exported)
+        with Fleets() as fleets:
+            rollouts = fleets.rollouts(exported.model, exported.rollout, exported)
             self._write(method_job, measured, rollouts, feedback)
 
     def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
@@ -352,8 +352,8 @@ def has_all(plan: ComparisonPlan, names: Sequence[str], results: ResultLines) ->
         method = plan.methods[name]
         lr = only_lr if method.is_trained else None
         method_job = plan.make_job(name, seed, lr)
-        found = results.find(method_job, **plan.identity_extras(name))
-        return found is not None
+        result = results.find(method_job, **plan.identity_extras(name))
+        return result is not None
 
     if config.noise:
         return False
@@ -430,11 +430,11 @@ def run_reward_job(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     """Train and measure one model, then end its engine: twelve engines would not fit into memory."""
     from t2g.tasks.tiny.assets import build_reward_model
 
-    given = reward_job(demo)
-    tokenizer = load_tokenizer(given.model.policy)
+    demo_reward_job = reward_job(demo)
+    tokenizer = load_tokenizer(demo_reward_job.model.policy)
     build_reward_model(job.model.policy, tokenizer, seed=job.run.seed, **positions(demo))
     if job.style.labels == "dense":
-        write_dense(job, given)
+        write_dense(job, demo_reward_job)
     data = reward_models.read_data(job)
     tokenizer = load_tokenizer(base_model(demo).policy)  # spans are compared on the tokens where PPO will pay them
     with Fleets() as fleets:

@@ -58,12 +58,12 @@ def find_what(arguments: Sequence[str]) -> str:
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--what")
     first.add_argument("--config")
-    given, others = first.parse_known_args(arguments)
+    known, others = first.parse_known_args(arguments)
     folder = find_run_folder(others)
-    if given.what is None and folder is not None:
+    if known.what is None and folder is not None:
         with suppress(UserError):  # which `evaluation_values` raises again
             return find_run_kind(Path(folder))
-    return given.what or WHAT["default"]
+    return known.what or WHAT["default"]
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def with_engines(
     use_engines: Callable[[RolloutSource], Coroutine[Any, Any, Any]],
 ) -> Any:
     """Start engines of `model`, return the result of `use_engines` on them, and end them."""
-    with Fleets() as own:
-        source = own.rollouts(model, rollout, job)
+    with Fleets() as fleets:
+        source = fleets.rollouts(model, rollout, job)
         return asyncio.run(use_engines(source))
 
 

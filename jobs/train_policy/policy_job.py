@@ -55,9 +55,9 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
 
     config = limit_smoke(job)
     folder = config.run.folder
-    made = PolicyRun(folder=folder)
+    policy_run = PolicyRun(folder=folder)
     if report_steps_done(config):
-        return made
+        return policy_run
     summary = finished(config)
     teacher: list[str] = []
     if summary is None:
@@ -79,8 +79,8 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
     else:
         held_out = [f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None]
         print(f"held out: {', '.join(held_out) or 'not measured, eval_data is not given'}")
-    print_outputs(policy=made.policy, report=made.report, numbers=folder / "summary.json")
-    return made
+    print_outputs(policy=policy_run.policy, report=policy_run.report, numbers=folder / "summary.json")
+    return policy_run
 
 
 def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:

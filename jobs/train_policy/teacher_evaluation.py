@@ -104,21 +104,21 @@ async def measure_teacher(
 
     measured = await gather_all(map(compare_teachers, compared))
     score_name = task.score_name if is_measured else None
-    found = summarize(measured, score_name=score_name)
-    return found | {"advice": advise(found)}
+    summary = summarize(measured, score_name=score_name)
+    return summary | {"advice": advise(summary)}
 
 
 def summarize(measured: Sequence[TeacherMeasures], *, score_name: str | None) -> dict[str, Any]:
     """Return the scores, if there are any, the gaps and the number of prompts."""
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     if score_name is not None:
         scores = np.array([response.scores for response in measured])
-        found = summarize_scores(*scores.T, name=score_name)
+        summary = summarize_scores(*scores.T, name=score_name)
     gaps: dict[str, Any] = {}
     for index, name in enumerate(TEACHERS):
         teacher_gaps = [response.gaps[index] for response in measured]
         gaps[name] = summarize_gaps(teacher_gaps)
-    return found | {"gaps": gaps, "prompts": len(measured)}
+    return summary | {"gaps": gaps, "prompts": len(measured)}
 
 
 def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tokens: int) -> list[TeacherPrompts]:
@@ -140,9 +140,9 @@ def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tok
     other_critiques = teacher_critiques(prompt_ids, critiques, shuffled=True)
 
     compared: list[TeacherPrompts] = []
-    for response, own, other in zip(judged, own_critiques, other_critiques, strict=True):
-        teacher = add_critique(response.prompt, own)
-        control = add_critique(response.prompt, other)
+    for response, own_critique, other_critique in zip(judged, own_critiques, other_critiques, strict=True):
+        teacher = add_critique(response.prompt, own_critique)
+        control = add_critique(response.prompt, other_critique)
         if teacher is not None and control is not None:
             compared.append(TeacherPrompts(response, teacher, control))
     return compared

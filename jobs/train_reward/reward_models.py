@@ -70,13 +70,13 @@ def check_style(name: str, path: str, style: StyleConfig, criterion: str | None)
     try:
         content = (Path(path).parent / DONE_FILE).read_bytes()
         written = json.loads(content)["style"]
-        made = StyleConfig.model_validate(written[criterion] if criterion else written)
+        annotated_style = StyleConfig.model_validate(written[criterion] if criterion else written)
     except (OSError, ValueError, KeyError, TypeError):  # a file of that name may be anybody's
         return
-    lacks_critique = style.critique and not made.critique
-    if made.labels != style.labels or lacks_critique:
+    lacks_critique = style.critique and not annotated_style.critique
+    if annotated_style.labels != style.labels or lacks_critique:
         raise UserError(
-            f"{name}={path} holds feedback {format_style(made)} (says {DONE_FILE} beside it), not "
+            f"{name}={path} holds feedback {format_style(annotated_style)} (says {DONE_FILE} beside it), not "
             f"{format_style(style)}; set style to what was annotated, or annotate again with that annotate.style"
         )
 
