@@ -77,8 +77,8 @@ def count_auto(section: Mapping[str, Any], key: str) -> int:
     workers = section.get("workers", 1)
     if isinstance(workers, Mapping):
         workers = workers.get("initial", workers.get("min", 1))
-    own = workers if section.get(key) == "auto" and isinstance(workers, int) else 0
-    return own + sum(count_auto(inner, key) for inner in section.values() if isinstance(inner, Mapping))
+    own_workers = workers if section.get(key) == "auto" and isinstance(workers, int) else 0
+    return own_workers + sum(count_auto(inner, key) for inner in section.values() if isinstance(inner, Mapping))
 
 
 def _resolve_section(section: Mapping[str, Any], share: float, host_gib: float, threads: int) -> dict[str, Any]:

@@ -19,10 +19,10 @@ def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     if "local_coef" in objective or not objective.keys() >= _WRITTEN_KEYS:
         return values
-    kept = {**objective, "local_coef": 0.0}
+    upgraded = {**objective, "local_coef": 0.0}
     if objective.get("advantages") != "gae":
-        kept["lam"] = 1.0
-    return {**values, "objective": kept}
+        upgraded["lam"] = 1.0
+    return {**values, "objective": upgraded}
 
 
 def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

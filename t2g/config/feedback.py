@@ -455,9 +455,9 @@ class AnnotateConfig(FeedbackConfig):
 
     @model_validator(mode="after")
     def check_given_judgements(self) -> Self:
-        given = {source.source for source in self.named_sources.values()} & {"human", "next_message"}
-        if self.planted and given:
-            raise ValueError(f"planted={self.planted:g} adds responses that source={min(given)} lacks; set it to 0")
+        sources = {source.source for source in self.named_sources.values()} & {"human", "next_message"}
+        if self.planted and sources:
+            raise ValueError(f"planted={self.planted:g} adds responses that source={min(sources)} lacks; set it to 0")
         if self.responses == "policy" and self.reads_conversations:
             raise ValueError("responses=policy samples responses that have no next message; set it to data")
         return self

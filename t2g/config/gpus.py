@@ -10,7 +10,7 @@ def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, sharing: GpuShari
     transport = learner.sync_transport
     engine = rollout.gpus
     rank = learner.gpus
-    got = f"got rollout.gpus={engine:g} and learner.gpus={rank:g}"
+    gpus = f"got rollout.gpus={engine:g} and learner.gpus={rank:g}"
     if (transport == "ipc") != (sharing != "none"):
         raise ValueError(
             "cluster.gpu_sharing=split and alternate need learner.sync_transport=ipc, and ipc needs one of them; "
@@ -24,12 +24,14 @@ def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, sharing: GpuShari
     if transport == "store":
         return
     if min(engine, rank) == 0:
-        raise ValueError(f"learner.sync_transport={transport} needs GPUs on both sides, {got}; without them take store")
+        raise ValueError(
+            f"learner.sync_transport={transport} needs GPUs on both sides, {gpus}; without them take store"
+        )
     if learner.sync_verify == "full":
         raise ValueError(f"learner.sync_verify=full needs sync_transport=store: vLLM's {transport} takes no hashes")
     if transport == "nccl" and min(engine, rank) < 1:
         raise ValueError(
-            f"learner.sync_transport=nccl needs a whole GPU for each engine and rank, {got}; or take "
+            f"learner.sync_transport=nccl needs a whole GPU for each engine and rank, {gpus}; or take "
             "cluster.gpu_sharing=split"
         )
     if transport != "ipc":
@@ -40,7 +42,7 @@ def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, sharing: GpuShari
         raise ValueError(
             f"cluster.gpu_sharing={sharing} needs one engine and one rank on each GPU: rollout.gpus above 0.5 and "
             "below 1, learner.gpus the rest of 1 (with alternate 1 and 1), rollout.workers from min to max as many as "
-            f"learner.workers, the same labels; {got}, {workers.min} to {workers.max} engines and "
+            f"learner.workers, the same labels; {gpus}, {workers.min} to {workers.max} engines and "
             f"learner.workers={learner.workers}"
         )
 

@@ -31,8 +31,8 @@ class ChatFieldsConfig(Section):
     @classmethod
     def check_extra(cls, extra: dict[str, Any]) -> dict[str, Any]:
         """Refuse fields that the client itself sets."""
-        if own := sorted({"messages", "model", "n", "stream"} & extra.keys()):
-            raise ValueError(f"llm.request.extra holds {', '.join(own)}, which t2g sets itself: remove it")
+        if client_fields := sorted({"messages", "model", "n", "stream"} & extra.keys()):
+            raise ValueError(f"llm.request.extra holds {', '.join(client_fields)}, which t2g sets itself: remove it")
         return extra
 
 

@@ -165,25 +165,25 @@ def _nearest_key(schema: type[BaseModel], keys: Keys) -> str:
 @cache
 def list_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Return every section and value of the schema in its order, by dotted key."""
-    found: dict[str, FieldInfo] = {}
+    fields: dict[str, FieldInfo] = {}
     for name, info in schema.model_fields.items():
-        found[prefix + name] = info
+        fields[prefix + name] = info
         if section := section_type(info.annotation):
-            found |= list_fields(section, f"{prefix}{name}.")
-    return found
+            fields |= list_fields(section, f"{prefix}{name}.")
+    return fields
 
 
 def find_fields(schema: type[BaseModel], keys: Sequence[str | int]) -> list[FieldInfo]:
     """Return the fields on the way to a key, up to the first unknown one. Keys of a mapping of sections have none."""
-    found: list[FieldInfo] = []
+    fields: list[FieldInfo] = []
     section: type[BaseModel] | None = schema
     names = iter(keys)
     while section and (info := section.model_fields.get(str(next(names, "")))):
-        found.append(info)
+        fields.append(info)
         section = section_type(info.annotation)
         if section is None and (section := mapped_section_type(info.annotation)):
             next(names, None)
-    return found
+    return fields
 
 
 def mapped_section_type(annotation: object) -> type[BaseModel] | None:

@@ -78,6 +78,6 @@ def _skip(text: str, at: int, mark: str) -> int | None:
 
 
 def _skip_blanks(text: str, at: int) -> int:
-    found = _BLANKS.match(text, at)
-    assert found is not None, "the pattern matches an empty text"
-    return found.end()
+    blanks = _BLANKS.match(text, at)
+    assert blanks is not None, "the pattern matches an empty text"
+    return blanks.end()

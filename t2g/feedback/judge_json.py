@@ -44,7 +44,7 @@ def load_judge_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | 
     if len(text) > MAX_ANSWER_CHARS:
         return f"the answer has {len(text)} characters; at most {MAX_ANSWER_CHARS} are read"
     thinking_end = find_thinking_end(text)
-    objects = [found.value for found in find_objects(text) if found.end > thinking_end]
+    objects = [item.value for item in find_objects(text) if item.end > thinking_end]
     if not objects:
         return "the answer is no JSON object"
     for value in reversed(objects):
@@ -68,15 +68,15 @@ def find_objects(text: str) -> list[JsonObject]:
     has_commas = POSSIBLE_COMMA.search(text) is not None
     max_failures = MAX_REPAIRS if has_commas else MAX_FAILURES
     while start := START.search(text, position):
-        found = _decode(text, start.start())
-        if found is None:
+        decoded = _decode(text, start.start())
+        if decoded is None:
             num_failures += 1
-            found = _decode_without_commas(text, start.start()) if has_commas else None
+            decoded = _decode_without_commas(text, start.start()) if has_commas else None
         if num_failures > max_failures:
             return []
-        if found is not None:
-            objects.append(found)
-        position = found.end if found else start.end()
+        if decoded is not None:
+            objects.append(decoded)
+        position = decoded.end if decoded else start.end()
     return objects
 
 
@@ -107,11 +107,11 @@ def _decode_without_commas(text: str, start: int) -> JsonObject | None:
         return None
     cuts = [start, *(comma + 1 for comma in commas)]
     pieces = [text[cut:comma] for cut, comma in zip(cuts, [*commas, len(text)], strict=True)]
-    found = _decode("".join(pieces), 0)
-    if found is None:
+    decoded = _decode("".join(pieces), 0)
+    if decoded is None:
         return None
     shifted = [comma - start - index for index, comma in enumerate(commas)]  # in the joined pieces
-    return JsonObject(found.value, start + found.end + bisect_left(shifted, found.end))
+    return JsonObject(decoded.value, start + decoded.end + bisect_left(shifted, decoded.end))
 
 
 def _find_answer(value: dict[str, Any], kinds: Mapping[str, type], depth: int = MAX_DEPTH) -> dict[str, Any] | None:

@@ -181,8 +181,8 @@ def read_rewards(answer: Any, *, count: int) -> list[float | None]:
         raise FunctionFailed(f"returned {answer!r:.80}; it needs to return a list of numbers")
     values = [*islice(answer, count + 1)]
     if len(values) != count:
-        found = f"more than {count}" if len(values) > count else len(values)
-        raise FunctionFailed(f"returned {found} numbers for {count} completions; it needs to return one for each")
+        length_text = f"more than {count}" if len(values) > count else len(values)
+        raise FunctionFailed(f"returned {length_text} numbers for {count} completions; it needs to return one for each")
     numbers: list[float | None] = []
     for value in values:
         if value is None:

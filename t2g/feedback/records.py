@@ -276,8 +276,10 @@ def select_criterion(records: Sequence[AnnotatedRecord], criterion: str | None, 
     if not names and criterion is None:
         return list(records)
     if criterion not in names:
-        found = f"the criteria {', '.join(names)}" if names else "no criteria"
-        raise UserError(f"{path}: its records have {found}, and criterion is {criterion}; set criterion to one of them")
+        present = f"the criteria {', '.join(names)}" if names else "no criteria"
+        raise UserError(
+            f"{path}: its records have {present}, and criterion is {criterion}; set criterion to one of them"
+        )
     return [_keep_criterion(record, criterion) for record in records if criterion in record.criteria]
 
 

@@ -6,18 +6,18 @@ from t2g.interfaces import Aligner
 from t2g.types import Prompt, SpanFeedback
 
 
-async def find_spans(aligner: Aligner, prompt: Prompt, response_text: str, own: SpanFeedback) -> SpanFeedback:
-    """Return the aligner's spans, status and counts with the critique and source of `own`, and its results, if any.
+async def find_spans(aligner: Aligner, prompt: Prompt, response_text: str, feedback: SpanFeedback) -> SpanFeedback:
+    """Return the aligner's spans, status and counts with critique and source of `feedback`, and its results, if any.
 
     The version names both: "facts:judge, judge#5f0c2a91".
     """
-    aligned = await aligner.align(prompt, response_text, own.critique)
-    versions = filter(None, (own.version, aligned.version))
+    aligned = await aligner.align(prompt, response_text, feedback.critique)
+    versions = filter(None, (feedback.version, aligned.version))
     return replace(
         aligned,
-        critique=own.critique,
-        source=own.source,
+        critique=feedback.critique,
+        source=feedback.source,
         version=", ".join(versions),
-        execution=own.execution or aligned.execution,
-        metrics=own.metrics or aligned.metrics,
+        execution=feedback.execution or aligned.execution,
+        metrics=feedback.metrics or aligned.metrics,
     )

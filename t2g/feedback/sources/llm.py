@@ -95,10 +95,10 @@ class LLMFeedback(FeedbackSource):
             RunStopped: MAX_LOST requests in a row got no answer.
         """
         request = make_request(self._task, prompt, response_text, self._config.style)
-        own = await self._annotate(request)
-        if self._config.style.spans or not own.usable:
-            return own
-        return await find_spans(self._aligner, prompt, response_text, own)
+        feedback = await self._annotate(request)
+        if self._config.style.spans or not feedback.usable:
+            return feedback
+        return await find_spans(self._aligner, prompt, response_text, feedback)
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """Return the spans of this critique. Otherwise as `judge`."""

@@ -28,10 +28,10 @@ class NextMessageFeedback(FeedbackSource):
         if not isinstance(critique, str) or not critique.strip():
             reason = f"no message follows the response to prompt {prompt.prompt_id}"
             return make_failed_feedback("failed", source=self.name, version="", reason=reason)
-        own = make_feedback(critique, (), (), response_text, source=self.name, version="")
+        feedback = make_feedback(critique, (), (), response_text, source=self.name, version="")
         if self._aligner is None:
-            return own
+            return feedback
         if prompt.messages and not isinstance(self._aligner, ProgramFeedback):
             # A program reads the question, a model the chat so far, as it is in the records of logged conversations.
             prompt = replace(prompt, prompt_text=format_chat(prompt.messages))
-        return await find_spans(self._aligner, prompt, response_text, own)
+        return await find_spans(self._aligner, prompt, response_text, feedback)

@@ -81,14 +81,14 @@ class ProgramFeedback(FeedbackSource):
         Raises:
             UserError, RunStopped: As `judge`.
         """
-        own = await self.judge(prompt, response_text, critique=critique)
-        if not own.usable or own.critique == critique:
-            return own
-        own_spans = [replace(span, critique_range=None) for span in own.spans]
+        judgement = await self.judge(prompt, response_text, critique=critique)
+        if not judgement.usable or judgement.critique == critique:
+            return judgement
+        own_spans = [replace(span, critique_range=None) for span in judgement.spans]
         good = [span for span in own_spans if span.label == 1]
         poor = [span for span in own_spans if span.label == -1]
         aligned = make_feedback(critique, good, poor, response_text, source=self.name, version=self._path)
-        return replace(own, critique=critique, spans=aligned.spans)
+        return replace(judgement, critique=critique, spans=aligned.spans)
 
     async def judge(self, prompt: Prompt, response_text: str, **options: Any) -> SpanFeedback:
         """Return the feedback on one response.
@@ -118,10 +118,10 @@ class ProgramFeedback(FeedbackSource):
                 f"{self._key}: the feedback function returned a critique alone, on prompt {prompt.prompt_id}: "
                 f"{self._advice}return (critique, good pieces, poor pieces)"
             )
-        own = make_feedback(feedback, (), (), response_text, source=self.name, version=self._path)
-        if not own.critique.strip():
-            return own
-        return await find_spans(self._aligner, prompt, response_text, own)
+        unaligned = make_feedback(feedback, (), (), response_text, source=self.name, version=self._path)
+        if not unaligned.critique.strip():
+            return unaligned
+        return await find_spans(self._aligner, prompt, response_text, unaligned)
 
     def _read(self, answer: Any, response_text: str) -> SpanFeedback | str:
         """Return the feedback, or a critique alone, whose spans the aligner finds. FunctionFailed for anything else."""

@@ -110,7 +110,7 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
     labels = np.stack([label_characters(answer.spans, len(response_text)) for answer in answers])
     winner = majority(labels, num_annotators)
     is_nonblank = np.array([not character.isspace() for character in response_text], bool)
-    similarities = [f1(own[is_nonblank], winner[is_nonblank]) for own in labels]
+    similarities = [f1(answer_labels[is_nonblank], winner[is_nonblank]) for answer_labels in labels]
     closest = answers[similarities.index(max(similarities))]
 
     spans: list[Span] = []
