@@ -65,7 +65,7 @@ def is_short_of_memory(error: BaseException) -> bool:
     errors = [error]
     if error.__cause__:
         errors.append(error.__cause__)
-    texts = [f"{type(found).__name__}: {found}" for found in errors]
+    texts = [f"{type(cause).__name__}: {cause}" for cause in errors]
     return any(re.search(SHORT_OF_MEMORY, text, re.IGNORECASE) for text in texts)
 
 

@@ -162,8 +162,8 @@ def is_listening(pid: int, port: int) -> bool:
     """Return whether the process listens on the port. The kernel then lets no other process listen there."""
     with suppress(psutil.Error):  # the process ended
         sockets = psutil.Process(pid).net_connections("tcp")
-        listening = [found for found in sockets if found.status == psutil.CONN_LISTEN]
-        return any(found.laddr.port == port for found in listening)
+        listening = [connection for connection in sockets if connection.status == psutil.CONN_LISTEN]
+        return any(connection.laddr.port == port for connection in listening)
     return False
 
 

@@ -59,15 +59,15 @@ def _valid_generation_config(model: Any) -> Iterator[Any]:
     """Give the model a generation config that transformers saves, within the block; yield its own, or None."""
     from transformers import GenerationConfig
 
-    own = model.generation_config if model.can_generate() else None
-    if own is None:
+    generation_config = model.generation_config if model.can_generate() else None
+    if generation_config is None:
         yield None
         return
     model.generation_config = GenerationConfig()
     try:
-        yield own
+        yield generation_config
     finally:
-        model.generation_config = own
+        model.generation_config = generation_config
 
 
 def _find_generation_config(source: ModelConfig) -> str | None:

@@ -41,7 +41,7 @@ def _own_shapes(model: torch.nn.Module, *, adapters: bool) -> dict[str, tuple[in
     """Return the shape of every weight by the name that it has in the model without adapters."""
     shapes = {name: tuple(parameter.ds_shape) for name, parameter in model.named_parameters()}
     sources = lora.sources(shapes, adapters=adapters)
-    own_shapes = {name: shapes[own] for name, (own, *_) in sources.items()}
+    own_shapes = {name: shapes[source] for name, (source, *_) in sources.items()}
     if not adapters:
         for name, buffer in get_sent_buffers(model).items():
             own_shapes[name] = tuple(buffer.shape)
@@ -53,14 +53,14 @@ def get_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     A persistent buffer belongs to the weights of a model: its files hold it, and a state dict has it.
     """
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 full_name = f"{prefix}.{name}" if prefix else name
-                found[full_name] = buffer
-    sources = lora.sources(found)
-    return {name: found[own] for name, (own, *_) in sources.items()}
+                buffers[full_name] = buffer
+    sources = lora.sources(buffers)
+    return {name: buffers[source] for name, (source, *_) in sources.items()}
 
 
 def get_sent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -137,8 +137,8 @@ class FullWeights:
             return [(name, tensors[name]) for name in names]
         bucket: list[tuple[str, torch.Tensor]] = []
         for module in group_by_module(names):
-            own = {name: tensors[name] for name in module}
-            converted = to_file_layout(self._engine.module, own)
+            module_tensors = {name: tensors[name] for name in module}
+            converted = to_file_layout(self._engine.module, module_tensors)
             bucket += [(name, tensor.contiguous()) for name, tensor in converted.items()]
         return bucket
 
@@ -162,20 +162,20 @@ class FullWeights:
 
         sizes = [len(partition) for partition in partitions]
         total = sum(sizes)
-        own = self._get_memory(f"own {dtype}", total, dtype, device)
-        for piece, partition in zip(own.split(sizes), partitions, strict=True):
+        local_shard = self._get_memory(f"own {dtype}", total, dtype, device)
+        for piece, partition in zip(local_shard.split(sizes), partitions, strict=True):
             piece.copy_(partition)
         all_ranks = self._get_memory(f"all_ranks {dtype}", num_ranks * total, dtype, device)
-        torch.distributed.all_gather_into_tensor(all_ranks, own)
+        torch.distributed.all_gather_into_tensor(all_ranks, local_shard)
         return all_ranks.view(num_ranks, -1).split(sizes, dim=1)
 
     def _merged(
-        self, name: str, own: Sequence[str], named: Mapping[str, Any], pieces: Mapping[str, torch.Tensor]
+        self, name: str, sources: Sequence[str], named: Mapping[str, Any], pieces: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Return [num_ranks, n], or [1, n] with a merged adapter."""
-        if len(own) == 1:
-            return pieces[own[0]]
-        parts = [full_tensor(named[source], pieces[source]) for source in own]
+        if len(sources) == 1:
+            return pieces[sources[0]]
+        parts = [full_tensor(named[source], pieces[source]) for source in sources]
         merged = lora.checkpoint_weight(self._engine.module, name, parts)
         return merged.reshape(1, -1)
 

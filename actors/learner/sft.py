@@ -77,10 +77,10 @@ def run_sft(
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")
-    kept = identity.load_result(out_folder, run_identity, DONE_FILE)
-    if kept is not None:
+    earlier_result = identity.load_result(out_folder, run_identity, DONE_FILE)
+    if earlier_result is not None:
         logger.info("%s is already trained with these settings: kept", out_folder)
-        return kept
+        return earlier_result
     if out_folder.exists():
         raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")

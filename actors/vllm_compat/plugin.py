@@ -139,8 +139,8 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
         """
         manifest = self._manifest
         if manifest is None or update_info.version != manifest.version:
-            found = "no manifest was received" if manifest is None else f"the manifest has version {manifest.version}"
-            raise ValueError(f"bucket {update_info.index} has version {update_info.version}, and {found}")
+            problem = "no manifest was received" if manifest is None else f"the manifest has version {manifest.version}"
+            raise ValueError(f"bucket {update_info.index} has version {update_info.version}, and {problem}")
         wrong_names = [name for name in update_info.names if name not in self._missing]
         if wrong_names:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong_names)} not in the manifest, or sent before")
@@ -195,11 +195,11 @@ class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
 
         owned: set[int] = set()
         for module in self.model.modules():
-            own = {id(parameter) for parameter in module.parameters(recurse=False)}
+            parameter_ids = {id(parameter) for parameter in module.parameters(recurse=False)}
             method = getattr(module, "quant_method", None)
-            if own & owned and isinstance(method, QuantizeMethodBase):
+            if parameter_ids & owned and isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(module)
-            owned |= own
+            owned |= parameter_ids
 
 
 class StoreWeightTransferEngine(ManifestTransferEngine):
@@ -219,7 +219,7 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
         if hash_arrays(*views) != meta["xxh3"]:
             raise ValueError(f"xxh3 mismatch: bucket {bucket.index} of version {bucket.version} changed in transfer")
         self.model.load_weights(self._tensors(bucket, views, shapes, dtypes))
-        self._own_pending()
+        self._copy_pending()
 
     def _tensors(
         self, bucket: BucketInfo, views: list[np.ndarray], shapes: list[list[int]], dtypes: list[str]
@@ -232,14 +232,14 @@ class StoreWeightTransferEngine(ManifestTransferEngine):
                 raise ValueError(f"xxh3 mismatch: {name} of version {bucket.version} differs from the learner's")
             yield name, tensor
 
-    def _own_pending(self) -> None:
+    def _copy_pending(self) -> None:
         """Copy tensors that vLLM keeps until `finish`, as of a padded vocabulary: the next bucket overwrites them."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module in self.model.modules():
             for _, call in get_layerwise_info(module).loaded_weights:
-                owned = tree_map_only(torch.Tensor, _own, call.arguments)
-                call.arguments.update(owned)
+                copies = tree_map_only(torch.Tensor, _copy_from_buffer, call.arguments)
+                call.arguments.update(copies)
 
     def shutdown(self) -> None:
         self._manifest = None
@@ -306,7 +306,7 @@ def _hash_tensor(tensor: torch.Tensor) -> str:
     return hash_arrays(received.cpu().numpy())
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_from_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 

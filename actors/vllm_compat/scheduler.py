@@ -56,26 +56,26 @@ class JoiningMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kept: dict[str, list[EngineCoreOutput]] = {}  # by request id
+        self._pending: dict[str, list[EngineCoreOutput]] = {}  # by request id
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         if messages.keys() - {0}:
             raise ValueError(f"outputs for clients {sorted(messages)} cannot be joined; set join_outputs=false")
-        kept = self._kept
+        pending = self._pending
         for message in messages.values():
             for output in message.outputs:
-                kept.setdefault(output.request_id, []).append(output)
+                pending.setdefault(output.request_id, []).append(output)
             due = [
                 output.request_id
                 for output in message.outputs
-                if output.finished or len(kept[output.request_id]) >= MAX_KEPT_STEPS
+                if output.finished or len(pending[output.request_id]) >= MAX_KEPT_STEPS
             ]
-            message.outputs = [join_outputs(kept.pop(request_id)) for request_id in due]
+            message.outputs = [join_outputs(pending.pop(request_id)) for request_id in due]
         if self._must_flush():
             message = messages.setdefault(0, EngineCoreOutputs())
-            message.outputs = [*message.outputs, *map(join_outputs, kept.values())]
-            kept.clear()
+            message.outputs = [*message.outputs, *map(join_outputs, pending.values())]
+            pending.clear()
         return messages
 
     def has_requests(self) -> bool:
@@ -85,11 +85,11 @@ class JoiningMixin:
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
         for request in finished:
-            self._kept.pop(request.request_id, None)
+            self._pending.pop(request.request_id, None)
         return finished
 
     def _must_flush(self) -> bool:
-        return self.pause_state == PauseState.PAUSED_ALL and bool(self._kept)
+        return self.pause_state == PauseState.PAUSED_ALL and bool(self._pending)
 
 
 class JoiningScheduler(JoiningMixin, Scheduler):  # type: ignore[misc]

@@ -50,17 +50,17 @@ def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline
             names = ", ".join(dict.fromkeys(absent))
             raise RuntimeError(f"{names} did not join the rendezvous within {deadline_s:g} s")
         time.sleep(JOIN_POLL_S)
-    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def connect() -> None:
         try:
-            made.put(communicator(store, rank, len(rendezvous.members), device))
+            results.put(communicator(store, rank, len(rendezvous.members), device))
         except RuntimeError as error:  # raised below, in the caller's thread
-            made.put(error)
+            results.put(error)
 
     threading.Thread(target=connect, name="t2g-join", daemon=True).start()  # NCCL's init has no timeout
     try:
-        group = made.get(timeout=deadline_s)
+        group = results.get(timeout=deadline_s)
     except queue.Empty:
         group = (
             f"NCCL did not connect them within {deadline_s:g} s (NCCL_SOCKET_IFNAME in their environment, a firewall)"
@@ -200,10 +200,10 @@ class IpcSender:
         gpu = str(torch.cuda.get_device_properties(memory.device).uuid)
         return SharedMemory(memory, gpu, tuple(arguments[6:]))
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order of rank."""
         gathered: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(gathered, own)
+        torch.distributed.all_gather_object(gathered, value)
         return gathered
 
 
