@@ -113,7 +113,7 @@ def has_stage_engines(job: PolicyJob) -> bool:
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     """Write summary.json and report.html, and print the table."""
     from t2g.files import write_atomic
-    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples, how_made, write_report
+    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples, find_origin, write_report
     from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, read_records
 
     folder = demo.run.folder
@@ -131,7 +131,7 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
         summary=summary,
         arms=records,
         examples=examples(first / SAMPLES_FILE),
-        made=how_made(first),
+        origin=find_origin(first),
     )
     print(table(summary))
 

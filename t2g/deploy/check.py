@@ -188,7 +188,7 @@ def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
         yield _memory_row(group.name, [*cells, total])
     for group, fit in fits:
         if group.elastic:
-            sequences = _count(fit.wanted, "sequence")
+            sequences = _count(fit.num_sequences, "sequence")
             yield (
                 f"{group.name}: an engine must hold {sequences} at once; there is room for "
                 f"{fit.fitting} of {group.role.max_model_len} tokens"
@@ -286,8 +286,8 @@ def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:
 
 def _room_warnings(fits: Fits) -> Iterator[str]:
     for group, fit in fits:
-        if group.elastic and 0 < fit.fitting < fit.wanted:
-            sequences = _count(fit.wanted, "sequence")
+        if group.elastic and 0 < fit.fitting < fit.num_sequences:
+            sequences = _count(fit.num_sequences, "sequence")
             yield (
                 f"{group.section}: an engine has room for {fit.fitting} of its {sequences} at "
                 f"once, and the others wait; raise {group.section}.gpu_memory_utilization or lower max_model_len"

@@ -67,7 +67,7 @@ class _Run:
     summary: dict[str, Any]
     examples: list[Example]
     alarms: list[tuple[str, str]]  # step, message
-    made: dict[str, str]
+    origin: dict[str, str]
 
 
 def find_run(folder: Path) -> Path:
@@ -103,7 +103,7 @@ def report_run(folder: Path) -> Path:
         summary=run.summary,
         arms={"policy": run.steps},
         examples=run.examples,
-        made=run.made,
+        origin=run.origin,
         alarms=run.alarms,
     )
     return path
@@ -198,7 +198,7 @@ def _read_run(folder: Path) -> _Run:
         summary={"base": base} | summary,
         examples=samples,
         alarms=[(f"step {line[m.STEP]}", line["alarm"]) for line in alarms],
-        made=how_made(folder),
+        origin=find_origin(folder),
     )
 
 
@@ -233,17 +233,17 @@ def examples(path: Path) -> list[Example]:
     return sorted(by_key.values(), key=rank)
 
 
-def how_made(folder: Path) -> dict[str, str]:
+def find_origin(folder: Path) -> dict[str, str]:
     """Return the last command, its date and the resolved config, each if there is such a file."""
-    made = {}
+    origin = {}
     commands = folder / COMMANDS_FILE
     if commands.is_file():
         last = commands.read_text(errors="replace").strip().rpartition("\n")[2]
-        made["date"], _, made["command"] = last.partition(" ")
+        origin["date"], _, origin["command"] = last.partition(" ")
     config = folder / FILE_NAME
     if config.is_file():
-        made["config"] = config.read_text(errors="replace")
-    return {name: mask_secrets(text[:MAX_CONFIG_CHARS]) for name, text in made.items()}
+        origin["config"] = config.read_text(errors="replace")
+    return {name: mask_secrets(text[:MAX_CONFIG_CHARS]) for name, text in origin.items()}
 
 
 def write_report(
@@ -253,7 +253,7 @@ def write_report(
     summary: Mapping[str, Any],
     arms: Mapping[str, Sequence[Step]],
     examples: Sequence[Example],
-    made: Mapping[str, str] = {},
+    origin: Mapping[str, str] = {},
     alarms: Sequence[tuple[str, str]] = (),
     beside: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
@@ -268,7 +268,7 @@ def write_report(
             `timing`, name -> seconds; `versions`.
         arms: name -> metrics by step, as in metrics.jsonl.
         examples: See `examples`.
-        made: See `how_made`.
+        origin: See `find_origin`.
         alarms: (step, message).
         beside: Not None if the arms are runs with configs of their own: name -> the value of each run, of what differs.
             An example then has one response of each run.
@@ -280,7 +280,7 @@ def write_report(
     has_errors = any(row.has_error for row in rows)
     results = {"metric": metric, "base": base, "finals": finals, "rows": rows, "has_errors": has_errors}
     labels = {"title": title, "names": NAMES, "levels": LEVELS, "dashes": DASHES}
-    origin = {"made": made, "versions": summary.get("versions", {})}
+    history = {"origin": origin, "versions": summary.get("versions", {})}
     figures = {name: value for name, value in summary.items() if _is_plain(value)}
     timing = _timing_values(summary.get("timing", {}))
     responses = _example_values(examples) if beside is None else _beside_values(examples, [*arms])
@@ -292,7 +292,7 @@ def write_report(
         charts=list(charts(arms, base, metric)),
         alarms=alarms[-MAX_ALARMS:],
         beside=beside,
-        **origin,
+        **history,
         **results,
         **timing,
         **responses,

@@ -32,8 +32,8 @@ ONE_BYTE = ("fp8", "mxfp8", "int8")  # prefixes of vLLM 0.32's online quantisati
 class Estimate:
     """The memory of a role on one GPU."""
 
-    parts: dict[str, float]  # bytes by name; an engine's "cache" is for the wanted sequences of max_model_len
-    wanted: int = 0  # concurrent sequences of an engine
+    parts: dict[str, float]  # bytes by name; an engine's "cache" is for num_sequences of max_model_len
+    num_sequences: int = 0  # concurrent sequences of an engine
     fitting: int = 0  # sequences of max_model_len that fit in an engine's KV cache
     cache: float = 0.0  # bytes that an engine has left for its KV cache
 
@@ -292,10 +292,10 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
         "other": ENGINE_OTHER_BYTES,
     }
     room = engine.gpu_memory_utilization * gpu_bytes - sum(parts.values())
-    wanted = min(sequences, engine.max_num_seqs)
+    num_sequences = min(sequences, engine.max_num_seqs)
     fitting = max(0, int(room // sequence))
-    parts["cache"] = wanted * sequence
-    return Estimate(parts=parts, wanted=wanted, fitting=fitting, cache=room)
+    parts["cache"] = num_sequences * sequence
+    return Estimate(parts=parts, num_sequences=num_sequences, fitting=fitting, cache=room)
 
 
 def store_bytes(shape: ModelShape, learner: LearnerConfig, *, itemsize: int) -> int:

@@ -22,8 +22,8 @@ class ModelShape(BaseModel):
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int = Field(default_factory=lambda given: given["num_attention_heads"])
-    head_dim: int = Field(default_factory=lambda given: given["hidden_size"] // given["num_attention_heads"])
+    num_key_value_heads: int = Field(default_factory=lambda fields: fields["num_attention_heads"])
+    head_dim: int = Field(default_factory=lambda fields: fields["hidden_size"] // fields["num_attention_heads"])
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool = False

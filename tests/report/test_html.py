@@ -215,7 +215,7 @@ def test_control_and_bidirectional_characters_are_shown_everywhere(tmp_path: Pat
     first = [{"step": 1, "samples": 8, f"eval/{odd}": 0.5}]
     second = [{"step": 1, f"eval/{odd}": 0.25}]
     examples = [[sample(odd, odd), sample(odd, odd, feedback(odd))]]
-    made = {"date": odd, "command": odd, "config": odd}
+    origin = {"date": odd, "command": odd, "config": odd}
     text = write(
         tmp_path / "r.html",
         title=odd,
@@ -223,7 +223,7 @@ def test_control_and_bidirectional_characters_are_shown_everywhere(tmp_path: Pat
         arms={odd: first, odd + "2": second},
         examples=examples,
         alarms=[(odd, odd)],
-        made=made,
+        origin=origin,
         beside={odd: [odd, 1]},
     )
     assert not CONTROL.search(text.replace("\n", ""))
@@ -303,7 +303,7 @@ def test_the_style_sheet_styles_nothing_outside_of_the_report(tmp_path: Path) ->
 
 
 def test_a_page_has_links_to_its_headings(tmp_path: Path) -> None:
-    page = write(tmp_path / "r.html", alarms=[("step 1", "KL")], made={"date": "today"})
+    page = write(tmp_path / "r.html", alarms=[("step 1", "KL")], origin={"date": "today"})
     links = re.findall(r'<a href="#(section-\d+)">(.*?)</a>', page)
     headings = re.findall(r'<h2 id="(section-\d+)">(.*?)</h2>', page)
     assert links == headings

@@ -230,14 +230,14 @@ def test_offload_moves_the_states_to_the_host() -> None:
 def test_an_engine_by_hand() -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, max_num_seqs=64)
     fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=100, gpu_bytes=80 * GIB)
-    assert fit.wanted == 64  # max_num_seqs
+    assert fit.num_sequences == 64  # max_num_seqs
     # A step of 8,192 tokens: 2 x 8192 x (3 x 4096 + 2 x (4096 + 1024) + 3 x 14336) = 1 GiB; 64 rows of logits.
     assert fit.parts["activations"] == GIB + 64 * 128_256 * 14
     assert fit.fitting == 271  # (68 - 14.957 - 1.107 - 1) GiB / .1875 GiB
     assert fit.parts["cache"] == 64 * 0.1875 * GIB
     assert fit.cache == pytest.approx((68 - 14.957 - 1.107 - 1) * GIB, rel=1e-4)
     two = memory.engine_fit(LLAMA_3_8B, with_overrides(engine, {"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
-    assert (two.wanted, two.parts["weights"]) == (1, 8_030_261_248)
+    assert (two.num_sequences, two.parts["weights"]) == (1, 8_030_261_248)
     assert two.fitting == 627  # (68 - 7.479 - .594 - .107 - 1) GiB / .09375 GiB
     small_gpu = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=16 * GIB)
     assert small_gpu.fitting == 0
