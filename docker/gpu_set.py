@@ -38,8 +38,17 @@ def install(folder: Path) -> None:
     paths = {".venv/bin/python": str(folder / "bin/python"), ".venv/constraints.txt": str(pins)}
     command = [paths.get(word, word) for word in set_up.install_command("gpu", "", "")]
     subprocess.run([".venv/bin/uv", *command, "--quiet"], cwd=ROOT, check=True)
-    own = ["pip", "install", "--quiet", "--python", paths[".venv/bin/python"], "--no-deps", "--no-build-isolation", "."]
-    subprocess.run([".venv/bin/uv", *own], cwd=ROOT, check=True)
+    project = [
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        paths[".venv/bin/python"],
+        "--no-deps",
+        "--no-build-isolation",
+        ".",
+    ]
+    subprocess.run([".venv/bin/uv", *project], cwd=ROOT, check=True)
     subprocess.run([str(folder / "bin/python"), "docker/toolkit.py", "link"], cwd=ROOT, check=True, env=environment())
 
 
@@ -59,8 +68,8 @@ def check_versions() -> str:
     import torch
 
     versions = {name: version(name) for name in COMPILER}
-    for found in versions.values():
-        major_minor = ".".join(found.split(".")[:2])
+    for compiler_version in versions.values():
+        major_minor = ".".join(compiler_version.split(".")[:2])
         assert major_minor == torch.version.cuda, (torch.version.cuda, versions)
     return f"CUDA {torch.version.cuda}"
 

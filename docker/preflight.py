@@ -33,8 +33,8 @@ def system_problem(system: str, machine: str, libc: tuple[str, str]) -> str | No
         return f"The system is {system} {machine}; Linux on x86_64 is needed."
     name, version = libc
     if name != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < MIN_GLIBC:
-        found = " ".join(libc).strip() or "no glibc"
-        return "The C library is {}; glibc {}.{} or newer is needed.".format(found, *MIN_GLIBC)
+        libc_text = " ".join(libc).strip() or "no glibc"
+        return "The C library is {}; glibc {}.{} or newer is needed.".format(libc_text, *MIN_GLIBC)
     return None
 
 

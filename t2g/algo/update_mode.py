@@ -55,9 +55,9 @@ def find_random_fields(fields: Mapping[str, Any]) -> list[str]:
     >>> find_random_fields({"attn_pdrop": 0.1, "layerdrop": 0.0, "router_jitter_noise": 0.01, "rms_norm_eps": 1e-6})
     ['attn_pdrop', 'router_jitter_noise']
     """
-    found = []
+    random_fields = []
     for name, value in fields.items():
         is_positive = isinstance(value, float) and value > 0
         if is_positive and any(word in name for word in RANDOM_WORDS):
-            found.append(name)
-    return found
+            random_fields.append(name)
+    return random_fields

@@ -62,9 +62,9 @@ class SpanGRPOTrainer(GRPOTrainer):
         )
 
         first = self.accelerator.process_index * len(texts)
-        own = slice(first, first + len(texts))
-        self.span_advantages = credit.advantages[own]
-        totals = credit.token_rewards[own].sum(1).tolist()
+        rank_rows = slice(first, first + len(texts))
+        self.span_advantages = credit.advantages[rank_rows]
+        totals = credit.token_rewards[rank_rows].sum(1).tolist()
         for judged, total in zip(judgements, totals, strict=True):
             if judged is not None:
                 columns["log_metric"]("span_reward", total)

@@ -58,13 +58,13 @@ def list_split(folder: Path, config: DataConfig) -> list[Path]:
     import datasets
 
     try:
-        found = _find_splits(folder, config)
+        files_by_split = _find_splits(folder, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError):
         return []  # load_dataset raises the same
-    files = found.get(config.split, [])
+    files = files_by_split.get(config.split, [])
     data_files = [file for file in files if is_data_file(file)]
     names = [file.name for file in files if file not in data_files]
-    names += _find_unassigned(folder, found)
+    names += _find_unassigned(folder, files_by_split)
     if data_files and names:
         skipped = ", ".join(names[:MAX_NAMES])
         more = ""
@@ -100,8 +100,8 @@ def _find_splits(folder: Path, config: DataConfig) -> dict[str, list[Path]]:
     has_configs = readme.is_file() and _CONFIGS.search(readme.read_text(errors="replace"))
     if config.subset is not None or has_configs:
         builder = datasets.load_dataset_builder(str(folder), config.subset)
-        found = builder.config.data_files or {}
+        data_files = builder.config.data_files or {}
     else:
         patterns = get_data_patterns(str(folder))
-        found = DataFilesDict.from_patterns(patterns, base_path=str(folder))
-    return {str(split): list(map(Path, files)) for split, files in found.items()}
+        data_files = DataFilesDict.from_patterns(patterns, base_path=str(folder))
+    return {str(split): list(map(Path, files)) for split, files in data_files.items()}

@@ -44,8 +44,8 @@ def make_encoder(tokenizer: Any) -> EncodeReply:
     def encode(reply: str, turn_ids: np.ndarray) -> np.ndarray:
         message = {"role": "user", "content": reply}
         text = render([*DUMMY, message])
-        _, found, added = text.partition(DUMMY_ANSWER)
-        if not found:
+        _, separator, added = text.partition(DUMMY_ANSWER)
+        if not separator:
             name = tokenizer.name_or_path
             raise UserError(f"environment: the chat template of {name} leaves out earlier answers; take another model")
         num_blanks = len(added) - len(added.lstrip())  # some templates put blanks before the end of a turn

@@ -125,11 +125,11 @@ class Marks:
         own_labels: list[np.ndarray] = []
         other_labels: list[np.ndarray] = []
         for index, sample in enumerate(self.samples):
-            own = self[index]
+            mark = self[index]
             other = marks.get(sample.key)
-            if own.done and other is not None and other.done:
+            if mark.done and other is not None and other.done:
                 response = sample.response or ""
-                own_labels.append(_labels(response, own.spans))
+                own_labels.append(_labels(response, mark.spans))
                 other_labels.append(_labels(response, other.spans))
         if not own_labels:
             return None

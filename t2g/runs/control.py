@@ -85,8 +85,8 @@ def get_scalable_fleets(config: PolicyJob) -> dict[str, WorkersConfig]:
     return bounds
 
 
-def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
-    """Update control.json with the sizes that are set in `wanted`, and return the result.
+def write_target_sizes(folder: Path, target_sizes: TargetSizes) -> TargetSizes:
+    """Update control.json with the sizes that are set in `target_sizes`, and return the result.
 
     Raises:
         UserError: The folder holds no run, the run has no such scalable fleet, or a size is out of its bounds.
@@ -95,7 +95,7 @@ def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
         raise UserError(f"{folder} holds no run (no {loading.FILE_NAME}); check --run and --root")
     config = loading.load(PolicyJob, folder / loading.FILE_NAME)
     bounds = get_scalable_fleets(config)
-    requested = wanted.model_dump(exclude_none=True)
+    requested = target_sizes.model_dump(exclude_none=True)
     if not requested:
         raise UserError("no target is given: rollouts or rewards needs a number")
     why_not = {
@@ -151,12 +151,12 @@ class Control:
             return {}
         if written_ns == self._read_ns:
             return {}
-        wanted = read_target_sizes(self._folder)
-        if wanted is None:
+        target_sizes = read_target_sizes(self._folder)
+        if target_sizes is None:
             return {}
         self._read_ns = written_ns
 
-        requested = wanted.model_dump(exclude_none=True)
+        requested = target_sizes.model_dump(exclude_none=True)
         sizes: dict[str, int] = {}
         for name, number in requested.items():
             if name in self._bounds:

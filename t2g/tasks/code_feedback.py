@@ -203,8 +203,8 @@ def find_correction(outcome: Outcome, line: int, text: str) -> str | None:
     expected = {test.expected for test in ended}
     if value is None or len(expected) != 1:
         return None
-    got = repr(ast.literal_eval(value[1]))
-    if any(test.got != got for test in ended):
+    actual = repr(ast.literal_eval(value[1]))
+    if any(test.got != actual for test in ended):
         return None
     fix = f"return {expected.pop()}"
     if not _RETURNED.fullmatch(fix):
@@ -313,8 +313,8 @@ def _format_failure(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> s
         return f"{test.name} {event} in line {line}: {lines[line][1]}"
     if test.expected or test.got:
         expected = test.expected or "?"
-        got = test.got or "?"
-        return f"{test.name} fails: {test.statement} expects {expected} and gets {got}."
+        actual = test.got or "?"
+        return f"{test.name} fails: {test.statement} expects {expected} and gets {actual}."
     position = ""
     if test.statement:
         position = f" at {test.statement}"

@@ -72,10 +72,10 @@ def _plain_dtype(dtype: Any) -> Any:
     Raises:
         ValueError: Its values would be addresses.
     """
-    found = numpy.dtype(dtype)
-    if found.hasobject:
+    resolved = numpy.dtype(dtype)
+    if resolved.hasobject:
         raise ValueError("an array of addresses")
-    return found
+    return resolved
 
 
 def _to_text(value: Any) -> str:

@@ -161,11 +161,11 @@ def _is_expression(source: str, kinds: tuple[type[ast.AST], ...]) -> bool:
 def _is_generated(source: str) -> bool:
     """Return whether code calls nothing but what the generators of the standard library call, and itself."""
     nodes = list(ast.walk(ast.parse(source)))
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    defined_names = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     for node in nodes:
         match node:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-                if name not in _GENERATED_CALLS | own and not name.startswith(_GENERATED_PREFIXES):
+                if name not in _GENERATED_CALLS | defined_names and not name.startswith(_GENERATED_PREFIXES):
                     return False
             case ast.Call() | ast.Import() | ast.ImportFrom():
                 return False

@@ -250,18 +250,18 @@ def count_tasks(uid: int) -> int:
 
 def children(parent: int) -> list[int]:
     """Return the processes that `parent` started or adopted, including zombies."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended
         for task in os.listdir(f"/proc/{parent}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
-    return found
+                pids += map(int, file.read().split())
+    return pids
 
 
 def descendants(parent: int) -> list[int]:
     """Return `children` of the process, of those and so on."""
-    found = children(parent)
-    return found + [descendant for process in found for descendant in descendants(process)]
+    pids = children(parent)
+    return pids + [descendant for process in pids for descendant in descendants(process)]
 
 
 def has_running_processes(supervisor: int, tests: int, *, has_worker: bool) -> bool:

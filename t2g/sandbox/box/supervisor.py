@@ -232,11 +232,11 @@ def _count_other_tasks(in_force: list[str]) -> int:
     return isolation.count_tasks(os.geteuid())
 
 
-def _confine_tester(plan: dict[str, Any], in_force: list[str], *kept: int) -> None:
+def _confine_tester(plan: dict[str, Any], in_force: list[str], *inherited: int) -> None:
     """Confine the tests' process, then write the isolation in force. Standard output becomes standard error."""
     verdict_file = os.dup(1)
     os.dup2(2, 1)
-    _confine(plan, in_force, verdict_file, *kept)
+    _confine(plan, in_force, verdict_file, *inherited)
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
     os.close(verdict_file)
 
@@ -296,12 +296,12 @@ def _isolate(plan: dict[str, Any], proc: int, supervisor: int, in_force: list[st
             in_force.append("signals")
 
 
-def _confine(plan: dict[str, Any], in_force: list[str], *kept: int) -> None:
-    """Close all descriptors above standard error except `kept`, then restrict files and system calls.
+def _confine(plan: dict[str, Any], in_force: list[str], *inherited: int) -> None:
+    """Close all descriptors above standard error except `inherited`, then restrict files and system calls.
 
     Each process calls this for itself: within one Landlock domain the solution could signal the tests.
     """
-    for low, high in zip([2, *sorted(kept)], [*sorted(kept), 4096], strict=True):
+    for low, high in zip([2, *sorted(inherited)], [*sorted(inherited), 4096], strict=True):
         os.closerange(low + 1, high)
     landlock = "landlock" in in_force
     if landlock:

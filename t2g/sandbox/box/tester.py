@@ -279,17 +279,17 @@ class Run:
         operator, left, right = self._compared[-1]
         if operator not in ("==", "is"):
             return {}
-        got = left
+        actual = left
         expected = right
         compares = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
         if compares:
             compare = compares[min(len(self._compared), len(compares)) - 1]
             if not _has_call(compare.left) and _has_call(compare.comparators[0]):
-                got = right
+                actual = right
                 expected = left
         # What follows repeats the values.
         own_message = f"\n{message}".partition("\nassert ")[0].strip()
-        return {"got": _format(got, repr), "expected": _format(expected, repr), "message": own_message}
+        return {"got": _format(actual, repr), "expected": _format(expected, repr), "message": own_message}
 
 
 def _is_good(result: Json) -> bool:

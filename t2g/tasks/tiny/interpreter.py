@@ -65,11 +65,11 @@ def _run_test(
     first, second = function.args.args
     names: Names = {first.arg: word, second.arg: int(argument)}
     lines: list[int] = []
-    got = _run_statements(function.body, names, lines)
+    result = _run_statements(function.body, names, lines)
     ran = {"lines": tuple(sorted(set(lines))), "returned": lines[-1]}
-    if got == int(expected):
+    if result == int(expected):
         return TestResult(name=name, passed=True, **ran)
-    details = {"error": "AssertionError", "statement": statement, "expected": expected, "got": repr(got)}
+    details = {"error": "AssertionError", "statement": statement, "expected": expected, "got": repr(result)}
     return TestResult(name=name, passed=False, **details, **ran)
 
 
@@ -82,9 +82,9 @@ def _run_statements(body: list[ast.stmt], names: Names, lines: list[int]) -> int
                 return _evaluate(value, names)
             case ast.If(test=test):
                 chosen = statement.body if _evaluate_condition(test, names) else statement.orelse
-                got = _run_statements(chosen, names, lines)
-                if got is not None:
-                    return got
+                result = _run_statements(chosen, names, lines)
+                if result is not None:
+                    return result
             case _:
                 raise _UnsupportedError
     return None

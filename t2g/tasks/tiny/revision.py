@@ -67,5 +67,5 @@ def drop_sentences(critique: str, rng: np.random.Generator, *, dropped: float = 
     If every critique named every fault, the right response would follow from the post alone, and the trained policy
     would ignore the critique.
     """
-    kept = [sentence for sentence in split_sentences(critique) if rng.random() >= dropped]
-    return " ".join(kept)
+    sentences = [sentence for sentence in split_sentences(critique) if rng.random() >= dropped]
+    return " ".join(sentences)
