@@ -12,13 +12,19 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from t2g.config.validation_errors import format_first_error
 
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
 Severity = Annotated[int, Field(strict=True, ge=1, le=3)]
+# In a table of records, a span without a confidence has null.
+Confidence = Annotated[
+    float,
+    Field(strict=True, ge=0, le=1, allow_inf_nan=False),
+    BeforeValidator(lambda confidence: 1.0 if confidence is None else confidence),
+]
 MAX_FIX_CHARS = 4000
 USABLE = ("ok", "empty")
 LABELS: dict[str, Literal[-1, 1]] = {"good": 1, "poor": -1}
@@ -128,6 +134,8 @@ class Span:
     end: int
     label: Literal[-1, 1]  # +1 good, -1 poor
     severity: Severity = 1
+    # Reliability of the span, a factor of its reward; 1 is not written into a record.
+    confidence: Annotated[Confidence, Field(exclude_if=lambda confidence: confidence == 1)] = 1.0
     critique_range: tuple[int, int] | None = None  # characters of the critique that are about the span
     # The text that should stand in place of a poor span, "" for none; None: not known, and not written into a record.
     fix: Annotated[str | None, Field(max_length=MAX_FIX_CHARS, exclude_if=lambda fix: fix is None)] = None

@@ -17,7 +17,7 @@ from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, Score
 from t2g.errors import UserError
 from t2g.feedback.card import format_style, make_card, read_card, write_card
 from t2g.feedback.examples import make_reward_examples
-from t2g.feedback.records import AnnotatedRecord, load_annotated, select_criterion
+from t2g.feedback.records import AnnotatedRecord, keep_likely_spans, load_annotated, select_criterion
 from t2g.files import write_json
 from t2g.report.reward_page import write_evaluation
 from t2g.runs.progress import show_progress
@@ -51,7 +51,7 @@ def read_data(config: RewardJob) -> RewardData:
     task = get_task(config.task)
     tokenizer = load_policy_tokenizer(config.model)
     heldout = usable_records("eval_data.path", config.eval_data, config.task, config.criterion)
-    records = select_criterion(load_annotated(config.data, task), config.criterion, f"data.path={config.data.name}")
+    records = load_learned("data.path", config.data, config.task, config.criterion)
     has_critique = any(record.critique.strip() for record in records if record.usable)
     if config.style.critique and not has_critique:
         raise UserError(
@@ -101,9 +101,15 @@ def train_and_judge(config: RewardJob, data: RewardData, fleets: Fleets, *, toke
 
 
 # ------------------------------------------------------------------------------------------------ serving and measuring
+def load_learned(name: str, data: DataConfig, task: str, criterion: str | None) -> list[AnnotatedRecord]:
+    """Return the records as a reward model of the criterion learns them: without unlikely spans."""
+    records = select_criterion(load_annotated(data, get_task(task)), criterion, f"{name}={data.name}")
+    return [keep_likely_spans(record) for record in records]
+
+
 def usable_records(name: str, data: DataConfig, task: str, criterion: str | None = None) -> list[AnnotatedRecord]:
     """Return the records with usable feedback. Raises UserError, with the key `name`, if there are none."""
-    records = select_criterion(load_annotated(data, get_task(task)), criterion, f"{name}={data.name}")
+    records = load_learned(name, data, task, criterion)
     usable = [record for record in records if record.usable]
     if not usable:
         raise UserError(f"{name}={data.name} has no record with feedback that could be used")

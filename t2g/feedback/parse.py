@@ -3,8 +3,8 @@
     {"critique": "It says phone, which is wrong.", "good": ["by Ann"], "poor": [{"quote": "phone", "occurrence": 2}]}
 
 A quote is a text, or an object with occurrence and severity where they are not 1. Without a critique
-(`StyleConfig.critique` off) the answer is {"good": [...], "poor": [...]}. A feedback function's poor quote may have a
-`fix`, the text that should stand there; a reward model's answer has none.
+(`StyleConfig.critique` off) the answer is {"good": [...], "poor": [...]}. A feedback function's quote may have a
+`confidence`, 0 to 1, and a poor one a `fix`, the text that should stand there; a reward model's answer has neither.
 """
 
 import json
@@ -27,7 +27,7 @@ from t2g.feedback.sentences import claim_sentence
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate
 from t2g.text.segments import printable
-from t2g.types import MAX_FIX_CHARS, FeedbackStatus, FinishReason, Severity, Span, SpanFeedback
+from t2g.types import MAX_FIX_CHARS, Confidence, FeedbackStatus, FinishReason, Severity, Span, SpanFeedback
 
 MAX_QUOTES = 256  # quotes of each label that are located; further ones count as not located
 MAX_METRICS = 32  # metrics of a judgement
@@ -49,6 +49,7 @@ class Quote(BaseModel):
     quote: str
     occurrence: int = Field(1, strict=True, ge=1)  # 1: first occurrence in the response
     severity: Severity = 1
+    confidence: Confidence = 1.0  # as `Span.confidence`
     fix: str | None = Field(None, max_length=MAX_FIX_CHARS)  # replacement of a poor piece, as `Span.fix`
 
     @model_validator(mode="before")
@@ -72,7 +73,7 @@ def make_quote(response_text: str, span: Span) -> Quote:
     """Return the quote of a span."""
     text = response_text[span.start : span.end]
     occurrence = find_occurrence(response_text, text, span.start)
-    return Quote(quote=text, occurrence=occurrence, severity=span.severity, fix=span.fix)
+    return Quote(quote=text, occurrence=occurrence, severity=span.severity, confidence=span.confidence, fix=span.fix)
 
 
 def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
@@ -126,7 +127,8 @@ def _to_plain(item: Any) -> Any:
 def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *, style: StyleConfig = SPARSE) -> str:
     """Return the JSON answer, in exactly the format that guided decoding by `t2g.feedback.grammar` allows.
 
-    In a style without a critique the critique is left out. Fixes are left out: reward models do not write them.
+    In a style without a critique the critique is left out. Fixes and confidences are left out: reward models do not
+    write them.
     """
     answer: dict[str, Any] = {}
     if style.critique:
@@ -137,7 +139,7 @@ def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *
 
 
 def _dump_quotes(quotes: Iterable[Quote]) -> list[Any]:
-    return [_drop_fix(quote).model_dump() for quote in quotes]
+    return [_drop_details(quote).model_dump() for quote in quotes]
 
 
 def format_answer_prefix(critique: str) -> str:
@@ -228,13 +230,14 @@ def _find_wrong_key(answer: Mapping[str, Any], kinds: Mapping[str, type]) -> str
 
 def _quote_or_none(item: Any) -> Quote | None:
     try:
-        return _drop_fix(Quote.model_validate(item))
+        return _drop_details(Quote.model_validate(item))
     except ValidationError:
         return None
 
 
-def _drop_fix(quote: Quote) -> Quote:
-    return quote.model_copy(update={"fix": None})
+def _drop_details(quote: Quote) -> Quote:
+    """Return the quote without what a reward model does not write."""
+    return quote.model_copy(update={"confidence": 1.0, "fix": None})
 
 
 def read_judgement(answer: Any, response_text: str, *, source: str, version: str) -> SpanFeedback:
@@ -326,8 +329,8 @@ def make_feedback(
     """Return the feedback of a critique with its good and poor pieces (see `parse_piece`).
 
     Blank pieces, pieces that do not occur in the response and None (an unreadable piece) count in num_quotes only.
-    Equal spans are merged. Feedback whose quotes were all lost is unparsable: as a reward of 0 it would be worth more
-    than an honest criticism. Blank ranges are not quotes.
+    Of equal spans the first counts. Feedback whose quotes were all lost is unparsable: as a reward of 0 it would be
+    worth more than an honest criticism. Blank ranges are not quotes.
 
     Raises:
         ValueError: An item is no piece, or a range outside of the response.
@@ -388,7 +391,7 @@ def _locate_quote(quote: Quote, label: Literal[-1, 1], response_text: str) -> Sp
     if position is None:
         return None
     start, end = position
-    return Span(start=start, end=end, label=label, severity=quote.severity, fix=quote.fix)
+    return Span(start=start, end=end, label=label, severity=quote.severity, confidence=quote.confidence, fix=quote.fix)
 
 
 def _has_critique_range(span: Span, critique: str) -> bool:

@@ -32,6 +32,8 @@ from t2g.tasks.base import SPARSE, Task, describe_record, stable_id
 from t2g.text.quotes import locate
 from t2g.types import USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
+MIN_LEARNED_CONFIDENCE = 0.5  # a less likely span is rather wrong than right
+
 logger = logging.getLogger(__name__)
 
 
@@ -90,7 +92,7 @@ class AnnotatedRecord(BaseModel):
         return SpanFeedback(**{name: getattr(self, name) for name in names})
 
     def target(self, style: StyleConfig = SPARSE) -> str:
-        """Return the reward model's target: the critique if the style has one, then the quotes."""
+        """Return the reward model's target: the critique if the style has one, then the quotes, without confidences."""
         return format_answer(self.critique, self.good, self.poor, style=style)
 
 
@@ -299,6 +301,20 @@ def _shift_critique_range(span: Span, distance: int) -> Span:
         return span
     start, end = span.critique_range
     return replace(span, critique_range=(start + distance, end + distance))
+
+
+def keep_likely_spans(record: AnnotatedRecord) -> AnnotatedRecord:
+    """Return the record that a reward model learns: without the spans whose confidence is below MIN_LEARNED_CONFIDENCE.
+
+    The others lose their confidence, as a reward model writes none and each of its spans is paid in full.
+    """
+    if all(span.confidence == 1 for span in record.spans):
+        return record
+    likely = [span for span in record.spans if span.confidence >= MIN_LEARNED_CONFIDENCE]
+    spans = tuple(replace(span, confidence=1.0) for span in likely)
+    status = record.status if spans else "empty"
+    quotes = _make_quotes(record.response, spans)
+    return record.model_copy(update={"spans": spans, "status": status, **quotes})
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:

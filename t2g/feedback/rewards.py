@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -27,15 +27,19 @@ def token_rewards(
 ) -> np.ndarray:
     """Return the reward of every token: `rule.good` for a good span, `rule.poor[severity - 1]` for a poor span.
 
+    Each is multiplied by the span's confidence; a span of confidence 0 counts as absent.
+
     Spans of different criteria do not affect each other: the rewards of each criterion, times its weight, add up.
 
     A span covers a token if they share a non-blank character, so that a token of blanks or without characters (EOS) is
     never covered.
 
-    - unit token, the paper's delta_t: each covered token is paid. Several spans of one label count once, with the
-      highest severity. `rule.overlap` selects the label of a token that both labels cover, or adds their rewards.
+    - unit token, the paper's delta_t: each covered token is paid. Several spans of one label count once, by the
+      strongest. `rule.overlap` selects the label of a token that both labels cover, or adds their rewards.
     - unit span: each span is paid once, at the last token that it covers. Spans of one label that share characters are
-      merged, with the highest severity. `rule.overlap` selects the label that is paid if spans of both labels overlap.
+      merged, and paid as the strongest. `rule.overlap` selects the label that is paid if spans of both labels overlap.
+
+    The strongest of good spans has the highest confidence, of poor spans the highest severity times confidence.
 
     Args:
         offsets: [R, 2], half-open character ranges of `text`.
@@ -49,7 +53,8 @@ def token_rewards(
     """
     by_criterion: defaultdict[str | None, list[Span]] = defaultdict(list)
     for span in spans:
-        by_criterion[span.criterion].append(span)
+        if span.confidence > 0:
+            by_criterion[span.criterion].append(span)
     pay = _pay_spans if rule.unit == "span" else _pay_tokens
 
     total = np.zeros(len(offsets), np.float32)
@@ -79,9 +84,15 @@ def score_spans(
 
 
 def _span_reward(span: Span, rule: RewardRuleConfig) -> float:
+    value = rule.good if span.label == 1 else rule.poor[span.severity - 1]
+    return span.confidence * value
+
+
+def _strength(span: Span) -> tuple[float, int]:
+    """Return the order of spans of one label; see `token_rewards`."""
     if span.label == 1:
-        return rule.good
-    return rule.poor[span.severity - 1]
+        return span.confidence, 0
+    return span.confidence * span.severity, span.severity
 
 
 def _select_label(spans: Sequence[Span], label: Literal[-1, 1]) -> list[Span]:
@@ -89,22 +100,21 @@ def _select_label(spans: Sequence[Span], label: Literal[-1, 1]) -> list[Span]:
 
 
 def _pay_tokens(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
-    find_covered = partial(find_covered_tokens, offsets, text=text)
-    is_good = find_covered(_select_label(spans, 1))
-    poor_spans = _select_label(spans, -1)
-    severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
-    for level in (1, 2, 3):
-        is_poor = find_covered([span for span in poor_spans if span.severity == level])
-        severity[is_poor] = level
+    good = np.zeros(len(offsets))
+    poor = np.zeros(len(offsets))
+    is_good = np.zeros(len(offsets), bool)
+    is_poor = np.zeros(len(offsets), bool)
+    for span in sorted(spans, key=_strength):  # the strongest comes last
+        is_covered = find_covered_tokens(offsets, [span], text=text)
+        rewards, has_label = (good, is_good) if span.label == 1 else (poor, is_poor)
+        rewards[is_covered] = _span_reward(span, rule)
+        has_label |= is_covered
 
     if rule.overlap == "poor":
-        is_good &= severity == 0
+        good[is_poor] = 0
     elif rule.overlap == "good":
-        severity[is_good] = 0
-
-    reward_of_severity = np.array([0.0, *rule.poor])
-    rewards = rule.good * is_good + reward_of_severity[severity]
-    return rewards.astype(np.float32)
+        poor[is_good] = 0
+    return (good + poor).astype(np.float32)
 
 
 def _pay_spans(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
@@ -126,14 +136,14 @@ def _pay_spans(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: Rewa
 
 
 def _merge_spans(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of one label, with overlapping ones merged."""
+    """Return the spans of one label, with overlapping ones merged into the strongest."""
     units: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         if units and _overlap(units[-1], span):
             last = units.pop()
             end = max(last.end, span.end)
-            severity = max(last.severity, span.severity)
-            span = replace(last, end=end, severity=severity)
+            strongest = max(last, span, key=_strength)
+            span = replace(strongest, start=last.start, end=end)
         units.append(span)
     return units
 

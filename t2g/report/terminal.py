@@ -63,7 +63,10 @@ def span_line(span: Span, response: str, feedback: SpanFeedback) -> str:
     if span.criterion:
         label = f"{span.criterion}: {label}"
     text = response[span.start : span.end]
-    line = f'{label}, severity {span.severity}: "{_one_line(text)}"'
+    strength = f"severity {span.severity}"
+    if span.confidence < 1:
+        strength += f", confidence {span.confidence:.2f}"
+    line = f'{label}, {strength}: "{_one_line(text)}"'
     if span.fix is not None:
         line += f', should be "{_one_line(span.fix)}"'
     if span.critique_range is None:

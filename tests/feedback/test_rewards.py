@@ -19,8 +19,13 @@ TEXT = "so good, so bad\n"
 OFFSETS = np.array([[0, 2], [2, 7], [7, 8], [8, 11], [11, 15], [15, 16], [16, 16]], np.int32)  # the last is EOS
 
 
-def span(start: int, end: int, label: int, severity: int = 1) -> Span:
-    return Span(start=start, end=end, label=1 if label > 0 else -1, severity=severity)
+def span(start: int, end: int, label: int, severity: int = 1, confidence: float = 1.0) -> Span:
+    return Span(start=start, end=end, label=1 if label > 0 else -1, severity=severity, confidence=confidence)
+
+
+def strength(span: Span) -> tuple[float, int]:
+    """Return the order of spans of one label."""
+    return (span.confidence, 0) if span.label == 1 else (span.confidence * span.severity, span.severity)
 
 
 def rewards(*spans: Span, **rule: object) -> list[float]:
@@ -86,7 +91,8 @@ def test_no_tokens() -> None:
     assert token_rewards(np.zeros((0, 2), np.int32), [span(0, 1, 1)], text="").shape == (0,)
 
 
-SPANS = st.tuples(st.integers(0, 19), st.integers(1, 20), st.sampled_from([1, -1]), st.integers(1, 3))
+QUARTERS = st.integers(0, 4).map(lambda quarters: quarters / 4)
+SPANS = st.tuples(st.integers(0, 19), st.integers(1, 20), st.sampled_from([1, -1]), st.integers(1, 3), QUARTERS)
 # Texts, where they are cut into tokens, and spans of them under every rule.
 marked_texts = given(
     text=st.text("ab \n", min_size=1, max_size=20),
@@ -96,25 +102,29 @@ marked_texts = given(
 )
 
 
+def worth(span: Span, values: tuple[float, float, float]) -> float:
+    return span.confidence * (1 if span.label == 1 else values[span.severity - 1])
+
+
 @marked_texts
 def test_agrees_with_a_loop_over_characters(
-    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], overlap: str
+    text: str, cuts: list[int], spans: list[tuple[int, int, int, int, float]], overlap: str
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
-    made = [span(start, end, label, severity) for start, end, label, severity in spans if start < end]
+    made = [span(*fields) for fields in spans if fields[0] < fields[1]]
     values = (-0.25, -0.5, -2)
     expected = []
     for start, end in offsets.tolist():
         ink = [i for i in range(start, end) if not text[i].isspace()]
-        labels: dict[int, int] = {}  # label -> the highest severity
+        labels: dict[int, Span] = {}  # label -> the strongest span
         for s in made:
             shared = [i for i in ink if s.start <= i < s.end]
-            if shared:
-                labels[s.label] = max(labels.get(s.label, 0), s.severity)
+            if shared and s.confidence > 0:
+                labels[s.label] = max(labels.get(s.label, s), s, key=strength)
         if len(labels) == 2 and overlap != "sum":
             del labels[{"poor": 1, "good": -1}[overlap]]
-        expected.append(sum(1 if label == 1 else values[severity - 1] for label, severity in labels.items()))
+        expected.append(sum(worth(strongest, values) for strongest in labels.values()))
     rule = RewardRuleConfig(unit="token", overlap=overlap, poor=values)  # type: ignore[arg-type]
     assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected
 
@@ -181,30 +191,32 @@ def test_where_labels_share_characters_the_rule_decides() -> None:
 
 @marked_texts
 def test_a_span_once_agrees_with_sets_of_characters(
-    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], overlap: str
+    text: str, cuts: list[int], spans: list[tuple[int, int, int, int, float]], overlap: str
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
-    made = [span(start, end, label, severity) for start, end, label, severity in spans if start < end]
+    made = [span(*fields) for fields in spans if fields[0] < fields[1]]
     values = (-0.25, -0.5, -2)
-    units: list[tuple[int, set[int], int]] = []  # label, characters, severity
+    units: list[tuple[set[int], Span]] = []  # characters, the strongest span
     for s in made:
+        if s.confidence == 0:
+            continue
         characters = set(range(s.start, s.end))
-        severity = s.severity
-        for unit in [u for u in units if u[0] == s.label and u[1] & characters]:
+        strongest = s
+        for unit in [u for u in units if u[1].label == s.label and u[0] & characters]:
             units.remove(unit)
-            characters = characters | unit[1]
-            severity = max(severity, unit[2])
-        units.append((s.label, characters, severity))
+            characters = characters | unit[0]
+            strongest = max(strongest, unit[1], key=strength)
+        units.append((characters, strongest))
     expected = np.zeros(len(offsets))
-    for label, characters, severity in units:
-        rival = any(other[0] != label and other[1] & characters for other in units)
-        if rival and overlap == ("poor" if label == 1 else "good"):
+    for characters, strongest in units:
+        rival = any(other.label != strongest.label and taken & characters for taken, other in units)
+        if rival and overlap == ("poor" if strongest.label == 1 else "good"):
             continue
         for t in reversed(range(len(offsets))):
             ink = {i for i in range(*offsets[t]) if not text[i].isspace()}
             if ink & characters:
-                expected[t] += 1 if label == 1 else values[severity - 1]
+                expected[t] += worth(strongest, values)
                 break
     rule = RewardRuleConfig(overlap=overlap, poor=values)  # type: ignore[arg-type]
     assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected.tolist()

@@ -282,8 +282,15 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         return None, faults
     label = _SIGNS[entry.label]
     start, end = position
-    fix = entry.fix if label == -1 else None
-    span = Span(start=start, end=end, label=label, severity=entry.severity, critique_range=critique_range, fix=fix)
+    span = Span(
+        start=start,
+        end=end,
+        label=label,
+        severity=entry.severity,
+        confidence=entry.confidence,
+        critique_range=critique_range,
+        fix=entry.fix if label == -1 else None,
+    )
     return span, faults
 
 

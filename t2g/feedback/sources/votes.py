@@ -22,6 +22,17 @@ def label_characters(spans: Sequence[Span], length: int) -> np.ndarray:
     return labels
 
 
+def label_confidences(spans: Sequence[Span], length: int) -> np.ndarray:
+    """Return the confidence of each label of `label_characters`, [C] float64, 0 for none.
+
+    Of several spans of the label the highest confidence counts.
+    """
+    confidences = np.zeros(length)
+    for span in sorted(spans, key=lambda span: (-span.label, span.confidence)):
+        confidences[span.start : span.end] = span.confidence
+    return confidences
+
+
 def majority(labels: np.ndarray, num_annotators: int) -> np.ndarray:
     """Return the label that more than half of all annotators gave, or 0, [C] int8, from the labels [n, C] of n answers.
 
@@ -103,11 +114,15 @@ def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, in
 def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: str) -> SpanFeedback:
     """Return one feedback from the usable `answers` (at least one) of `num_annotators`.
 
-    Spans are the runs of characters with one label from more than half of all annotators. A span's severity is the
-    lower median over the annotators with its label; it has no fix. The critique is that of the annotator closest to the
-    result. Quotes are counted over all answers. The status is empty if no label has a majority.
+    Spans are the runs of characters with one label from more than half of all annotators. A span's confidence is the
+    share of all annotators that give its characters this label, each by its own confidence, averaged over the span's
+    non-blank characters. Its severity is the lower median over the annotators with its label; it has no fix. The
+    critique is that of the annotator closest to the result. Quotes are counted over all answers. The status is empty if
+    no label has a majority.
     """
-    labels = np.stack([label_characters(answer.spans, len(response_text)) for answer in answers])
+    length = len(response_text)
+    labels = np.stack([label_characters(answer.spans, length) for answer in answers])
+    confidences = np.stack([label_confidences(answer.spans, length) for answer in answers])
     winner = majority(labels, num_annotators)
     is_nonblank = np.array([not character.isspace() for character in response_text], bool)
     similarities = [f1(answer_labels[is_nonblank], winner[is_nonblank]) for answer_labels in labels]
@@ -115,19 +130,22 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
 
     spans: list[Span] = []
     for start, end, label in find_labelled_runs(winner, response_text):
-        severities: list[int] = []
-        for answer in answers:
-            matches = _find_matches(answer, start, end, label)
-            if matches:
-                severities.append(max(span.severity for span in matches))
-
         critique_range = None
         matches = _find_matches(closest, start, end, label)
         if matches:
             cited = max(matches, key=lambda span: _overlap(span, start, end))
             critique_range = cited.critique_range
-        severity = median_low(severities)
-        spans.append(Span(start=start, end=end, label=label, severity=severity, critique_range=critique_range))
+        support = np.where(labels == label, confidences, 0).sum(axis=0) / num_annotators
+        in_span = is_nonblank[start:end]
+        voted = Span(
+            start=start,
+            end=end,
+            label=label,
+            severity=_vote_severity(answers, start, end, label),
+            confidence=float(support[start:end][in_span].mean()),
+            critique_range=critique_range,
+        )
+        spans.append(voted)
 
     return replace(
         closest,
@@ -137,6 +155,15 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
         num_located=sum(answer.num_located for answer in answers),
         agreement=agreement(labels[:, is_nonblank]),
     )
+
+
+def _vote_severity(answers: Sequence[SpanFeedback], start: int, end: int, label: int) -> int:
+    severities: list[int] = []
+    for answer in answers:
+        matches = _find_matches(answer, start, end, label)
+        if matches:
+            severities.append(max(span.severity for span in matches))
+    return median_low(severities)
 
 
 def _find_matches(answer: SpanFeedback, start: int, end: int, label: int) -> list[Span]:

@@ -62,10 +62,23 @@ def test_three_annotators() -> None:
     voted = vote(answers, 3, TEXT)
     # Closest to {red good, cat poor}, 6 characters: A 2*6/(9+6) = .8 ("sat" too), B 2*6/(9+6) = .8, C 2*3/(3+6).
     assert voted.critique == answers[0].critique
-    assert voted.spans == (span(4, 7, 1, critique_range=(3, 6)), span(8, 11, -1, severity=2))
+    assert voted.spans == (span(4, 7, 1, confidence=2 / 3, critique_range=(3, 6)), span(8, 11, -1, severity=2))
     assert (voted.status, voted.num_quotes, voted.num_located) == ("ok", 8, 5)
     # Without blanks: A has 9 labels, B 9, C 3. A and B share red and cat, each shares cat with C.
     assert voted.agreement == pytest.approx((2 * 6 / 18 + 2 * 3 / 12 + 2 * 3 / 12) / 3)
+
+
+def test_the_confidence_of_a_voted_span_is_the_share_that_agrees() -> None:
+    first = feedback("A", span(0, 7, 1))
+    second = feedback("B", span(4, 7, 1, confidence=0.5))
+    third = feedback("C", span(4, 7, -1), span(0, 4, 1))
+    (voted,) = vote([first, second, third], 3, TEXT).spans
+    assert (voted.start, voted.end) == (0, 7)
+    the = (1 + 0 + 1) / 3  # three characters, as have those of "red"; the blank between them does not count
+    red = (1 + 0.5 + 0) / 3
+    assert voted.confidence == pytest.approx((the + red) / 2)
+    (silent,) = vote([first, first], 3, TEXT).spans
+    assert silent.confidence == pytest.approx(2 / 3)
 
 
 def test_annotators_who_share_nothing_leave_no_span() -> None:
@@ -84,14 +97,14 @@ def test_runs_have_no_blanks_at_their_ends() -> None:
     assert find_labelled_runs(np.array([0, 1, 0]), "a b") == []
 
 
-def span_of_size(start: int, size: int, label: int, severity: int) -> Span:
+def span_of_size(start: int, size: int, label: int, severity: int, quarters: int) -> Span:
     end = min(start + size, len(TEXT))
-    return span(start, end, label, severity=severity)
+    return span(start, end, label, severity=severity, confidence=quarters / 4)
 
 
 starts = st.integers(0, len(TEXT) - 1)
 sizes = st.integers(1, len(TEXT))
-any_span = st.builds(span_of_size, starts, sizes, st.sampled_from((-1, 1)), st.integers(1, 3))
+any_span = st.builds(span_of_size, starts, sizes, st.sampled_from((-1, 1)), st.integers(1, 3), st.integers(0, 4))
 spans = st.lists(any_span, max_size=4)
 
 
@@ -99,6 +112,21 @@ def label_at(annotation: list[Span], at: int) -> int:
     """Return the label of a character: poor before good, 0 for none."""
     labels = {span.label for span in annotation if span.start <= at < span.end}
     return min(labels, default=0)
+
+
+def slow_confidence(lists: list[list[Span]], found: Span, num_annotators: int) -> float:
+    """Return the mean over the non-blank characters of a voted span of what its annotators give."""
+    shares: list[float] = []
+    for at in range(found.start, found.end):
+        if TEXT[at].isspace():
+            continue
+        total = 0.0
+        for own in lists:
+            if label_at(own, at) == found.label:
+                covering = [s.confidence for s in own if s.start <= at < s.end and s.label == found.label]
+                total += max(covering)
+        shares.append(total / num_annotators)
+    return sum(shares) / len(shares)
 
 
 @given(st.lists(spans, min_size=1, max_size=5), st.integers(0, 2))
@@ -112,6 +140,9 @@ def test_every_written_character_has_the_label_that_most_gave_it(lists: list[lis
         if not character.isspace():
             assert got == ([expected] if expected else [])
     assert all(s.start < s.end and TEXT[s.start : s.end].strip() == TEXT[s.start : s.end] for s in voted.spans)
+    for found in voted.spans:
+        expected = slow_confidence(lists, found, num_annotators)
+        assert found.confidence == pytest.approx(expected)
     assert voted.agreement is None if len(lists) == 1 else 0 <= voted.agreement <= 1  # type: ignore[operator]
 
 
