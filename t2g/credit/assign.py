@@ -70,7 +70,7 @@ def assign_credit(
 
     Raises:
         UserError: The lengths differ or are 0, a judgement has another form, a text is not in the decoded tokens, or
-            `objective` needs a critic or is the control "shuffled".
+            `objective` needs a critic or a teacher, or is a control.
 
         assign_credit(tokenizer, ["so bad", "fine"], [[12, 31], [7]], [("", [], ["bad"]), ("", ["fine"], [])], [0, 0],
                       objective=ObjectiveConfig(whiten="none", local_coef=0)).advantages -> [[-2, -2], [2, 0]]
@@ -119,6 +119,16 @@ def _check_objective(objective: ObjectiveConfig) -> None:
         )
     if objective.uses_critic:
         raise UserError("objective.advantages is 'gae', which needs a critic; needs group or group_normalised")
+    if objective.advantages == "unlikely":
+        raise UserError(
+            "objective.advantages is 'unlikely', a control of `t2g train` without judgements; needs group or "
+            "group_normalised"
+        )
+    if objective.teacher is not None:
+        raise UserError(
+            "objective.teacher is set, and assign_credit has no teacher: `t2g train` scores the responses with their "
+            "critiques in the prompt; needs teacher=None"
+        )
 
 
 def _pad_states(rows: Sequence[_ResponseRewards], objective: ObjectiveConfig) -> torch.Tensor | None:

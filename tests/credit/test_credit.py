@@ -101,6 +101,14 @@ def test_an_empty_batch_and_the_control_are_refused(tokenizer: Any) -> None:
         credit(tokenizer, ("a",), [("", ["a"], [])], [0], rewards={"placement": "shuffled"})
     with pytest.raises(UserError, match=r"objective\.advantages is 'gae'"):
         credit(tokenizer, ("a",), [("", ["a"], [])], [0], advantages="gae")
+    with pytest.raises(UserError, match=r"objective\.advantages is 'unlikely', a control"):
+        credit(tokenizer, ("a",), [("", ["a"], [])], [0], advantages="unlikely")
+
+
+@pytest.mark.parametrize("use", ["distill", "scale"])
+def test_a_teacher_is_refused_where_there_is_none(tokenizer: Any, use: str) -> None:
+    with pytest.raises(UserError, match=r"objective\.teacher is set, and assign_credit has no teacher"):
+        credit(tokenizer, ("a",), [("", ["a"], [])], [0], teacher={"use": use})
 
 
 @pytest.mark.parametrize(
