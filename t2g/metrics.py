@@ -131,7 +131,10 @@ TEACHER_GAP = _add(
 TEACHER_CONTRAST = _add(
     "teacher/contrast", "nats per token", "min(0, gap_good) - gap_poor_first; below 0 the teacher will not help"
 )
-TEACHER_KL = _add("teacher/kl", "nats per token", "KL(policy || teacher); 0 without a critique")
+TEACHER_KL = _add("teacher/kl", "nats per token", "KL(policy || teacher), where it is distilled; 0 without a critique")
+TEACHER_CLIPPED = _add(
+    "teacher/clipped_share", "share of tokens", "teacher - policy logprob beyond log(objective.teacher.bound) / 2"
+)
 
 LENGTH = _add("response/length_mean", "tokens", "sampled tokens, EOS included")
 TRUNCATED_SHARE = _add("response/truncated_share", "share of responses", "truncated by max_new_tokens")

@@ -1,4 +1,4 @@
-"""The pure functions of distillation: the critique that a teacher reads, and its metrics."""
+"""The pure functions of a teacher: the critique that it reads, and its metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
@@ -6,6 +6,8 @@ from itertools import cycle
 import numpy as np
 
 from t2g import metrics as m
+from t2g.algo.teacher_weights import clip_of_gap
+from t2g.config.learning import TeacherConfig
 from t2g.types import ScoredRollout, TeacherStats, TokenStats
 
 
@@ -65,16 +67,22 @@ def teacher_contrast(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def teacher_metrics(
-    scored: Sequence[ScoredRollout], teacher: Sequence[TeacherStats | None], stats: Sequence[TokenStats]
+    scored: Sequence[ScoredRollout],
+    teacher: Sequence[TeacherStats | None],
+    stats: Sequence[TokenStats],
+    rule: TeacherConfig,
 ) -> dict[str, float]:
-    """Return the share of the step with a teacher, the means of `split_teacher_gap`, and `teacher_contrast`."""
-    num_taught = 0
+    """Return the share of the step with a teacher, the means of `split_teacher_gap`, and `teacher_contrast`.
+
+    With a teacher that scales, also the share of tokens at whose gap its weights are clipped.
+    """
+    gaps_of_responses: list[np.ndarray] = []
     gaps_by_kind: dict[str, list[np.ndarray]] = {}
     for response, token_stats, teacher_stats in zip(scored, stats, teacher, strict=True):
         if teacher_stats is None:
             continue
-        num_taught += 1
         gap = teacher_stats.logprobs - token_stats.old_logprobs
+        gaps_of_responses.append(gap)
         for kind, gaps in split_teacher_gap(gap, response.per_token_rewards).items():
             gaps_by_kind.setdefault(kind, []).append(gaps)
 
@@ -88,5 +96,8 @@ def teacher_metrics(
     contrast = teacher_contrast(means)
     if contrast:
         metrics[m.TEACHER_CONTRAST] = contrast["contrast"]
-    metrics[m.TEACHER_SHARE] = num_taught / len(teacher)
+    metrics[m.TEACHER_SHARE] = len(gaps_of_responses) / len(teacher)
+    if rule.use == "scale" and gaps_of_responses:
+        is_clipped = np.abs(np.concatenate(gaps_of_responses)) > clip_of_gap(rule.bound)
+        metrics[m.TEACHER_CLIPPED] = float(is_clipped.mean())
     return metrics

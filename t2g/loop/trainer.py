@@ -325,8 +325,9 @@ class Trainer:
         )
         result = await self._call(self.learner.update, batch)
         stats = list(result.stats) or stats
-        if teacher:
-            result = replace(result, metrics=result.metrics | teacher_metrics(scored, teacher, stats))
+        if objective.teacher is not None:
+            measured = teacher_metrics(scored, teacher, stats, objective.teacher)
+            result = replace(result, metrics=result.metrics | measured)
         kl = steps.step_kl(scored, stats)
         seconds = time.monotonic() - started
         return _StepUpdate(samples=samples, stats=stats, kl=kl, kl_coef=kl_coef, result=result, seconds=seconds)

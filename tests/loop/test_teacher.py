@@ -18,6 +18,7 @@ from trainer_bench import Bench, job
 from actors.learner.trainers import LearnerSpec
 from t2g.algo.kl import top_k_kl
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, PolicyJob, with_overrides
+from t2g.config.learning import TeacherConfig
 from t2g.data.prompts import encode_teacher_prompt, make_prompts
 from t2g.errors import RunStopped
 from t2g.loop.steps import make_train_samples
@@ -144,7 +145,7 @@ def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
     scored = [scored_pair(rewards)[1] for rewards in ([1.0, -1.0, -1.0, 0.0, -2.0], [0.0, 0.0])]
     policy = [stats(5), stats(2)]  # log-probability -1
     found = [teacher_stats([-0.5, -1.25, -3.0, -9.0, -1.75]), None]
-    metrics = teacher_metrics(scored, found, policy)
+    metrics = teacher_metrics(scored, found, policy, TeacherConfig())
     assert metrics == pytest.approx(
         {
             "teacher/share": 0.5,
@@ -154,7 +155,10 @@ def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
             "teacher/contrast": 0.5,
         }
     )
-    assert teacher_metrics(scored, [None, None], policy) == {"teacher/share": 0.0}
+    scaling = teacher_metrics(scored, found, policy, TeacherConfig(use="scale", bound=math.exp(3)))
+    assert scaling == metrics | {"teacher/clipped_share": 2 / 5}, "gaps .5 -.25 -2 -8 -.75, clipped at 1.5"
+    for use in ("distill", "scale"):
+        assert teacher_metrics(scored, [None, None], policy, TeacherConfig(use=use)) == {"teacher/share": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -282,7 +286,7 @@ def test_a_run_with_a_teacher_that_scales_needs_no_likeliest_tokens_and_no_criti
     bench.run()
     metrics = bench.metrics()[1:]
     assert {row["teacher/share"] for row in metrics} == {float(has_critiques)}
-    assert all("teacher/kl" not in row for row in metrics)
+    assert all("teacher/kl" not in row and ("teacher/clipped_share" in row) == has_critiques for row in metrics)
     assert bool(queries) == has_critiques
     trained = [sample for batch in bench.learner.batches for m in batch.minibatches for sample in m]
     assert not any(isinstance(sample, DistillationSample) for sample in trained)
