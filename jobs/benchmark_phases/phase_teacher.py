@@ -1,14 +1,19 @@
-"""A step with `objective.teacher` beside the same step without, in ABBA order: time, and peak memory of the rank."""
+"""A step with each use of `objective.teacher` beside the same step without, in ABBA order: time and memory."""
 
 from jobs.benchmark_phases.phase_step import OURS, UNIT, loop_job, running_loop
 from jobs.benchmark_phases.timer import Bench, Benchmark, Record
 
-TEACHER = "t2g, with a teacher"
+TEACHERS = {"distill": "t2g, with a teacher", "scale": "t2g, with a teacher that scales"}  # objective.teacher.use
 
 
 async def measure(bench: Bench) -> list[Record]:
-    job = loop_job(bench, {"run.name": "steps-teacher", "objective.teacher": {}})
-    async with running_loop(bench, loop_job(bench)) as plain, running_loop(bench, job) as distilling:
-        sides = {OURS: plain, TEACHER: distilling}
-        benchmark = Benchmark(name="step with a teacher", unit=UNIT, sides=sides, reference=OURS)
-        return [await bench.measure(benchmark)]
+    """Return one record for each use: three loops at once would need half as much memory again as two."""
+    return [await _measure_use(bench, use, side) for use, side in TEACHERS.items()]
+
+
+async def _measure_use(bench: Bench, use: str, side: str) -> Record:
+    job = loop_job(bench, {"run.name": f"steps-{use}", "objective.teacher": {"use": use}})
+    async with running_loop(bench, loop_job(bench)) as plain, running_loop(bench, job) as with_teacher:
+        sides = {OURS: plain, side: with_teacher}
+        benchmark = Benchmark(name=f"step with a teacher, use={use}", unit=UNIT, sides=sides, reference=OURS)
+        return await bench.measure(benchmark)

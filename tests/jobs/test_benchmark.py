@@ -293,13 +293,15 @@ def test_a_benchmark_on_gpus_that_cannot_be_shared_is_refused(tmp_path: Path) ->
         job(tmp_path, cluster={"gpu_sharing": "alternate"}, **whole)
 
 
-def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_each_use_of_a_teacher_takes_turns_with_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loops are open together, each with a log of its own; the step without a teacher is the reference."""
     ran: list[str] = []
 
     @asynccontextmanager
     async def loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
-        name = f"{job.run.name}, {'no' if job.objective.teacher is None else job.objective.teacher.top_k}"
+        name = f"{job.run.name}, {'no' if job.objective.teacher is None else job.objective.teacher.use}"
         ran.append(f"open {name}")
 
         async def turn() -> Done:
@@ -311,15 +313,18 @@ def test_a_step_with_a_teacher_takes_turns_with_one_without(tmp_path: Path, monk
     monkeypatch.setattr(phase_teacher, "running_loop", loop)
     bench = Bench(job(tmp_path))
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
-    (benchmark,) = asyncio.run(phase_teacher.measure(bench))
+    records = asyncio.run(phase_teacher.measure(bench))
     plain = "steps, no"
-    distilling = "steps-teacher, 20"
-    assert ran == [f"open {plain}", f"open {distilling}", *[plain, distilling, distilling, plain, plain, distilling]]
-    assert {name: row["rank_gib"] for name, row in benchmark["sides"].items()} == {
-        "t2g": 2.0,
-        "t2g, with a teacher": 3.0,
-    }
-    assert benchmark["reference"] == "t2g"
+    expected = []
+    for use in ("distill", "scale"):
+        name = f"steps-{use}, {use}"
+        expected += [f"open {plain}", f"open {name}", plain, name, name, plain, plain, name]
+    assert ran == expected
+    sides = ("t2g, with a teacher", "t2g, with a teacher that scales")
+    for record, side in zip(records, sides, strict=True):
+        assert {name: row["rank_gib"] for name, row in record["sides"].items()} == {"t2g": 2.0, side: 3.0}
+        assert record["reference"] == "t2g"
+    assert len({record["name"] for record in records}) == 2
 
 
 def test_a_start_is_timed_by_the_lines_that_it_prints() -> None:
