@@ -5,7 +5,7 @@ What it is not: processes, places, an object store. Where those matter a test ha
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from actors.cluster import placement
 from actors.fleet import fleet as fleet_module
 from actors.fleet import fleet_worker as fleet_worker_module
+from t2g.config import ProcessConfig
 
 
 class Died(BaseException):
@@ -86,6 +87,11 @@ class ActorClass:
         return Handle(self._ray, self._plain(**arguments))
 
 
+def reserve(roles: Mapping[str, ProcessConfig], timeout_s: float) -> list[Any]:
+    """A placement group for each process, at once."""
+    return [object() for role in roles.values() for _ in range(role.num_processes)]
+
+
 class FakeRay:
     """The functions of `ray` and of `placement` that fleet and worker call; every place is there at once."""
 
@@ -124,14 +130,16 @@ class FakeRay:
 
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of Ray, for fleets and their workers."""
-        places = SimpleNamespace(
-            reserve=lambda roles, timeout_s: [object() for c in roles.values() for _ in range(c.num_processes)],
-            request_placement=lambda config: object(),
+        self.removed: list[Any] = []  # placement groups
+        self.places = SimpleNamespace(
+            reserve=reserve,
+            request_placement=lambda config, section: object(),
+            may_grow=lambda: False,
             is_ready=lambda place: True,
             actor_options=lambda config, place: {},
             describe_requirements=placement.describe_requirements,
         )
         for module in (fleet_module, fleet_worker_module):
-            monkeypatch.setattr(module, "placement", places)
+            monkeypatch.setattr(module, "placement", self.places)
             monkeypatch.setattr(module, "ray", self)
-        monkeypatch.setattr(fleet_worker_module, "remove_placement_group", lambda place: None)
+        monkeypatch.setattr(fleet_worker_module, "remove_placement_group", self.removed.append)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import ray
 import torch
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.state import available_resources_per_node
 from ray._private.utils import estimate_available_memory, get_num_cpus
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.autoscaler.v2.utils import is_autoscaler_v2
@@ -24,6 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.cluster.fanout import collect
+from actors.cluster.shortage import NAME_END, describe_free, describe_waiting
 from t2g.config import ClusterConfig, ProcessConfig
 from t2g.errors import UserError
 from t2g.resources.memory import GIB
@@ -245,14 +248,15 @@ def check_placement(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> 
         remove_placement_group(group)
 
 
-def request_placement(config: ProcessConfig) -> PlacementGroup:
-    """Request a placement group for one engine, or for all ranks of a role on as few nodes as possible.
+def request_placement(config: ProcessConfig, section: str) -> PlacementGroup:
+    """Request a placement group for one engine, or for all ranks of a section on as few nodes as possible.
 
     It becomes ready later or never. An autoscaler reacts to pending placement groups.
     """
     size = config.group_size
     selectors = [config.labels] * size if config.labels else None
-    return placement_group([bundle(config)] * size, strategy="PACK", bundle_label_selector=selectors)
+    name = f"{section}{NAME_END}{uuid4().hex}"  # Ray refuses a name that exists
+    return placement_group([bundle(config)] * size, strategy="PACK", bundle_label_selector=selectors, name=name)
 
 
 def bundle(config: ProcessConfig) -> dict[str, float]:
@@ -276,9 +280,9 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     groups: list[tuple[str, PlacementGroup]] = []
     for name, role in roles.items():
         num_groups = role.num_processes // role.group_size
-        groups += [(name, request_placement(role)) for _ in range(num_groups)]
+        groups += [(name, request_placement(role, name)) for _ in range(num_groups)]
 
-    waiting: list[str] = []  # the role of each placement group that is not ready
+    waiting: list[str] = []  # the section of each placement group that is not ready
     for name, group in groups:
         remaining_s = max(LAST_LOOK_S, deadline - time.monotonic())
         if not group.wait(remaining_s):  # it queries the cluster; `ready` would start a process in the group
@@ -286,10 +290,18 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     if not waiting:
         return [group for _, group in groups]
 
-    total = _amounts(ray.cluster_resources())
-    left = _amounts(ray.available_resources())
+    error = describe_shortage(roles, waiting, timeout_s=timeout_s)
     for _, group in groups:
         remove_placement_group(group)
+    raise error
+
+
+def describe_shortage(roles: Mapping[str, ProcessConfig], waiting: Sequence[str], *, timeout_s: float) -> UserError:
+    """Return the error of placement groups that are not ready: what is free on each node, and what waits for what.
+
+    Args:
+        waiting: The section of each such placement group.
+    """
     missing: list[str] = []
     for name, role in roles.items():
         if name not in waiting:
@@ -297,9 +309,11 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
         num_workers = waiting.count(name) * role.group_size
         needs = describe_requirements(role)
         missing.append(f"{num_workers} of {role.num_processes} {name} workers: each needs {needs}")
-    raise UserError(
-        f"no place within {timeout_s:g} s for {'; '.join(missing)}; the cluster has {total}, of which {left} are left "
-        "beside the others; lower workers, cpus, gpus or memory_gib"
+    free = describe_free(ray.nodes(), available_resources_per_node())
+    groups = list(placement_group_table().values())
+    return UserError(
+        f"no place within {timeout_s:g} s for {'; '.join(missing)}. Free: {free}. Waiting: {describe_waiting(groups)}. "
+        "Lower workers, cpus, gpus or memory_gib"
     )
 
 
@@ -328,11 +342,6 @@ def describe_requirements(config: ProcessConfig) -> str:
     """Return the requirements of a worker as text."""
     labels = f" on a node with labels {dict(config.labels)}" if config.labels else ""
     return f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{labels}"
-
-
-def _amounts(resources: Mapping[str, float]) -> str:
-    memory_gib = resources.get("memory", 0) / GIB
-    return f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs and {memory_gib:.1f} GiB"
 
 
 def process_environment(config: ProcessConfig) -> dict[str, str]:

@@ -141,6 +141,17 @@ class Fleet:
             self.target_size = number
             self._unreplaced = []  # a new target size does not wait for restart budgets
 
+    def yield_placements(self) -> None:
+        """Remove the placement groups in which no process was started; the next tick requests them again.
+
+        With an autoscaler they stay: it adds nodes for all that wait.
+        """
+        placed = [worker for worker in self._workers if worker.handle is None]
+        if not placed or placement.may_grow():
+            return
+        for worker in placed:
+            worker.yield_placement()
+
     def serving(self) -> list[FleetWorker]:
         return [worker for worker in self._workers if worker.health.state is State.SERVING]
 
@@ -314,13 +325,15 @@ class Fleet:
         restartable = [worker for worker in self._unreplaced if self._should_restart(worker)]
         for worker in restartable:
             self._unreplaced.remove(worker)
-            self._add(placement.request_placement(self.config), predecessor=worker)
+            self._add(placement.request_placement(self.config, self.role), predecessor=worker)
         self._resize()
         self._check_min_workers(now)
 
     def _supervise_worker(self, worker: FleetWorker, now: float) -> None:
         if worker.handle is None:
-            if placement.is_ready(worker.placement_group):
+            if worker.placement_group is None:
+                worker.placement_group = placement.request_placement(self.config, self.role)
+            elif placement.is_ready(worker.placement_group):
                 worker.start_process(self.actor, self._arguments)
             elif not worker.has_warned and now - worker.health.since > self._placement_timeout_s:
                 worker.has_warned = True
@@ -444,7 +457,7 @@ class Fleet:
         """Add or dismiss workers towards the target size."""
         living = [worker for worker in self._workers if worker.health.state is not State.DRAINING]
         for _ in range(self.expected - len(living)):
-            self._add(placement.request_placement(self.config))
+            self._add(placement.request_placement(self.config, self.role))
         num_surplus = max(0, len(living) - self.target_size)
         for worker in sorted(living, key=FleetWorker.dismissal_order)[:num_surplus]:
             if not worker.syncing:  # its answers would count before its weights are verified; dismiss it later

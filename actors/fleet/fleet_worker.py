@@ -108,7 +108,7 @@ class FleetWorker:
 
     def __init__(self, name: str, placement_group: PlacementGroup, config: EngineConfig) -> None:
         self.name = name
-        self.placement_group = placement_group
+        self.placement_group: PlacementGroup | None = placement_group  # None: it was given to others
         self._config = config
         self.handle: Any = None  # None until the placement group is ready
         self.starting: Any = None  # reference to the result of its start
@@ -129,6 +129,7 @@ class FleetWorker:
 
     def start_process(self, actor: Any, arguments: Mapping[str, Any]) -> None:
         """Start the process in its placement group."""
+        assert self.placement_group is not None, "it is ready"
         options = placement.actor_options(self._config, self.placement_group)
         configured = actor.options(max_concurrency=MAX_CALLS, **options)
         self.handle = configured.remote(**arguments)
@@ -263,4 +264,10 @@ class FleetWorker:
             self._catching_up.cancel()
         if self.handle is not None:
             ray.kill(self.handle, no_restart=True)
-        remove_placement_group(self.placement_group)
+        self.yield_placement()
+
+    def yield_placement(self) -> None:
+        """Remove the placement group, so that others can have its resources. Safe to call twice."""
+        if self.placement_group is not None:
+            remove_placement_group(self.placement_group)
+            self.placement_group = None

@@ -24,6 +24,7 @@ import ray
 import torch
 
 from actors.cluster.fanout import any_failed
+from actors.cluster.kept_placements import KeptPlacements
 from actors.cluster.placement import listening_environment
 from actors.learner import zero3
 from actors.learner.rank_batches import (
@@ -230,8 +231,14 @@ class LearnerGroup:
 
     actor: Any = LearnerActor  # class of a rank
 
-    def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float) -> None:
-        """Start all ranks; their models load while the caller does other work. Raises UserError if they do not fit."""
+    def __init__(
+        self, spec: LearnerSpec, *, placement_timeout_s: float, placements: KeptPlacements | None = None
+    ) -> None:
+        """Start all ranks; their models load while the caller does other work. Raises UserError if they do not fit.
+
+        Args:
+            placements: Keeps the placement groups for the next group; without it `close` removes them.
+        """
         self.spec = spec
         self.policy_version = 0  # increased when an update begins
         self._lock = threading.Lock()  # concurrent calls would reach the ranks in different orders
@@ -253,6 +260,7 @@ class LearnerGroup:
                     section=section,
                     role=role,
                     actor_name="learner rank" if section == "learner" else "critic rank",
+                    placements=placements,
                     placement_timeout_s=placement_timeout_s,
                     environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
                     memory_advice=advise("learner", spec.learner),
@@ -542,6 +550,6 @@ class LearnerGroup:
         self._on_policy("export", lambda worker: worker.export.remote(folder))
 
     def close(self) -> None:
-        """Kill the ranks and remove their placement groups. Safe to call twice."""
+        """Kill the ranks, and remove their placement groups if nobody keeps them. Safe to call twice."""
         for ranks in self.groups:
             ranks.close()

@@ -1,14 +1,14 @@
-"""The driver's side of a group of ranks: their placement group, a call to all of them, their end."""
+"""The driver's side of a group of ranks: their start, a call to all of them, their end."""
 
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster import placement
 from actors.cluster.fanout import collect, is_short_of_memory
+from actors.cluster.kept_placements import KeptPlacements
 from t2g.config import RoleConfig
 from t2g.errors import LearnerLost, RunStopped
 
@@ -39,6 +39,7 @@ class Ranks:
         section: str,
         role: RoleConfig,
         actor_name: str,
+        placements: KeptPlacements | None,
         placement_timeout_s: float,
         environment: Mapping[str, str],
         memory_advice: str = "",
@@ -46,6 +47,7 @@ class Ranks:
         """Start actor(*args, role, rank) for each rank.
 
         Args:
+            placements: Keeps the placement group after `close`; if None, it is removed.
             memory_advice: What lowers the memory of a rank, for the error of one that was short of it.
 
         Raises:
@@ -54,9 +56,10 @@ class Ranks:
         self.actor_name = actor_name
         self._memory_advice = memory_advice
         self.workers: list[Any] = []
-        (placement_group,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
-        self._placement_group: PlacementGroup | None = placement_group
+        self._own_placements = KeptPlacements()
         try:
+            placements = placements or self._own_placements
+            placement_group = placements.take(section, role, timeout_s=placement_timeout_s)
             bundles = placement.order_bundles_by_gpu(placement_group, role, timeout_s=placement_timeout_s)
             for rank, bundle in enumerate(bundles):
                 options = placement.actor_options(role, placement_group, environment, bundle=bundle)
@@ -80,9 +83,7 @@ class Ranks:
             raise type(error)(f"{error}; if it was short of memory, {self._memory_advice}") from error.__cause__
 
     def close(self) -> None:
-        """Kill the ranks and remove their placement group. Safe to call twice."""
+        """Kill the ranks, and remove their placement group if nobody keeps it. Safe to call twice."""
         while self.workers:
             ray.kill(self.workers.pop(), no_restart=True)
-        if self._placement_group is not None:
-            remove_placement_group(self._placement_group)
-            self._placement_group = None
+        self._own_placements.close()

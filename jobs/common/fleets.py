@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from actors.cluster.kept_placements import KeptPlacements
 from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
 from actors.engines.reward import RewardFleet
@@ -133,12 +134,20 @@ def wait_for_engines(*fleets: Fleet | None) -> None:
 
 
 @contextmanager
-def loaded_learner(spec: LearnerSpec, *beside: Fleet | None, placement_timeout_s: float) -> Iterator[LearnerGroup]:
+def loaded_learner(
+    spec: LearnerSpec, *beside: Fleet | None, placement_timeout_s: float, placements: KeptPlacements | None = None
+) -> Iterator[LearnerGroup]:
     """Yield a learner group once its ranks and the engines of `beside`, which load side by side, are ready.
 
     The ranks end with the block, or with an error. That of a rank is raised once the engines are ready.
+
+    Args:
+        placements: As `LearnerGroup`.
     """
-    with closing(LearnerGroup(spec, placement_timeout_s=placement_timeout_s)) as learner:
+    for fleet in beside:
+        if fleet is not None:
+            fleet.yield_placements()
+    with closing(LearnerGroup(spec, placement_timeout_s=placement_timeout_s, placements=placements)) as learner:
         wait_for_engines(*beside)
         with log_duration("loading: learner"):
             learner.wait_ready()

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from typing import Any
 
+from actors.cluster.kept_placements import KeptPlacements
 from actors.cluster.telemetry import RayMetrics
 from actors.engines.multi_turn import Conversations
 from actors.engines.rollout import RolloutFleet
@@ -68,21 +69,22 @@ class PolicyTraining:
         steering = Steering(config, self.rollouts, self.feedback)  # one for all learners: its picture of the run stays
         restarts = RestartBudget(config.learner, self.stop)
         state: TrainerState | None = None
-        with sole_process(config.run.folder):
+        with sole_process(config.run.folder), closing(KeptPlacements()) as placements:
             begin_folder(config, **identity_extras)
             while state is None:
                 try:
-                    state = self._train(steering, lost_at=restarts.lost_at)
+                    state = self._train(steering, placements, lost_at=restarts.lost_at)
                 except LearnerLost as lost:
                     restarts.spend(lost)
         if state.step < config.num_steps:
             raise Stopped
         return write_summary(config, seconds=state.wall_s)
 
-    def _train(self, steering: Steering, *, lost_at: float | None) -> TrainerState:
+    def _train(self, steering: Steering, placements: KeptPlacements, *, lost_at: float | None) -> TrainerState:
         """Continue the run from its last checkpoint, with a new learner group; return the last state.
 
         Args:
+            placements: Of the learner that failed and of the new one.
             lost_at: time.monotonic() at which the learner failed that the new one replaces.
 
         Raises:
@@ -95,7 +97,7 @@ class PolicyTraining:
         journaled = JournaledFeedback(self.feedback, folder, run_identity, keep=config.checkpoint.keep)
 
         gpu_sharing = self._share_gpus()
-        loading = self._load_learner(is_replaced=lost_at is not None)
+        loading = self._load_learner(placements, is_replaced=lost_at is not None)
         log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
         with closing(log), closing(journaled), loading as learner, ExitStack() as opened:
             sync = make_weight_sync(config, self.data, learner, rollouts)
@@ -147,10 +149,11 @@ class PolicyTraining:
             learner.export(self.config.run.folder / "policy")
         self.on_finished(self.rollouts, feedback, learner)
 
-    def _load_learner(self, *, is_replaced: bool) -> AbstractContextManager[LearnerGroup]:
+    def _load_learner(self, placements: KeptPlacements, *, is_replaced: bool) -> AbstractContextManager[LearnerGroup]:
         spec = learner_spec(self.config)
         timeout_s = placement_timeout(self.config, is_replaced=is_replaced)
-        return loaded_learner(spec, self.feedback.fleet, self.rollouts, placement_timeout_s=timeout_s)
+        fleets = (self.feedback.fleet, self.rollouts)
+        return loaded_learner(spec, *fleets, placement_timeout_s=timeout_s, placements=placements)
 
 
 class RestartBudget:

@@ -27,12 +27,13 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def request_resources(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `actors.cluster.placement` asks Ray for: bundles and their label selectors."""
 
-    def note(bundles: Any, strategy: str, bundle_label_selector: Any = None) -> Place:
+    def note(bundles: Any, strategy: str, bundle_label_selector: Any, name: str) -> Place:
         assert strategy == "PACK"
+        assert name.startswith("learner #")
         return bundles, bundle_label_selector or [{} for _ in bundles]
 
     monkeypatch.setattr(placement, "placement_group", note)  # Ray itself would want a cluster
-    return placement.request_placement
+    return lambda role: placement.request_placement(role, "learner")
 
 
 def demand(place: Place) -> GangResourceRequest:

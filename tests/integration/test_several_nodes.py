@@ -13,6 +13,7 @@ from fleet_worker import Telling, make_fleet
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
+from actors.cluster.kept_placements import KeptPlacements
 from actors.cluster.nodes import find_failed_connections, find_unreachable
 from actors.cluster.placement import check_capacity, check_placement, connect, may_grow, reserve
 from actors.learner.ranks import Ranks
@@ -78,11 +79,13 @@ def test_ranks_are_a_gang_in_order_of_node_and_gpu(nodes: Cluster) -> None:
         "of two nodes with room it takes one"
     )
     remove_placement_group(place)
+    placements = KeptPlacements()
     ranks = Ranks(
         ray.remote(Rank),
         section="learner",
         role=gang(GPUS + 1),
         actor_name="rank",
+        placements=placements,
         placement_timeout_s=60,
         environment={},
     )
@@ -90,6 +93,7 @@ def test_ranks_are_a_gang_in_order_of_node_and_gpu(nodes: Cluster) -> None:
         reports = ray.get([rank.where.remote() for rank in ranks.workers], timeout=60)
     finally:
         ranks.close()
+        placements.close()
     assert [rank for rank, _, _ in reports] == [0, 1, 2]
     assert len({node for _, node, _ in reports}) == 2
     assert [place[1:] for place in reports] == sorted(place[1:] for place in reports)

@@ -424,6 +424,35 @@ def test_an_engine_lost_while_ranks_have_its_gpu_is_replaced_once_they_leave_it(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_successor_without_a_process_yields_its_placement_unless_the_cluster_grows(
+    fleet: Fleet, ray: FakeRay, grows: bool
+) -> None:
+    ray.places.is_ready = lambda group: False
+    ray.places.may_grow = lambda: grows
+    fleet.serving()[0].handle.die()
+
+    def find_waiting() -> list[FleetWorker]:
+        return [worker for worker in fleet._workers if worker.handle is None]
+
+    async def run() -> None:
+        await until(fleet, lambda: find_waiting() != [])
+        (waiting,) = find_waiting()
+        group = waiting.placement_group
+        (serving,) = fleet.serving()
+        fleet.yield_placements()
+        assert ray.removed[1:] == ([] if grows else [group])
+        assert serving.placement_group not in ray.removed
+
+        fleet.tick()
+        assert (waiting.placement_group is group) == grows
+        ray.places.is_ready = lambda group: True
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+        assert waiting.restarts == 1, "it costs no restart"
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_first_start_that_fails_before_any_other_is_tried_again(
     begin: Callable[..., Fleet], tmp_path: Path, workers: int

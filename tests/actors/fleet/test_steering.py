@@ -146,7 +146,7 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
     (config.run.folder / loading.FILE_NAME).unlink()
     shown: list[int] = []
 
-    def train(_: PolicyTraining, steering: Steering, *, lost_at: float | None) -> TrainerState:
+    def train(_: PolicyTraining, steering: Steering, *_placements: Any, lost_at: float | None) -> TrainerState:
         assert (lost_at is None) == (not shown)
         if not shown:
             steering.on_step(3, STARVED)
