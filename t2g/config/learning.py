@@ -85,7 +85,14 @@ class TeacherConfig(Section):
     )
 
     @model_validator(mode="after")
-    def check_weight(self) -> Self:
+    def check_use(self) -> Self:
+        """Check that no key of the other use is set."""
+        default_bound = type(self).model_fields["bound"].default
+        if self.use == "distill" and self.bound != default_bound:
+            raise ValueError(
+                f"objective.teacher.bound={self.bound:g} bounds the weights of use=scale, and use=distill has none: "
+                f"set use=scale, or bound={default_bound:g}"
+            )
         if self.use == "scale" and self.weight != 1:
             raise ValueError(
                 f"objective.teacher.weight={self.weight:g} is the share of the distillation in the loss, and use=scale "

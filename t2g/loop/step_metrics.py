@@ -70,7 +70,7 @@ def step_metrics(
 def group_metrics(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> dict[str, float]:
     """Return the share of prompts whose samples all earn the same at every token.
 
-    {} where samples are not compared: with a critic, a teacher alone, or one sample a prompt.
+    {} where samples are not compared: with a critic, a teacher alone, advantages=unlikely, or one sample a prompt.
 
     Args:
         seed: The run's seed, for rewards.placement=shuffled.

@@ -297,6 +297,34 @@ def test_the_gradient_with_a_teacher_is_that_of_the_plain_loop(top_k: int, base:
     assert metrics["teacher/kl"] > 0.01
 
 
+@pytest.mark.usefixtures("cluster")
+def test_a_teacher_that_scales_scores_the_sampled_tokens_alone(base: Path) -> None:
+    """As the plain loop does, after other prompts; the update has no KL to them."""
+    objective = ObjectiveConfig(advantages="group", whiten="none", teacher=TeacherConfig(use="scale"))
+    rollouts = [rollout for rollout in random_rollouts() if len(rollout.response_ids)]
+    queries = []
+    for rollout in rollouts:
+        prompt_ids = np.append(np.int32(7), rollout.prompt_ids)
+        queries.append(TeacherQuery(prompt_ids=prompt_ids, response_ids=rollout.response_ids))
+
+    with closing(SharedGroup(learner_spec(base, objective, **ONE_STEP | {"tokens_per_microbatch": 40}))) as group:
+        stats = group.forward(rollouts)
+        teacher = group.score_teacher(queries)
+        metrics = group.update(train_batch(group, rollouts, kl_coef=KL_COEF)).metrics
+
+    policy = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    for query, teacher_stats, token_stats in zip(queries, teacher, stats, strict=True):
+        ids = torch.from_numpy(np.concatenate([query.prompt_ids, query.response_ids])).long()
+        start = len(query.prompt_ids)
+        with torch.no_grad():
+            logits = policy(ids[None]).logits[0, start - 1 : -1] / TEMPERATURE
+        expected = logits.log_softmax(-1).gather(-1, ids[start:, None]).squeeze(-1)
+        np.testing.assert_allclose(teacher_stats.logprobs, expected, rtol=1e-4)
+        assert teacher_stats.top_logprobs.size == token_stats.top_ids.size == 0
+        assert token_stats.old_logprobs.all(), "the weights need them before the update"
+    assert "teacher/kl" not in metrics
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_masked_token_has_exactly_no_gradient(name: str, learners: dict[str, Started], batch: TrainBatch) -> None:
     """Whatever its numbers are, to the last bit of every weight: of policy, and of critic by the norm."""

@@ -343,6 +343,8 @@ def test_a_teacher_that_scales_trains_the_rewards() -> None:
         policy_job(objective=scale | {"advantages": "group"}, rollout={"samples_per_prompt": 1})
     with pytest.raises(ValidationError, match=r"objective\.teacher\.weight=0\.5 is the share of the distillation"):
         policy_job(objective={"teacher": {"use": "scale", "weight": 0.5}})
+    with pytest.raises(ValidationError, match=r"objective\.teacher\.bound=2 bounds the weights of use=scale"):
+        policy_job(objective={"teacher": {"bound": 2}})
     for bound in (1, 0.5, math.nan, math.inf):
         with pytest.raises(ValidationError, match="bound"):
             policy_job(objective={"teacher": {"use": "scale", "bound": bound}})

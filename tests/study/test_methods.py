@@ -12,7 +12,7 @@ from t2g.errors import UserError
 from t2g.study.methods import ComparisonPlan, choose_lr, next_lr, read_method
 
 ROOT = Path(__file__).parents[2]
-DISTILLED = {f"objective.teacher.{key}" for key in ("use", "weight", "top_k", "critique")}
+DISTILLED = {f"objective.teacher.{key}" for key in ("use", "weight", "bound", "top_k", "critique")}
 SCALED = {f"objective.teacher.{key}" for key in ("use", "weight", "bound", "critique")}
 TEACHER_RECIPES = {
     "sdpo": ("distill", 1, "own"),
