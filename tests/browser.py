@@ -38,9 +38,9 @@ class Browser:
     def __init__(self, driver: str) -> None:
         with tempfile.TemporaryDirectory(prefix="chromium-") as self._folder:
             options = {"args": [*FLAGS, f"--user-data-dir={self._folder}"]}
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        capabilities = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = driver + "/session"
-        self._session += "/" + self._post("", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        self._session += "/" + self._post("", {"capabilities": {"alwaysMatch": capabilities}})["sessionId"]
 
     def open(self, url: str) -> None:
         self._post("/url", {"url": url})
@@ -111,7 +111,7 @@ def browsing() -> Iterator[Browser]:
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None
-        port = next(found[1] for line in driver.stdout if (found := STARTED.search(line)))
+        port = next(match[1] for line in driver.stdout if (match := STARTED.search(line)))
         browser = Browser(f"http://127.0.0.1:{port}")
         try:
             yield browser

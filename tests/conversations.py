@@ -56,7 +56,7 @@ class TwoTurns(FakeRollouts):
         turns = tuple(
             PolicyTurn(tokens=(a, b), characters=(a, b), answer_start=a, reply="c") for a, b in ((0, 2), (3, 4))
         )
-        found = []
+        conversations = []
         for rollout in await super()._sample(prompt, sampling):
             text = rollout.response_text
             ids = rollout.response_ids.copy()
@@ -64,10 +64,10 @@ class TwoTurns(FakeRollouts):
             ids[2] = self.ids[2]
             logprobs[2] = 0
             versions = tuple(part for part in rollout.policy_versions if part[0] != 2)
-            found.append(
+            conversations.append(
                 replace(
                     rollout, response_ids=ids, rollout_logprobs=logprobs, response_text=f"{text[:2]}c{text[3]}",
                     policy_versions=versions, answer_start=3, conversation=turns, metrics={"m": 1.0},
                 )
             )  # fmt: skip
-        return found
+        return conversations

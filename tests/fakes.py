@@ -170,17 +170,17 @@ class FakeLearner:
             rows = Rows(minibatch, torch.device("cpu"))
             place = torch.arange(LENGTH).repeat(len(minibatch))
             names = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs", "weights")
-            given = {name: rows.column(name) for name in names}
-            old = given["old_logprobs"]
-            weights = given["weights"]
+            columns = {name: rows.column(name) for name in names}
+            old = columns["old_logprobs"]
+            weights = columns["weights"]
             written = np.concatenate([sample.response_ids for sample in minibatch])
             logprobs = self.logits.log_softmax(-1)[place, self._places(written)]
-            correction = importance_weights(old, given["rollout_logprobs"], rows.sequence_ids, weights, "token", 2.0)
+            correction = importance_weights(old, columns["rollout_logprobs"], rows.sequence_ids, weights, "token", 2.0)
             policy, _ = policy_loss(
                 logprobs=logprobs,
                 old_logprobs=old,
                 importance_weights=correction,
-                advantages=given["advantages"],
+                advantages=columns["advantages"],
                 weights=weights,
                 sequence_ids=rows.sequence_ids,
                 clip_eps=0.2,
@@ -189,14 +189,14 @@ class FakeLearner:
             kl, _ = kl_loss(
                 logprobs=logprobs,
                 old_logprobs=old,
-                ref_logprobs=given["ref_logprobs"],
+                ref_logprobs=columns["ref_logprobs"],
                 importance_weights=correction,
                 weights=weights,
             )
             critic, _ = value_loss(
                 values=self.critic[place],
-                old_values=given["values"],
-                returns=given["returns"],
+                old_values=columns["values"],
+                returns=columns["returns"],
                 weights=weights,
                 value_clip=0.2,
             )

@@ -42,15 +42,15 @@ class Head:
             process.kill()
             process.wait()
 
-    def said(self, cwd: Path, *words: object, code: int = 0, environ: dict[str, str] | None = None) -> str:
+    def run(self, cwd: Path, *words: object, code: int = 0, environ: dict[str, str] | None = None) -> str:
         """Output of the same, which ends by itself, with `code`."""
         command = [sys.executable, "-m", *map(str, words)]
         done = subprocess.run(
             command, cwd=cwd, env=environ or self.environ, capture_output=True, text=True, timeout=START_S, check=False
         )
-        said = done.stdout + done.stderr
-        assert done.returncode == code, said
-        return said
+        output = done.stdout + done.stderr
+        assert done.returncode == code, output
+        return output
 
 
 def free_port() -> int:
@@ -61,9 +61,9 @@ def free_port() -> int:
             return port
 
 
-def until(found: Callable[[], bool], what: str, *, timeout_s: float, log: Path | None = None) -> None:
+def until(is_true: Callable[[], bool], what: str, *, timeout_s: float, log: Path | None = None) -> None:
     deadline = time.monotonic() + timeout_s
-    while not found():
+    while not is_true():
         assert time.monotonic() < deadline, f"{what} did not come: {log.read_text()[-4000:] if log else ''}"
         time.sleep(0.2)
 

@@ -101,9 +101,9 @@ class LocalRank:
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Any:
-            given = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args]  # as Ray does
+            values = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args]  # as Ray does
             with as_a_rank():
-                return ray.put(getattr(self.worker, name)(*given))
+                return ray.put(getattr(self.worker, name)(*values))
 
         return SimpleNamespace(remote=remote)
 
@@ -202,7 +202,7 @@ def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_
     rng = np.random.default_rng(seed)
     stats = group.forward(rollouts, ["old_logprobs", "ref_logprobs", "values"])  # its update would return the first
     samples = []
-    for rollout, own in zip(rollouts, stats, strict=True):
+    for rollout, token_stats in zip(rollouts, stats, strict=True):
         length = len(rollout.response_ids)
         weights = mask_as(group.spec.objective.loss_aggregation, rng.random(length) < 0.9)
         advantages = rng.normal(0, 1, length).astype(np.float32)
@@ -214,10 +214,10 @@ def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_
             weights=weights,
             advantages=advantages,
             returns=returns,
-            values=own.values,
-            old_logprobs=own.old_logprobs,
-            rollout_logprobs=own.old_logprobs + gap,
-            ref_logprobs=own.ref_logprobs,
+            values=token_stats.values,
+            old_logprobs=token_stats.old_logprobs,
+            rollout_logprobs=token_stats.old_logprobs + gap,
+            ref_logprobs=token_stats.ref_logprobs,
         )
         samples.append(sample)
     config = group.spec.learner

@@ -137,21 +137,21 @@ def format_reference() -> str:
         purpose = " ".join((job.__doc__ or "").split()).partition(": ")[2]
         parts += [f"### {command}\n", f"{purpose[:1].upper()}{purpose[1:]}\n", format_table(job)]
     parts.append("## Sections\n")
-    for section in sorted(list_sections(), key=lambda found: found.__name__):
+    for section in sorted(list_sections(), key=lambda item: item.__name__):
         parts += [f"### {section.__name__}\n", f"{format_purpose(section)}\n", format_table(section)]
     return "\n".join(parts)
 
 
 def list_sections() -> list[type[BaseModel]]:
     """Return every section of the jobs once, inner ones and values of mappings included."""
-    found: list[type[BaseModel]] = []
+    sections: list[type[BaseModel]] = []
     waiting: list[type[BaseModel]] = [*JOBS]
     while waiting:
         inner = [s for info in waiting.pop().model_fields.values() for s in find_sections(info.annotation)]
-        new = [section for section in dict.fromkeys(inner) if section not in found]
-        found += new
+        new = [section for section in dict.fromkeys(inner) if section not in sections]
+        sections += new
         waiting += new
-    return found
+    return sections
 
 
 def find_sections(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -164,12 +164,12 @@ def find_sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def format_purpose(section: type[BaseModel]) -> str:
     """Return the first sentence of the section's own docstring and the keys under which jobs have it."""
-    own = " ".join((section.__dict__.get("__doc__") or "").split("\n\n")[0].split())
+    purpose = " ".join((section.__dict__.get("__doc__") or "").split("\n\n")[0].split())
     places = {
         key for job in JOBS for key, info in list_fields(job).items() if section in find_sections(info.annotation)
     }
     keys = ", ".join(f"`{key}`" for key in sorted(places))
-    return f"{own} Keys: {keys}." if own else f"Keys: {keys}."
+    return f"{purpose} Keys: {keys}." if purpose else f"Keys: {keys}."
 
 
 def format_table(section: type[BaseModel]) -> str:
@@ -221,16 +221,18 @@ def format_meaning(section: type[BaseModel], name: str) -> str:
     inner = section_type(info.annotation)
     named = MEANINGS.get((section.__name__, name)) or MEANINGS.get(name)
     docstring = " ".join((inner.__doc__ or "").split("\n\n")[0].split()) if inner else None
-    found = info.description or docstring or named
-    assert found, f"{section.__name__}.{name} has no description: give the field one"
-    return re.sub(r"\s+", " ", found).replace("<", "&lt;")
+    meaning = info.description or docstring or named
+    assert meaning, f"{section.__name__}.{name} has no description: give the field one"
+    return re.sub(r"\s+", " ", meaning).replace("<", "&lt;")
 
 
 def format_type(info: FieldInfo) -> str:
     """Return the type with its bounds: "int, at least 1"."""
     bounds = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "entries: at least"}
-    found = [f"{text} {getattr(m, name):g}" for m in info.metadata for name, text in bounds.items() if hasattr(m, name)]
-    return ", ".join([type_name(info.annotation), *found])
+    limits = [
+        f"{text} {getattr(m, name):g}" for m in info.metadata for name, text in bounds.items() if hasattr(m, name)
+    ]
+    return ", ".join([type_name(info.annotation), *limits])
 
 
 def type_name(annotation: Any) -> str:
@@ -261,9 +263,13 @@ def format_default(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True, validated_data={})
     if isinstance(default, BaseModel):
         known = type(default).model_fields.items()
-        own = {name: field.get_default(call_default_factory=True, validated_data={}) for name, field in known}
-        given = default.model_fields_set & own.keys()
-        values = {name: getattr(default, name) for name in own if name in given and getattr(default, name) != own[name]}
+        defaults = {name: field.get_default(call_default_factory=True, validated_data={}) for name, field in known}
+        set_names = default.model_fields_set & defaults.keys()
+        values = {
+            name: getattr(default, name)
+            for name in defaults
+            if name in set_names and getattr(default, name) != defaults[name]
+        }
         return ", ".join(f"`{name}: {format_value(value)}`" for name, value in values.items())
     return f"`{format_value(default)}`{'*' if info.default_factory else ''}"
 

@@ -51,8 +51,8 @@ def read_example(model: Path) -> str:
 
 def start(arguments: list[str], log: Path, cwd: Path = ROOT, **environ: str) -> "subprocess.Popen[bytes]":
     """Output goes behind what `log` holds."""
-    own = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_AUTH_MODE": "disabled"} | environ
-    return subprocess.Popen(arguments, cwd=cwd, env=own, stdout=log.open("ab"), stderr=subprocess.STDOUT)
+    job_environ = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_AUTH_MODE": "disabled"} | environ
+    return subprocess.Popen(arguments, cwd=cwd, env=job_environ, stdout=log.open("ab"), stderr=subprocess.STDOUT)
 
 
 def logged_steps(run: Path) -> list[int]:

@@ -45,8 +45,8 @@ class StubRolloutWorker:
         self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
     ) -> None:
         words = Tokenizer.from_file(f"{model}/tokenizer.json")
-        found = {number: words.id_to_token(number) for number in range(VOCABULARY)}
-        self._letters = {number: text for number, text in found.items() if len(text) == 1 and text.isascii()}
+        text_by_id = {number: words.id_to_token(number) for number in range(VOCABULARY)}
+        self._letters = {number: text for number, text in text_by_id.items() if len(text) == 1 and text.isascii()}
         self._folder = Path(model)
         self._version = 0
         self._opened = -1

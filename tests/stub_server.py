@@ -12,9 +12,9 @@ class Answers(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    given = dict(zip(sys.argv, sys.argv[1:], strict=False))
-    if "refused" in given["--model"]:
+    arguments = dict(zip(sys.argv, sys.argv[1:], strict=False))
+    if "refused" in arguments["--model"]:
         sys.exit("ValueError: no such model")
     child = subprocess.Popen(["sleep", "600"])
     print(child.pid, flush=True)
-    HTTPServer((given["--host"], int(given["--port"])), Answers).serve_forever()
+    HTTPServer((arguments["--host"], int(arguments["--port"])), Answers).serve_forever()

@@ -10,7 +10,7 @@ import ray
 class Tenant:
     """An engine or a rank."""
 
-    def __init__(self, *given: Any, **more: Any) -> None:
+    def __init__(self, *arguments: Any, **more: Any) -> None:
         self.log: list[tuple[float, str]] = []
         self.naps_s = 0.0
 
@@ -33,8 +33,8 @@ class Tenant:
     offload_states = sleep  # a rank's
     reload_states = wake_up
 
-    async def said(self) -> tuple[str, list[tuple[float, str]]]:
-        """On which GPU, and what it did when."""
+    async def get_log(self) -> tuple[str, list[tuple[float, str]]]:
+        """Return the GPU and the log of what was done when."""
         return ray.get_runtime_context().get_accelerator_ids()["GPU"][0], self.log
 
     async def nap(self, seconds: float) -> None:

@@ -65,7 +65,7 @@ def name_of(file: Path) -> str:
 def find_blocks(text: str) -> list[Block]:
     """Return the fenced blocks in order."""
     pattern = r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$"
-    return [Block(*found) for found in re.findall(pattern, text, re.MULTILINE | re.DOTALL)]
+    return [Block(*match) for match in re.findall(pattern, text, re.MULTILINE | re.DOTALL)]
 
 
 def find_paragraphs(text: str) -> Iterator[str]:
@@ -125,7 +125,7 @@ def broken_links(file: Path) -> Iterator[str]:
 
 
 def test_relative_links_resolve() -> None:
-    broken = {name_of(file): found for file in find_documents() if (found := list(broken_links(file)))}
+    broken = {name_of(file): links for file in find_documents() if (links := list(broken_links(file)))}
     assert broken == {}
 
 
@@ -157,7 +157,7 @@ def test_guides_use_the_terms_of_the_field() -> None:
     pattern = rf"\b(?:{'|'.join(OLD_TERMS)})\w*"
     code = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
     prose = {file: code.sub("", read(file)) for file in NEWCOMER}
-    assert {name_of(file): found for file, text in prose.items() if (found := re.findall(pattern, text))} == {}
+    assert {name_of(file): terms for file, text in prose.items() if (terms := re.findall(pattern, text))} == {}
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
@@ -178,7 +178,7 @@ def test_keys_whose_values_a_shell_would_split_are_quoted(file: Path) -> None:
     shell = "\n".join(block.text for block in find_blocks(read(file)) if not block.language)
     texts = [*find_spans(read(file)), shell]
     pattern = r"(?<![\w.])('?)([a-z_]+(?:\.[a-z_]+)*)=(?=[\[{])(?!\{[a-z]+\})"  # {name} is a placeholder
-    pairs = [found for text in texts for found in re.findall(pattern, text)]
+    pairs = [pair for text in texts for pair in re.findall(pattern, text)]
     assert [key for quote, key in pairs if not quote and key.rpartition(".")[2] in last] == []
 
 
@@ -316,7 +316,9 @@ def test_the_commands_of_a_document_work(file: Path, tmp_path: Path) -> None:
         (work / name).symlink_to(ROOT / name)
     script = make_script(read(file), model)
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    own = environ | {"PATH": f"{ROOT}/.venv/bin:{environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
+    document_environ = environ | {"PATH": f"{ROOT}/.venv/bin:{environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
     command = ["bash", "-c", script]
-    done = subprocess.run(command, cwd=work, env=own, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, cwd=work, env=document_environ, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -104,10 +104,10 @@ def check_spans(spans: tuple[Span, ...], response: str) -> None:
 @given(damaged(changed(ANSWER).map(lambda answer: json.dumps(answer).encode())), TEXT | st.just("by Ann, phone, phone"))
 def test_parser(answer: bytes, response: str) -> None:
     text = answer.decode(errors="surrogateescape")
-    said = parse_answer(text, response, source="s", version="v")
-    check_spans(said.spans, response)
-    assert said.status in ("ok", "empty", "unparsable")
-    assert len(said.spans) <= said.num_located <= said.num_quotes
+    feedback = parse_answer(text, response, source="s", version="v")
+    check_spans(feedback.spans, response)
+    assert feedback.status in ("ok", "empty", "unparsable")
+    assert len(feedback.spans) <= feedback.num_located <= feedback.num_quotes
     code, start = extract_code(text + response)
     assert (text + response)[start : start + len(code)] == code
     assert isinstance(load_answer(text, {"critique": str}), dict | str)
@@ -118,9 +118,9 @@ def test_parser(answer: bytes, response: str) -> None:
 def test_judgements_of_programs_and_records(value: Any, response: str) -> None:
     for judgement in (value, ("c", value, []), {"critique": "c", "good": [], "poor": [], "execution": value}):
         with suppress(ValueError):  # in a sentence
-            said = read_judgement(judgement, response, source="s", version="v")
-            check_spans(said.spans, response)
-            json.dumps(said.execution, allow_nan=False).encode()
+            feedback = read_judgement(judgement, response, source="s", version="v")
+            check_spans(feedback.spans, response)
+            json.dumps(feedback.execution, allow_nan=False).encode()
     with suppress(ValueError):
         read_record({"prompt": "p", "response": response, "critique": "c", "spans": value, "payload": {"a": value}})
     check_spans(make_feedback("c", [response], [], response, source="s", version="v").spans, response)
@@ -173,11 +173,11 @@ def test_journal_cuts(payloads: list[Any], data: st.DataObject) -> None:
         content = path.read_bytes()
         end = data.draw(st.integers(0, len(content)))
         path.write_bytes(content[:end])
-        kept = records[: content[:end].count(b"\n")]
-        assert read_journal(path, AnnotatedRecord) == kept
+        complete = records[: content[:end].count(b"\n")]
+        assert read_journal(path, AnnotatedRecord) == complete
         with closing(Journal(path)) as journal:
             journal.append(records[-1])
-        assert read_journal(path, AnnotatedRecord) == [*kept, records[-1]]
+        assert read_journal(path, AnnotatedRecord) == [*complete, records[-1]]
         path.write_bytes(data.draw(damaged(st.just(content))))
         with suppress(UserError):
             read_journal(path, AnnotatedRecord)
@@ -228,8 +228,8 @@ def test_checkpoint_damage(damages: list[tuple[int, str, bytes]]) -> None:
             with suppress(OSError):  # of the damage to what is damaged already
                 DAMAGES[damage](paths[number % len(paths)], content) if paths else None
         store = CheckpointStore(folder, keep=3, skip_unreadable=True)
-        if (found := store.latest()) is not None:
-            path, state = found
+        if (latest := store.latest()) is not None:
+            path, state = latest
             assert (path / "w").read_text() == f"weights {state['step']}"
         if (best := store.best()) is not None:
             assert ((best[0] / "w").read_text(), best[1]) == ("best", 0.5)
@@ -257,8 +257,8 @@ def test_control_files(control: bytes, status: bytes) -> None:
         folder = Path(name)
         (folder / CONTROL_FILE).write_bytes(control)
         (folder / STATUS_FILE).write_bytes(status)
-        wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).read_changes()
-        assert wanted == {} or (wanted.keys() == {"rollouts"} and 1 <= wanted["rollouts"] <= 4)
+        changes = Control(folder, {"rollouts": WorkersConfig(max=4)}).read_changes()
+        assert changes == {} or (changes.keys() == {"rollouts"} and 1 <= changes["rollouts"] <= 4)
         with suppress(UserError):
             read_status(folder)
 
@@ -278,8 +278,8 @@ def test_config_files(values: dict[str, Any], data: st.DataObject, overrides: li
     with TemporaryDirectory() as name, suppress(UserError):
         file = Path(name, "job.yaml")
         file.write_bytes(content)
-        given_ = [f"{override}={data.draw(TEXT)}" for override in overrides]
-        job = loading.load(PolicyJob, file, given_, environ={}, cwd=Path(name))
+        config_overrides = [f"{override}={data.draw(TEXT)}" for override in overrides]
+        job = loading.load(PolicyJob, file, config_overrides, environ={}, cwd=Path(name))
         file.write_text(loading.to_yaml(job), encoding="utf-8")
         assert loading.load(PolicyJob, file, environ={}, cwd=Path(name)) == job
 

@@ -109,20 +109,20 @@ def test_docstrings_of_functions_begin_with_a_verb(package: str) -> None:
 
 
 def test_riddles_are_rare() -> None:
-    found = Counter({str(file.relative_to(ROOT)): len(RIDDLES.findall(file.read_text())) for file in FILES})
-    assert found.total() < MAX_RIDDLES, found.most_common(20)
+    riddles = Counter({str(file.relative_to(ROOT)): len(RIDDLES.findall(file.read_text())) for file in FILES})
+    assert riddles.total() < MAX_RIDDLES, riddles.most_common(20)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_spelling_is_american(package: str) -> None:
-    found: dict[str, list[str]] = {}
+    british: dict[str, list[str]] = {}
     for file in FILES:
         name = str(file.relative_to(ROOT))
         if not name.startswith(f"{package}/") or name.startswith(SPEAKS_TO_MODELS):
             continue
         if words := BRITISH.findall(file.read_text(encoding="utf-8")):
-            found[name] = words
-    assert found == {}
+            british[name] = words
+    assert british == {}
 
 
 def find_defined_types(tree: ast.AST) -> tuple[list[str], set[str]]:
@@ -140,12 +140,12 @@ def find_defined_types(tree: ast.AST) -> tuple[list[str], set[str]]:
 
 def test_no_comment_begins_with_of() -> None:
     """A comment names its subject: "# width of a row", not "# of a row"."""
-    found = []
+    places = []
     for file in FILES:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             if re.search(r"(^|\s)# of ", line):
-                found.append(f"{file.relative_to(ROOT)}:{number}")
-    assert found == []
+                places.append(f"{file.relative_to(ROOT)}:{number}")
+    assert places == []
 
 
 def test_no_two_classes_share_a_name() -> None:

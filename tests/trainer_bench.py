@@ -127,5 +127,5 @@ class Bench:
         return [json.loads(line) for line in (self.folder / "dropped.jsonl").read_text().splitlines()]
 
     def checkpoint_step(self) -> int | None:
-        found = self.trainer.checkpoints.latest()
-        return found and found[1]["step"]
+        latest = self.trainer.checkpoints.latest()
+        return latest and latest[1]["step"]

@@ -141,9 +141,9 @@ def test_a_conversation_stays_on_its_worker_and_starts_again_with_the_same_seeds
     assert len(by_seed) == len(Talker.requests) == 12, "the seeds of all turns differ"
 
     Talker.requests = []
-    found = converse(ray, tokenizer, "mortal", "")
+    groups = converse(ray, tokenizer, "mortal", "")
     assert {worker for worker, *_ in Talker.requests} == {"worker 0", "worker 1"}
-    for one, other in zip(chain(*expected), chain(*found), strict=True):
+    for one, other in zip(chain(*expected), chain(*groups), strict=True):
         np.testing.assert_array_equal(one.response_ids, other.response_ids)
         assert one.conversation == other.conversation
         assert len(one.conversation) == 2
@@ -158,7 +158,7 @@ def test_the_time_of_the_environment_is_not_the_engines_and_a_late_turn_is(ray: 
     feedback = {"source": "pkg:judge", "timeout_s": 0.3, "concurrency": 1}
     rollout = {"max_turns": 1, "max_new_tokens": 8, "max_model_len": 128}
     job = policy_job(f"{__name__}:Busy", feedback=feedback, rollout=rollout)
-    found = converse(ray, tokenizer, "", "", job=job, config=config, failures=failures)
+    groups = converse(ray, tokenizer, "", "", job=job, config=config, failures=failures)
     assert failures == [0, 0] and len(Talker.requests) == 6, "0.9 s for six replies, one after the other"
 
     Talker.requests = []
@@ -166,7 +166,7 @@ def test_the_time_of_the_environment_is_not_the_engines_and_a_late_turn_is(ray: 
     again = converse(ray, tokenizer, "late", "", config=config, failures=failures)
     assert failures[0] >= 1 and failures[1] == 0
     assert {worker for worker, *_ in Talker.requests} == {"worker 0", "worker 1"}
-    for one, other in zip(chain(*found), chain(*again), strict=True):
+    for one, other in zip(chain(*groups), chain(*again), strict=True):
         np.testing.assert_array_equal(one.response_ids, other.response_ids[: len(one.response_ids)])
 
 

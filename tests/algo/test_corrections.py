@@ -54,9 +54,9 @@ EDGE = math.log(2)  # in float64 exp gives 2 and .5 exactly
 )
 def test_the_bound_holds_exactly_at_its_edge(mode: ImportanceMode, log_ratio: float, weight: float) -> None:
     old = torch.full((2,), log_ratio, dtype=torch.float64)
-    got = weights_of([1.0, 1.0], mode, old_logprobs=old)
-    assert got == pytest.approx([weight] * 2, rel=1e-14, abs=0)
-    assert max(got) <= 2.0
+    weights = weights_of([1.0, 1.0], mode, old_logprobs=old)
+    assert weights == pytest.approx([weight] * 2, rel=1e-14, abs=0)
+    assert max(weights) <= 2.0
 
 
 def test_a_cap_of_one_masks_all_but_agreement() -> None:
@@ -76,7 +76,7 @@ def test_weights_equal_a_loop_and_never_pass_the_cap(
     n = len(log_ratios)
     sequences = sorted(data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))
     counted = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
-    got = weights_of(
+    weights = weights_of(
         [1.0] * n,
         mode,
         cap,
@@ -91,20 +91,20 @@ def test_weights_equal_a_loop_and_never_pass_the_cap(
     for t in range(n):
         one = bounded_exp(log_ratios[t])
         whole = bounded_exp(sum(log_ratios[k] for k in range(n) if sequences[k] == sequences[t] and counted[k]))
-        kept = one if 1 / cap <= one <= cap else 0.0
-        expected = {"token": min(one, cap), "sequence": min(whole, cap), "masked": kept, "none": 1.0}[mode]
-        assert got[t] == pytest.approx(expected if counted[t] else 0.0, rel=1e-9)
-        assert got[t] <= cap
+        masked = one if 1 / cap <= one <= cap else 0.0
+        expected = {"token": min(one, cap), "sequence": min(whole, cap), "masked": masked, "none": 1.0}[mode]
+        assert weights[t] == pytest.approx(expected if counted[t] else 0.0, rel=1e-9)
+        assert weights[t] <= cap
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_token_that_does_not_count_spoils_no_other(mode: ImportanceMode, poison: float) -> None:
     old = torch.tensor([0.5, poison, 0.125], requires_grad=True)
-    got = importance_weights(old, torch.zeros(3), torch.zeros(3).long(), torch.tensor([0.5, 0.0, 0.5]), mode, 3.0)
+    weights = importance_weights(old, torch.zeros(3), torch.zeros(3).long(), torch.tensor([0.5, 0.0, 0.5]), mode, 3.0)
     one, two = {"sequence": (math.exp(0.625),) * 2, "none": (1, 1)}.get(mode, (math.exp(0.5), math.exp(0.125)))
-    assert got.tolist() == pytest.approx([one, 0, two])
-    assert not got.requires_grad
+    assert weights.tolist() == pytest.approx([one, 0, two])
+    assert not weights.requires_grad
 
 
 RATIOS = [1.0, 1.05, 1.2, 0.4, 4.0]

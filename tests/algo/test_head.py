@@ -82,14 +82,16 @@ def test_the_model_is_otherwise_the_same(architecture: str, fields: dict[str, An
 
 def rows_of(sequences: list[np.ndarray]) -> Rows:
     """The first token of each is its prompt."""
-    made = [TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1)) for ids in sequences]
-    return Rows(made, torch.device("cpu"))
+    train_sequences = [
+        TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1)) for ids in sequences
+    ]
+    return Rows(train_sequences, torch.device("cpu"))
 
 
 def losses_and_gradients(model: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    found = rows.token_outputs(model, 0.6, entropy=True)
-    weights = torch.linspace(-1, 1, len(found.logprobs))
-    total = (found.logprobs * weights).sum() + (found.entropy * weights.square()).sum()
+    outputs = rows.token_outputs(model, 0.6, entropy=True)
+    weights = torch.linspace(-1, 1, len(outputs.logprobs))
+    total = (outputs.logprobs * weights).sum() + (outputs.entropy * weights.square()).sum()
     model.zero_grad()
     total.backward()
     return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

@@ -75,8 +75,10 @@ def test_full_kl_equals_a_loop_over_the_vocabulary(rows: list[torch.Tensor]) -> 
         [divergence(a.log_softmax(0), b.log_softmax(0)) for a, b in zip(logits, ref_logits, strict=True)]
     )
     torch.testing.assert_close(kl, expected, rtol=1e-4, atol=1e-6)
-    (got,), (wanted,) = (torch.autograd.grad(x.sum(), logits, retain_graph=True) for x in (kl, expected))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    (gradient,), (expected_gradient,) = (
+        torch.autograd.grad(x.sum(), logits, retain_graph=True) for x in (kl, expected)
+    )
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_full_kl_worked_by_hand() -> None:

@@ -55,18 +55,18 @@ def test_sequences_together_are_as_alone(chunked: bool) -> None:
             column.append(per_token)
     plain = [torch.cat(column) for column in expected]
     total = sum((column * weight).sum() for column, weight in zip(plain, weights, strict=True))
-    want = torch.autograd.grad(total, list(model.parameters()))
+    expected_grads = torch.autograd.grad(total, list(model.parameters()))
 
     if chunked:
         assert install_chunked_head(model)
     ref_logits = rows.logits(reference).detach()
-    found = rows.token_outputs(model, TEMPERATURE, entropy=True, ref_logits=ref_logits)
-    columns = [found.logprobs, found.entropy, found.full_kl]
+    outputs = rows.token_outputs(model, TEMPERATURE, entropy=True, ref_logits=ref_logits)
+    columns = [outputs.logprobs, outputs.entropy, outputs.full_kl]
     for column, want_column in zip(columns, plain, strict=True):
         torch.testing.assert_close(column, want_column)
     total = sum((column * weight).sum() for column, weight in zip(columns, weights, strict=True))
-    for grad, want_grad in zip(torch.autograd.grad(total, list(model.parameters())), want, strict=True):
-        assert (grad - want_grad).norm() < 1e-5 * want_grad.norm() + 1e-5
+    for grad, expected_grad in zip(torch.autograd.grad(total, list(model.parameters())), expected_grads, strict=True):
+        assert (grad - expected_grad).norm() < 1e-5 * expected_grad.norm() + 1e-5
 
 
 class Heads:
@@ -81,13 +81,13 @@ def test_logits_are_computed_where_a_response_is_predicted() -> None:
     """By a plain head in the columns where any row has a response; of a chunked one see test_head."""
     long = (60, 40)
     short = (50, 1)
-    made = [
+    sequences = [
         TrainSequence(prompt_ids=np.ones(p), response_ids=np.full(r, 4), weights=np.ones(r)) for p, r in (long, short)
     ]
     model = tiny_model()
     heads = Heads(model)
-    assert Rows(made, CPU).logits(model).shape == (41, 64)
-    assert Rows(made[1:], CPU).logits(model).shape == (32, 64)  # few: EMPTY_TOKENS
+    assert Rows(sequences, CPU).logits(model).shape == (41, 64)
+    assert Rows(sequences[1:], CPU).logits(model).shape == (32, 64)  # few: EMPTY_TOKENS
     assert heads.seen == [2 * 41, 33]  # columns 49, 59 to 98; the first 32, and 49
 
 
@@ -125,6 +125,8 @@ def test_values_are_of_the_state_before_the_token() -> None:
 
 
 def test_numbers_and_segments_follow_the_response_tokens() -> None:
-    made = [TrainSequence(prompt_ids=[1], response_ids=[2] * n, weights=np.arange(n) + 10.0 * n) for n in (2, 0, 1)]
-    assert Rows(made, CPU).column("weights").tolist() == [20, 21, 10]
-    assert Rows(made, CPU).sequence_ids.tolist() == [0, 0, 2]
+    sequences = [
+        TrainSequence(prompt_ids=[1], response_ids=[2] * n, weights=np.arange(n) + 10.0 * n) for n in (2, 0, 1)
+    ]
+    assert Rows(sequences, CPU).column("weights").tolist() == [20, 21, 10]
+    assert Rows(sequences, CPU).sequence_ids.tolist() == [0, 0, 2]

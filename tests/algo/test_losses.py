@@ -191,15 +191,15 @@ def test_shares_of_microbatches_add_up(cut: int, seed: int) -> None:
 )
 def test_value_loss_worked_by_hand(value: float, old: float, ret: float, loss: float, gradient: float) -> None:
     values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    got, metrics = value_loss(
+    loss_value, metrics = value_loss(
         values=values,
         old_values=torch.tensor([old], dtype=torch.float64),
         returns=torch.tensor([ret], dtype=torch.float64),
         weights=torch.ones(1),
         value_clip=0.2,
     )
-    assert got.item() == pytest.approx(loss)
-    assert torch.autograd.grad(got, values)[0].item() == pytest.approx(gradient)
+    assert loss_value.item() == pytest.approx(loss)
+    assert torch.autograd.grad(loss_value, values)[0].item() == pytest.approx(gradient)
     assert metrics["critic/clip_share"] == (gradient == 0)
 
 
@@ -297,8 +297,8 @@ def test_a_value_loss_without_a_clip_is_the_plain_squared_error() -> None:
     old = torch.tensor([0.0, 0.0])
     returns = torch.tensor([2.0, 1.0])
     weights = torch.tensor([0.25, 0.75])
-    given = {"values": values, "old_values": old, "returns": returns, "weights": weights}
-    loss, metrics = value_loss(**given, value_clip=math.inf)
+    inputs = {"values": values, "old_values": old, "returns": returns, "weights": weights}
+    loss, metrics = value_loss(**inputs, value_clip=math.inf)
     assert loss.item() == pytest.approx((0.25 * 1 + 0.75 * 16) / 2)
     assert metrics["critic/clip_share"] == 0
-    assert value_loss(**given, value_clip=0.2)[0].item() > loss.item()
+    assert value_loss(**inputs, value_clip=0.2)[0].item() > loss.item()

@@ -57,9 +57,11 @@ def test_chunks_change_neither_values_nor_gradients(dtype: torch.dtype) -> None:
     plain = torch.stack(terms, dim=-1)
     expected = torch.autograd.grad((plain * weights).sum(), (states, head))
     torch.testing.assert_close(chunked, plain)
-    for grad, want in zip(grads, expected, strict=True):
-        scale = want.abs().max().item()
-        torch.testing.assert_close(grad, want, rtol=0, atol=scale * (2e-2 if dtype == torch.bfloat16 else 1e-6))
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        scale = expected_grad.abs().max().item()
+        torch.testing.assert_close(
+            grad, expected_grad, rtol=0, atol=scale * (2e-2 if dtype == torch.bfloat16 else 1e-6)
+        )
 
 
 def test_entropy_and_its_gradient() -> None:
@@ -83,9 +85,9 @@ def test_a_token_of_probability_0_adds_nothing(ruled_out: float) -> None:
     few_ref = torch.tensor([[0.0, 0.1, 0.2]])
     more_ref = torch.tensor([[0.0, 0.1, ruled_out, 0.2]])
     ids = torch.tensor([0])
-    want = token_columns(few, request(ids, 0.9, entropy=True, ref_logits=few_ref))
-    got = token_columns(more, request(ids, 0.9, entropy=True, ref_logits=more_ref))
-    torch.testing.assert_close(got, want)
-    (want_grad,), (grad,) = (torch.autograd.grad(x.sum(), y) for x, y in ((want, few), (got, more)))
+    expected = token_columns(few, request(ids, 0.9, entropy=True, ref_logits=few_ref))
+    actual = token_columns(more, request(ids, 0.9, entropy=True, ref_logits=more_ref))
+    torch.testing.assert_close(actual, expected)
+    (want_grad,), (grad,) = (torch.autograd.grad(x.sum(), y) for x, y in ((expected, few), (actual, more)))
     torch.testing.assert_close(grad[:, [0, 1, 3]], want_grad)
     assert grad[0, 2] == 0

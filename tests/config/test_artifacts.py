@@ -58,9 +58,9 @@ def test_a_job_that_shares_gpus_uses_artifacts_of_a_written_config(folder: Path)
     shared = ["cluster.gpu_sharing=split", "rollout.gpus=0.6", "learner.gpus=0.4", "feedback={source: program}"]
     job = load(folder, f"artifacts={file}", *shared)
     assert job.learner.sync_transport == "ipc"
-    made = load_demo(job)
-    assert made is not None
-    assert (made.cluster.gpu_sharing, made.learner.sync_transport) == ("none", "store")
+    loaded_demo = load_demo(job)
+    assert loaded_demo is not None
+    assert (loaded_demo.cluster.gpu_sharing, loaded_demo.learner.sync_transport) == ("none", "store")
 
 
 def test_the_root_of_the_job_is_that_of_its_artifacts(folder: Path) -> None:

@@ -15,12 +15,12 @@ OWN = ROOT / "configs" / "own" / "policy.yaml"
 BOX = {"GPU": 8.0, "memory": 800.0 * GIB}
 
 
-def own(have: dict[str, float], *overrides: str) -> PolicyJob:
+def make_job(have: dict[str, float], *overrides: str) -> PolicyJob:
     return loading.load(PolicyJob, OWN, overrides, environ={}, cwd=ROOT, have=lambda address: have)
 
 
 def test_a_config_of_ones_own_takes_the_gpus(caplog: pytest.LogCaptureFixture) -> None:
-    job = own(BOX, "learner.workers=2", "learner.cpus=6.5")
+    job = make_job(BOX, "learner.workers=2", "learner.cpus=6.5")
     assert (job.rollout.gpus, job.rollout.dtype, job.rollout.enforce_eager) == (1, "bfloat16", False)
     assert (job.learner.gpus, job.learner.dtype, job.learner.threads) == (1, "bfloat16", 6)
     assert job.learner.memory_gib == job.rollout.memory_gib == 90  # of each GPU, a tenth spared
@@ -31,7 +31,7 @@ def test_a_config_of_ones_own_takes_the_gpus(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_choice_on_cpus_is_reported_by_its_value(caplog: pytest.LogCaptureFixture) -> None:
-    own({"CPU": 4.0, "memory": 8.0 * GIB})
+    make_job({"CPU": 4.0, "memory": 8.0 * GIB})
     (message,) = caplog.messages
     assert message == (
         'auto (4 CPUs, no GPU): rollout.gpus=0.0, rollout.dtype="float32", rollout.threads=4, '
@@ -41,7 +41,7 @@ def test_a_choice_on_cpus_is_reported_by_its_value(caplog: pytest.LogCaptureFixt
 
 
 def test_processes_share_one_gpu() -> None:
-    job = own({"GPU": 1, "memory": 100 * GIB})
+    job = make_job({"GPU": 1, "memory": 100 * GIB})
     assert (job.rollout.gpus, job.learner.gpus, job.rollout.gpu_memory_utilization) == (0.5, 0.5, 0.42)
     assert job.learner.memory_gib == 45
 
@@ -63,15 +63,15 @@ def test_no_share_is_left_without_a_gpu_to_be_on(gpus: int, ranks: int, share: f
 )
 def test_no_two_ranks_that_nccl_connects_share_a_gpu(overrides: list[str], key: str) -> None:
     with pytest.raises(UserError, match=rf"{key}: gpus=0\.\d+ with workers=\d puts two ranks .*Duplicate GPU"):
-        own({"GPU": 1}, *overrides)
+        make_job({"GPU": 1}, *overrides)
     for fine in ("learner.gpus=0.6", "learner.gpus=0", "learner={workers: 1, gpus: 0.5}"):
-        assert own({"GPU": 1}, "learner.workers=2", fine)
+        assert make_job({"GPU": 1}, "learner.workers=2", fine)
 
 
 def test_without_a_gpu_it_is_the_default() -> None:
-    assert own({"memory": 100 * GIB}) == loading.load(PolicyJob, OWN, environ={}, cwd=ROOT)
+    assert make_job({"memory": 100 * GIB}) == loading.load(PolicyJob, OWN, environ={}, cwd=ROOT)
     plain = PolicyJob.model_fields["learner"].default
-    job = own({})
+    job = make_job({})
     for name in ("gpus", "dtype", "threads", "memory_gib"):
         assert getattr(job.learner, name) == getattr(plain, name)
 
@@ -96,9 +96,9 @@ def test_cores_are_for_those_who_work_and_shared_by_those_who_work_at_once() -> 
     assert threads(16, max_staleness=1) == (2, 2, 2, 2)
     assert threads(2, max_staleness=1) == threads(0) == (1, 1, 1, 1)
     assert threads(16, threads=1) == (1, 16, 5, 5)  # who says how many does not ask for more
-    job = own({"CPU": 6}, "learner.workers=2")
+    job = make_job({"CPU": 6}, "learner.workers=2")
     assert (job.rollout.threads, job.learner.threads) == (6, 3)
-    job = own({"CPU": 6}, "rollout.max_staleness=1")
+    job = make_job({"CPU": 6}, "rollout.max_staleness=1")
     assert (job.rollout.threads, job.learner.threads) == (3, 3)
     file = OWN.with_name("reward.yaml")
     reward = loading.load(RewardJob, file, environ={}, cwd=ROOT, have=lambda address: {"CPU": 6})
@@ -110,34 +110,34 @@ def test_a_training_shares_its_cores_with_no_other_training() -> None:
 
     def threads(**rollout: int) -> list[int]:
         sections = {name: {"threads": "auto", **(rollout if name == "rollout" else {})} for name in names}
-        return [found["threads"] for found in resolve_auto(sections, {"CPU": 6}).values()]
+        return [section["threads"] for section in resolve_auto(sections, {"CPU": 6}).values()]
 
     assert threads() == [6, 6, 6, 3, 3]
     assert threads(max_staleness=1) == [2, 2, 2, 1, 1]
 
 
 def test_what_is_given_stays() -> None:
-    given = {"rollout": {"gpus": 2, "dtype": "float32"}, "learner": {"gpus": 0, "dtype": "auto"}, "name": "auto"}
-    assert resolve_auto(given, BOX) == given | {"learner": {"gpus": 0}}
+    sections = {"rollout": {"gpus": 2, "dtype": "float32"}, "learner": {"gpus": 0, "dtype": "auto"}, "name": "auto"}
+    assert resolve_auto(sections, BOX) == sections | {"learner": {"gpus": 0}}
     assert resolve_auto({"x": {"gpus": 2, "dtype": "auto", "memory_gib": "auto"}}, BOX) == {
         "x": {"gpus": 2, "dtype": "bfloat16", "memory_gib": 180}
     }
 
 
 def test_another_machine_is_another_run(tmp_path: Path) -> None:
-    identity.save_identity(tmp_path, Identity.from_config(own(BOX)))
-    identity.check_identity(tmp_path, Identity.from_config(own(BOX)))
+    identity.save_identity(tmp_path, Identity.from_config(make_job(BOX)))
+    identity.check_identity(tmp_path, Identity.from_config(make_job(BOX)))
     with pytest.raises(UserError, match=r'learner\.dtype \("bfloat16" -> "float32"\).* rollout\.enforce_eager'):
-        identity.check_identity(tmp_path, Identity.from_config(own({})))
-    kept = loading.load(PolicyJob, loading.write(own(BOX), tmp_path), environ={}, cwd=ROOT)
-    assert kept == own(BOX)
+        identity.check_identity(tmp_path, Identity.from_config(make_job({})))
+    loaded = loading.load(PolicyJob, loading.write(make_job(BOX), tmp_path), environ={}, cwd=ROOT)
+    assert loaded == make_job(BOX)
 
 
 def test_an_unknown_machine_needs_explicit_values() -> None:
     with pytest.raises(UserError, match=r"rollout\.gpus, .*learner\.dtype.*: got auto, but this job needs values"):
         loading.load(PolicyJob, OWN, environ={}, cwd=ROOT, have=None)
     with pytest.raises(UserError, match=r"rollout\.max_new_tokens: got \"auto\""):
-        own(BOX, "rollout.max_new_tokens=auto")
+        make_job(BOX, "rollout.max_new_tokens=auto")
 
 
 def test_a_reward_model_is_trained_and_served_on_gpus() -> None:

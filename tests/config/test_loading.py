@@ -150,7 +150,7 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
 
 def test_what_is_beside_a_gpu_has_as_many_threads_as_cores() -> None:
     """AdamW of DeepSpeed in host memory, offload=cpu, is as fast as its threads are many."""
-    assert [LearnerConfig(**given).threads for given in ({}, {"cpus": 8}, {"gpus": 1}, {"gpus": 0.4, "cpus": 6.5})] == [
+    assert [LearnerConfig(**sizes).threads for sizes in ({}, {"cpus": 8}, {"gpus": 1}, {"gpus": 0.4, "cpus": 6.5})] == [
         1, 1, 1, 6,
     ]  # fmt: skip
     learner = LearnerConfig(gpus=1, cpus=8)
@@ -274,8 +274,8 @@ def test_aliases_are_followed(tmp_path: Path) -> None:
     ],
 )
 def test_broken_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
-    (got,) = refused(tmp_path, text)
-    assert re.fullmatch(sentence, got), got
+    (problem,) = refused(tmp_path, text)
+    assert re.fullmatch(sentence, problem), problem
 
 
 def test_an_empty_file_lacks_what_is_required(tmp_path: Path) -> None:
@@ -347,9 +347,9 @@ def test_local_paths_are_absolute_and_hub_names_stay(tmp_path: Path) -> None:
 
 def test_the_model_of_an_endpoint_is_a_name_and_of_own_engines_perhaps_a_folder(tmp_path: Path) -> None:
     (tmp_path / "judge").mkdir()
-    own = load(tmp_path, GOOD, "feedback.llm.model=judge")
+    named = load(tmp_path, GOOD, "feedback.llm.model=judge")
     served = load(tmp_path, GOOD, "feedback.llm.model=judge", "feedback.llm.url=http://host/v1")
-    assert (own.feedback.llm.model, served.feedback.llm.model) == (f"{tmp_path}/judge", "judge")
+    assert (named.feedback.llm.model, served.feedback.llm.model) == (f"{tmp_path}/judge", "judge")
 
 
 def test_data_may_be_the_human_file(tmp_path: Path) -> None:
@@ -472,8 +472,8 @@ def test_text_that_only_resembles_keys_is_kept(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_control_characters_in_names_and_values_are_one_sentence(tmp_path: Path, override: str, sentence: str) -> None:
-    (found,) = refused(tmp_path, GOOD, override)
-    assert found.startswith(sentence) and found.isprintable()
+    (problem,) = refused(tmp_path, GOOD, override)
+    assert problem.startswith(sentence) and problem.isprintable()
 
 
 @settings(deadline=None, max_examples=30)
@@ -619,12 +619,12 @@ def test_an_engine_has_at_most_its_share_of_the_memory(tmp_path: Path) -> None:
     ],
 )
 def test_time_sharing_is_refused_where_it_cannot_work(tmp_path: Path, overrides: str, need: str) -> None:
-    given = ("cluster.gpu_sharing=alternate", "rollout.gpus=1", "learner.gpus=1")
-    rollout, learner = load(tmp_path, GOOD, *given).reserved
+    gpu_sharing = ("cluster.gpu_sharing=alternate", "rollout.gpus=1", "learner.gpus=1")
+    rollout, learner = load(tmp_path, GOOD, *gpu_sharing).reserved
     assert 0.5 < rollout.gpus < 1, "in Ray's books"
     assert rollout.gpus + learner.gpus == 1, "in Ray's books"
     assert rollout.gpu_memory_utilization == 0.85, "in its turn an engine has the GPU to itself"
-    (error_text,) = refused(tmp_path, GOOD, *given, overrides)
+    (error_text,) = refused(tmp_path, GOOD, *gpu_sharing, overrides)
     assert "gpu_sharing=alternate" in error_text and need in error_text
 
 
@@ -678,8 +678,8 @@ def test_defaults_of_the_objective_follow_its_advantages() -> None:
         changed = with_overrides(base, {"objective.advantages": name})
         assert resolved(changed) == expected
         assert resolved(with_overrides(changed, {"objective.advantages": "group"})) == resolved(base)
-    given = with_overrides(base, {"objective.kl_estimator": "k1", "objective.advantages": "group_normalised"})
-    assert resolved(given)[:3] == ("group_normalised", "none", "k1")
+    explicit = with_overrides(base, {"objective.kl_estimator": "k1", "objective.advantages": "group_normalised"})
+    assert resolved(explicit)[:3] == ("group_normalised", "none", "k1")
     for alone in ({"rollout.samples_per_prompt": 1}, {"learner.critic_warmup_steps": 2}):
         assert resolved(with_overrides(base, alone))[:3] == ("gae", "full", "k1")
     code = with_overrides(base, {"task": "code", "objective.advantages": "gae"})

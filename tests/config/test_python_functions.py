@@ -73,10 +73,10 @@ def test_a_function_without_an_import_path_has_the_name_and_the_content_of_its_t
     assert source_hash("__main__:method") != source_hash(path)
 
 
-@pytest.mark.parametrize("made", [functools.partial(judge, response="r"), Judge()])
-def test_what_its_text_does_not_identify_is_refused(made: Any) -> None:
-    with pytest.raises(UserError, match=rf"^got an object of the type {type(made).__name__}: write a function"):
-        name_function(made)
+@pytest.mark.parametrize("function", [functools.partial(judge, response="r"), Judge()])
+def test_what_its_text_does_not_identify_is_refused(function: Any) -> None:
+    with pytest.raises(UserError, match=rf"^got an object of the type {type(function).__name__}: write a function"):
+        name_function(function)
 
 
 def test_a_cell_that_is_run_again_names_the_new_function(monkeypatch: pytest.MonkeyPatch) -> None:

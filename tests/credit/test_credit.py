@@ -43,11 +43,11 @@ def credit(tokenizer: Any, texts: tuple[str, ...], judgements: list[Any], groups
 
 def test_worked_by_hand(tokenizer: Any) -> None:
     judgements = [("", ["b"], []), ("", ["a"], ["c"]), ("", [], ["cb"]), None]
-    found = credit(tokenizer, TEXTS, judgements, ["p", "p", "q", "q"], whiten="none")
+    assigned = credit(tokenizer, TEXTS, judgements, ["p", "p", "q", "q"], whiten="none")
     # by span: "cb" pays once, at its last token
-    assert found.token_rewards.tolist() == [[0, 1, 0], [1, 0, -1], [0, -1, 0], [0, 0, 0]]
+    assert assigned.token_rewards.tolist() == [[0, 1, 0], [1, 0, -1], [0, -1, 0], [0, 0, 0]]
     # returns 1 1 and 0 -1 -1; "ab" continues with its last return. "c" is not judged, so "cba" is alone
-    assert found.advantages.tolist() == [[1, 2, 0], [-1, -2, -2], [0, 0, 0], [0, 0, 0]]
+    assert assigned.advantages.tolist() == [[1, 2, 0], [-1, -2, -2], [0, 0, 0], [0, 0, 0]]
     whitened = credit(tokenizer, TEXTS, judgements, ["p", "p", "q", "q"]).advantages
     numbers = torch.tensor([1, 2, -1, -2, -2, 0, 0, 0.0])  # of judged tokens
     scale = numbers.std(correction=0)
@@ -66,16 +66,16 @@ def test_a_judgement_whose_quotes_are_all_lost_is_none(tokenizer: Any) -> None:
 
 def test_rules_discount_and_placement_are_the_configs(tokenizer: Any) -> None:
     rule = {"unit": "token", "poor": [-2, -3, -4], "placement": "scalar"}
-    found = credit(tokenizer, ("abc", "c"), [("", [], ["ab"]), ("", [], [])], [0, 0], rewards=rule, gamma=0.5)
-    assert found.token_rewards.tolist() == [[0, 0, -4], [0, 0, 0]]
+    assigned = credit(tokenizer, ("abc", "c"), [("", [], ["ab"]), ("", [], [])], [0, 0], rewards=rule, gamma=0.5)
+    assert assigned.token_rewards.tolist() == [[0, 0, -4], [0, 0, 0]]
     plain = credit(tokenizer, ("abc", "c"), [("", [], ["c"]), ("", [], [])], [0, 0], gamma=0.5, whiten="none")
     assert plain.advantages.tolist() == [[-0.25, -0.5, -1], [0.25, 0, 0]]
 
 
 def test_a_judged_end_of_the_response_has_its_own_characters(tokenizer: Any) -> None:
     """The thinking before it may hold the same text."""
-    found = assign_credit(tokenizer, ["ab"], [encode(tokenizer, "abcab")], [("", [(0, 1)], [])], [0])
-    assert found.token_rewards.tolist() == [[0, 0, 0, 1, 0]]
+    assigned = assign_credit(tokenizer, ["ab"], [encode(tokenizer, "abcab")], [("", [(0, 1)], [])], [0])
+    assert assigned.token_rewards.tolist() == [[0, 0, 0, 1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_it_is_the_loops_own(tokenizer: Any, options: dict[str, Any], judged: li
     texts, judgements = zip(*judged, strict=True)
     groups = [index // 3 for index in range(len(texts))]
     ids = [encode(tokenizer, text) for text in texts]
-    found = assign_credit(
+    assigned = assign_credit(
         tokenizer,
         texts,
         ids,
@@ -180,9 +180,9 @@ def test_it_is_the_loops_own(tokenizer: Any, options: dict[str, Any], judged: li
         objective=ObjectiveConfig.model_validate(options),
         sentence_end=LetterTask.step_pattern,
     )
-    own = loop_advantages(tokenizer, ids, [*judgements], groups, **options)
-    for index, (row, row_ids) in enumerate(zip(found.advantages.numpy(), ids, strict=True)):
-        expected = own.get(index, np.zeros(len(row_ids)))
+    expected_by_index = loop_advantages(tokenizer, ids, [*judgements], groups, **options)
+    for index, (row, row_ids) in enumerate(zip(assigned.advantages.numpy(), ids, strict=True)):
+        expected = expected_by_index.get(index, np.zeros(len(row_ids)))
         np.testing.assert_allclose(row[: len(row_ids)], expected, atol=1e-5)
         assert not row[len(row_ids) :].any()
 

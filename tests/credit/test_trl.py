@@ -55,9 +55,9 @@ def make_trainer(folder: Path, model: Path, **changes: Any) -> tuple[Any, list[d
     }  # fmt: skip
     options = {"judge": judge, "train_dataset": Dataset.from_list(
         [{"prompt": text, "number": number} for number, text in enumerate(SENTENCES[:4])])}  # fmt: skip
-    given = {name: changes.pop(name) for name in ("args", "judge", "reward_funcs") if name in changes}
-    args = given.pop("args", None) or GRPOConfig(str(folder / "out"), **settings | changes)
-    return Recorder(str(model), args=args, **options | given), batches
+    arguments = {name: changes.pop(name) for name in ("args", "judge", "reward_funcs") if name in changes}
+    args = arguments.pop("args", None) or GRPOConfig(str(folder / "out"), **settings | changes)
+    return Recorder(str(model), args=args, **options | arguments), batches
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
@@ -70,11 +70,11 @@ def check_advantages(tokenizer: Any, rows: list[list[int]], advantages: list[lis
     """Compare with what the loop of t2g computes of the same ids; rows are in groups of GENERATIONS."""
     judgements = [judge_text(decode(tokenizer, row)) for row in rows]
     groups = [index // GENERATIONS for index in range(len(rows))]
-    own = loop_advantages(tokenizer, rows, judgements, groups)
-    for index, (row, found) in enumerate(zip(rows, advantages, strict=True)):
-        expected = own.get(index, np.zeros(len(row)))
-        np.testing.assert_allclose(found[: len(row)], expected, atol=1e-6)
-        assert not any(found[len(row) :])
+    expected_by_index = loop_advantages(tokenizer, rows, judgements, groups)
+    for index, (row, actual) in enumerate(zip(rows, advantages, strict=True)):
+        expected = expected_by_index.get(index, np.zeros(len(row)))
+        np.testing.assert_allclose(actual[: len(row)], expected, atol=1e-6)
+        assert not any(actual[len(row) :])
 
 
 @pytest.fixture

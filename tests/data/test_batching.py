@@ -82,10 +82,10 @@ def test_a_sequence_past_the_budget_stands_alone() -> None:
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 3), st.integers(10, 80))
 def test_pairs_stay_together(pairs: list[int], num_ranks: int, token_budget: int) -> None:
     sequences = [sample(2, response) for longer in pairs for response in (longer, longer // 2)]
-    found = microbatches(sequences, num_ranks=num_ranks, token_budget=token_budget, group_size=2)
-    assert sorted(chain.from_iterable(chain.from_iterable(found))) == list(range(len(sequences)))
-    assert len({len(share) for share in found}) == 1
-    for members in chain.from_iterable(found):
+    batches = microbatches(sequences, num_ranks=num_ranks, token_budget=token_budget, group_size=2)
+    assert sorted(chain.from_iterable(chain.from_iterable(batches))) == list(range(len(sequences)))
+    assert len({len(share) for share in batches}) == 1
+    for members in chain.from_iterable(batches):
         assert members[1::2] == [i + 1 for i in members[::2]]
         lengths = [len(sequences[i]) for i in members]
         assert len(members) <= 2 or len(members) * max(lengths) <= token_budget

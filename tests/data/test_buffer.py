@@ -78,10 +78,10 @@ def test_every_number_and_text_comes_back_as_it_was(
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint") / "buffer"
     write_groups(folder, written)
-    found = read_groups(folder, PROMPTS)
-    assert found.keys() == written.keys()
+    loaded = read_groups(folder, PROMPTS)
+    assert loaded.keys() == written.keys()
     for step, some in written.items():
-        for was, now in zip(some, found[step], strict=True):
+        for was, now in zip(some, loaded[step], strict=True):
             assert was.prompt is now.prompt
             for (rollout, feedback), (again, feedback_again) in zip(was.samples, now.samples, strict=True):
                 assert feedback == feedback_again

@@ -204,9 +204,9 @@ def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
     ]  # fmt: skip
     samples = make_samples(records, PromptsTask())
     prompts = make_prompts(records, PromptsTask(), None, 0)
-    for made in ([sample.prompt for sample in samples], prompts):
-        assert [prompt.data_file for prompt in made] == ["z.jsonl", "z.jsonl", "b.csv", "a.json"]
-        assert [prompt.payload for prompt in made] == [{"n": 1}, {}, {}, {}]
+    for loaded in ([sample.prompt for sample in samples], prompts):
+        assert [prompt.data_file for prompt in loaded] == ["z.jsonl", "z.jsonl", "b.csv", "a.json"]
+        assert [prompt.payload for prompt in loaded] == [{"n": 1}, {}, {}, {}]
     assert samples[2].problem.startswith("data record 3 (b.csv:2) has no response")
     with pytest.raises(UserError, match=r"^data record 4 \(a\.json, record 1\): has no field prompt"):
         make_prompts(load(paths), PromptsTask(), None, 0)

@@ -68,8 +68,8 @@ def test_a_fine_tuning_record_has_prompt_reference_and_response(tokenizer: Any) 
     (sample,) = make_samples([record], PROMPTS)
     assert (sample.response, sample.problem) == ("Yes.", "")
     assert len(sample.prompt.messages) == 2
-    own = record | {"response": "No.", "reference": "Yes!"}
-    assert (PROMPTS.response(own), PROMPTS.reference(own)) == ("No.", "Yes!")
+    full_record = record | {"response": "No.", "reference": "Yes!"}
+    assert (PROMPTS.response(full_record), PROMPTS.reference(full_record)) == ("No.", "Yes!")
     (plain,) = make_samples([{"messages": messages}], PROMPTS)
     assert "has no response" in plain.problem and PROMPTS.reference({"messages": messages}) is None
 

@@ -17,7 +17,7 @@ MADE_BY = "# Made by: python -m jobs.deploy render "
 
 
 @dataclass(frozen=True)
-class Made:
+class RenderCommand:
     """The command's parts."""
 
     config_path: str
@@ -35,7 +35,7 @@ class Made:
         )
 
 
-def made(file: Path) -> Made:
+def read_command(file: Path) -> RenderCommand:
     first = file.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith(MADE_BY)
     words = shlex.split(first.removeprefix(MADE_BY))
@@ -44,7 +44,7 @@ def made(file: Path) -> Made:
         words.remove("--cpu")
     assert words[0] == "--config"
     assert words[2] == "--target"
-    return Made(words[1], words[3], cpu, words[4:])
+    return RenderCommand(words[1], words[3], cpu, words[4:])
 
 
 def documents(text: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,17 +17,17 @@ OWN_RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")
 
 def broken_rules(main: Json) -> list[str]:
     spec = main["spec"]
-    found = [*_name_rules(main)]
+    broken = [*_name_rules(main)]
     if main["kind"] == "RayJob":
-        found += [*_job_rules(spec), *_deletion_rules(spec)]
+        broken += [*_job_rules(spec), *_deletion_rules(spec)]
         if "rayClusterSpec" not in spec:
-            return found
+            return broken
         spec = spec["rayClusterSpec"]
     groups = spec.get("workerGroupSpecs", [])
-    found += [*_cluster_rules(spec, groups)]
+    broken += [*_cluster_rules(spec, groups)]
     for name, group in [("head", spec["headGroupSpec"]), *((g["groupName"], g) for g in groups)]:
-        found += [f"{name}: {sentence}" for sentence in _group_rules(spec, group)]
-    return found
+        broken += [f"{name}: {sentence}" for sentence in _group_rules(spec, group)]
+    return broken
 
 
 def _name_rules(main: Json) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from committed import FILES, cluster_spec, documents, made
+from committed import FILES, cluster_spec, documents, read_command
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
@@ -74,7 +74,7 @@ def least(groups: Sequence[PodGroup]) -> Counter[str]:
 
 @by_file
 def test_all_workers_fit(file: Any, request_resources: Any) -> None:
-    groups = pod_groups(made(file).config)
+    groups = pod_groups(read_command(file).config)
     needed = [place for group in groups for place in places(request_resources, group, group.workers.max)]
     started, refused = plan(cluster_spec(documents(file.read_text())[1]), needed)
     assert refused == 0
@@ -84,7 +84,7 @@ def test_all_workers_fit(file: Any, request_resources: Any) -> None:
 @by_file
 def test_workers_land_on_their_own_group_and_one_more_than_max_does_not(file: Any, request_resources: Any) -> None:
     spec = cluster_spec(documents(file.read_text())[1])
-    groups = pod_groups(made(file).config)
+    groups = pod_groups(read_command(file).config)
     for group in groups:
         expected = least(groups) | Counter({group.name: group.pods.max})
         for extra in (0, 1):
@@ -95,13 +95,13 @@ def test_workers_land_on_their_own_group_and_one_more_than_max_does_not(file: An
 
 @by_file
 def test_a_sleeping_cluster_has_its_floor(file: Any) -> None:
-    assert plan(cluster_spec(documents(file.read_text())[1]), []) == (least(pod_groups(made(file).config)), 0)
+    assert plan(cluster_spec(documents(file.read_text())[1]), []) == (least(pod_groups(read_command(file).config)), 0)
 
 
 def test_without_labels_they_would_land_anywhere(request_resources: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
     spec = cluster_spec(documents(file.read_text())[1])
-    (rollout,) = [group for group in pod_groups(made(file).config) if group.name == "rollout"]
+    (rollout,) = [group for group in pod_groups(read_command(file).config) if group.name == "rollout"]
     unlabelled: ProcessConfig = with_overrides(rollout.role, {"labels": {}})
     _, refused = plan(spec, [request_resources(unlabelled) for _ in range(rollout.workers.max + 1)])
     assert refused == 0
@@ -110,6 +110,6 @@ def test_without_labels_they_would_land_anywhere(request_resources: Any) -> None
 def test_a_label_that_no_group_has_is_never_served(request_resources: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
     spec = cluster_spec(documents(file.read_text())[1])
-    groups = pod_groups(made(file).config)
+    groups = pod_groups(read_command(file).config)
     stray = with_overrides(groups[1].role, {"labels": {"rl/role": "rolout"}})
     assert plan(spec, places(request_resources, replace(groups[1], role=stray), 1)) == (least(groups), 1)

@@ -148,10 +148,10 @@ def test_an_engine_and_a_rank_fit_on_one_gpu(gpu: str) -> None:
 
     assert problems() == []
     assert "in all: 1 GPU," in check_config(loading.load(PolicyJob, path, environ={}, cwd=ROOT), gpu=gpu)[1]
-    found = problems("learner.lora=null")  # all weights train: 23 GiB of gradients and optimizer
-    assert bool(found) is (gpu == "L4")
-    if found:
-        rank, engine = found
+    memory_problems = problems("learner.lora=null")  # all weights train: 23 GiB of gradients and optimizer
+    assert bool(memory_problems) is (gpu == "L4")
+    if memory_problems:
+        rank, engine = memory_problems
         assert engine.startswith("rollout.gpu_memory_utilization is 0.27, and the rank on the same GPU leaves ")
         assert " GiB on a GPU of 22.5 beside 6 of the engine there" in rank
 
@@ -209,6 +209,6 @@ def test_one_machine_gets_no_warning_about_pods_and_advice_that_its_sharing_allo
 def test_an_engine_with_too_little_room_for_its_sequences_is_a_warning() -> None:
     _, lines = check(*GOOD, "rollout.max_model_len=16384", gpu="A100-40GB")
     (room,) = [line for line in lines if line.startswith("rollout: an engine must hold")]
-    wanted, fitting = (int(number) for number in (room.split()[5], room.split("room for ")[1].split()[0]))
-    assert fitting < wanted
-    assert [warning for warning in warnings(lines) if f"room for {fitting} of its {wanted}" in warning]
+    num_sequences, fitting = (int(number) for number in (room.split()[5], room.split("room for ")[1].split()[0]))
+    assert fitting < num_sequences
+    assert [warning for warning in warnings(lines) if f"room for {fitting} of its {num_sequences}" in warning]

@@ -31,12 +31,12 @@ def instructions(kind: str) -> list[Instruction]:
     """(RUN, its words), (COPY, ...), continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", FILES[kind].read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    found = []
+    pairs = []
     for line in lines:
         name, _, rest = line.partition(" ")
         if name:
-            found.append((name, rest))
-    return found
+            pairs.append((name, rest))
+    return pairs
 
 
 def runs(kind: str) -> list[str]:
@@ -58,15 +58,15 @@ def test_packages_are_those_of_the_constraints(kind: str, install: ModuleType) -
     (tools,) = [words for words in runs(kind) if "pip install --no-cache-dir" in words]
     uv, _, rest = tools.partition(" && ")
     assert uv.endswith(f" --require-hashes --requirement {Path(install.UV_PINS).name}")
-    packages, own = (shlex.split(words) for words in (rest, *runs(kind)) if words.startswith("uv pip install"))
+    packages, project = (shlex.split(words) for words in (rest, *runs(kind)) if words.startswith("uv pip install"))
     pins = [Path(file).name for file in install.pin_files(kind)]
-    given = [packages[i + 1] for i, word in enumerate(packages) if word in ("--constraints", "--overrides")]
-    assert [*given, Path(install.UV_PINS).name] == pins
+    pin_options = [packages[i + 1] for i, word in enumerate(packages) if word in ("--constraints", "--overrides")]
+    assert [*pin_options, Path(install.UV_PINS).name] == pins
     assert "--require-hashes" in packages
     extras = [packages[i + 1] for i, word in enumerate(packages) if word == "--extra"]
     assert extras == [kind, "wandb"]
     assert packages[packages.index("--requirements") + 1] == "pyproject.toml"
-    assert own[own.index("--no-deps") + 1] == "."
+    assert project[project.index("--no-deps") + 1] == "."
     assert ("--torch-backend" in packages) is (kind == "cpu")
 
 
@@ -143,8 +143,8 @@ def test_hadolint_finds_nothing(kind: str) -> None:
 def test_documented_sizes_are_what_check_prints(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where no reward model lies
     document = SIZES[gpus].read_text(encoding="utf-8")
-    found = re.search(rf"^{gpus} GPUs: `([^`]*)`\n\n```text\n(.*?)```$", document, re.MULTILINE | re.DOTALL)
-    command, block = found.groups()
+    match = re.search(rf"^{gpus} GPUs: `([^`]*)`\n\n```text\n(.*?)```$", document, re.MULTILINE | re.DOTALL)
+    command, block = match.groups()
     words = shlex.split(command)
     assert words[:5] == ["python", "-m", "jobs.deploy", "check", "--config"]
     config = loading.load(PolicyJob, ROOT / words[5], words[6:], environ={}, cwd=tmp_path)

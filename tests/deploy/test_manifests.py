@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from committed import FILES, FOLDER, ROOT, cluster_spec, documents, made
+from committed import FILES, FOLDER, ROOT, cluster_spec, documents, read_command
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -70,7 +70,7 @@ def test_there_are_a_job_a_cluster_and_a_cpu_variant() -> None:
 
 @by_file
 def test_committed_files_are_what_render_makes(file: Path) -> None:
-    assert file.read_text(encoding="utf-8") == made(file).render()
+    assert file.read_text(encoding="utf-8") == read_command(file).render()
 
 
 @by_file
@@ -274,10 +274,10 @@ def test_every_stage_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None
         main = render(config, config_path=file, cpu=False, stage=stage)
         rendered.append(main)
         program = submission.STAGES[stage].program
-        found = cluster_spec(main)["workerGroupSpecs"]
+        worker_groups = cluster_spec(main)["workerGroupSpecs"]
         assert f"exec python -m {program} " in main["spec"]["entrypoint"]
-        assert [(group["groupName"], group["replicas"]) for group in found] == groups, stage
-        assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in found)
+        assert [(group["groupName"], group["replicas"]) for group in worker_groups] == groups, stage
+        assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in worker_groups)
     assert not any(map(schema_errors, rendered))  # last: where the schemas are not, the rest is tested
 
 
@@ -337,8 +337,8 @@ def test_the_example_of_kustomize_patches_the_rendered_run() -> None:
 
 def test_the_readme_shows_the_example_of_kustomize() -> None:
     readme = (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
-    shown = KUSTOMIZATION.read_text(encoding="utf-8").split("\n", 2)[2]  # without the comment
-    assert shown in readme
+    example = KUSTOMIZATION.read_text(encoding="utf-8").split("\n", 2)[2]  # without the comment
+    assert example in readme
 
 
 def test_the_option_for_patches_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,6 @@ def test_the_operator_takes_what_we_render(name: str) -> None:
 def test_each_rule_sees_a_break(change: Callable[[Json], object], words: str) -> None:
     main = deepcopy(BY_NAME["rayjob"])
     change(main)
-    found = broken_rules(main)
-    assert len(found) == 1, found
-    assert words in found[0]
+    broken = broken_rules(main)
+    assert len(broken) == 1, broken
+    assert words in broken[0]

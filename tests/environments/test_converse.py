@@ -48,17 +48,17 @@ ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "thinking": "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    made = {}
+    by_name = {}
     for name, template in FAMILIES.items():
         folder = tmp_path_factory.mktemp(name)
         if name == "llama3":
-            made[name] = build_tokenizer(folder, ["the cat sat on the mat"], vocab_size=300)
+            by_name[name] = build_tokenizer(folder, ["the cat sat on the mat"], vocab_size=300)
             specials = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-            made[name].add_tokens([AddedToken(text, special=True) for text in specials])
-            made[name].chat_template = template
+            by_name[name].add_tokens([AddedToken(text, special=True) for text in specials])
+            by_name[name].chat_template = template
         else:
-            made[name] = build_thinking_tokenizer(folder, template=template)
-    return made
+            by_name[name] = build_thinking_tokenizer(folder, template=template)
+    return by_name
 
 
 class Script:

@@ -75,12 +75,12 @@ def test_reward_examples_learn_the_answer_and_cut_input_text_only(tokenizer: Any
     row = {"prompt": "long " * 400, "response": "by Zoë", "critique": "Right.", "good": ["Zoë"], "poor": []}
     failed = {**row, "status": "failed"}
     task = PromptsTask()
-    (made,) = make_reward_examples([read_record(row), read_record(failed)], task, tokenizer, max_length=1200)
+    (example,) = make_reward_examples([read_record(row), read_record(failed)], task, tokenizer, max_length=1200)
     answer = '{"critique": "Right.", "good": ["Zoë"], "poor": []}'
-    assert decode(tokenizer, made.response_ids) == answer
-    assert made.weights.tolist() == [1.0] * len(made.response_ids)
-    assert len(made) <= 1200
-    read = decode(tokenizer, made.prompt_ids)
+    assert decode(tokenizer, example.response_ids) == answer
+    assert example.weights.tolist() == [1.0] * len(example.response_ids)
+    assert len(example) <= 1200
+    read = decode(tokenizer, example.prompt_ids)
     assert read.startswith(task.feedback_messages(read_record(row).to_prompt(), "by Zoë", 0)[0]["content"][:200])
     assert read.endswith("Response:\nby Zoë")
     assert 0 < read.count("long ") < 400
@@ -108,7 +108,7 @@ def test_without_a_critique_the_target_is_the_span_map(tokenizer: Any) -> None:
     row = {"prompt": "p", "response": "by Zoë", "critique": "Right.", "good": ["Zoë"], "poor": []}
     task = PromptsTask()
     style = StyleConfig(critique=False)
-    (made,) = make_reward_examples([read_record(row)], task, tokenizer, max_length=2000, style=style)
-    assert decode(tokenizer, made.response_ids) == '{"good": ["Zoë"], "poor": []}'
+    (example,) = make_reward_examples([read_record(row)], task, tokenizer, max_length=2000, style=style)
+    assert decode(tokenizer, example.response_ids) == '{"good": ["Zoë"], "poor": []}'
     messages = task.feedback_messages(read_record(row).to_prompt(), "by Zoë", style=style)
-    assert decode(tokenizer, made.prompt_ids) == messages[0]["content"]
+    assert decode(tokenizer, example.prompt_ids) == messages[0]["content"]

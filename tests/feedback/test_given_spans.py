@@ -20,8 +20,8 @@ SIZES: dict[OffsetUnit, Any] = {
 
 
 def read_one(span: dict[str, Any], response: str, **options: Any) -> tuple[Any, Any, Any]:
-    (found,) = read_spans([{"label": 1, **span}], response, **options)
-    return found["start"], found["end"], found["label"]
+    (read,) = read_spans([{"label": 1, **span}], response, **options)
+    return read["start"], read["end"], read["label"]
 
 
 def test_an_emoji_does_not_move_the_span_of_a_tool_that_counts_utf16() -> None:
@@ -81,8 +81,8 @@ def test_a_span_that_is_not_understood_is_refused(span: dict[str, Any], options:
 )
 def test_labels(given_label: Any, expected: int) -> None:
     assert read_one({"start": 0, "end": 1, "label": given_label}, "ab", labels={"Fluent": "good"})[2] == expected
-    (found,) = read_spans([{"start": 0, "end": 1, "labels": given_label}], "ab", labels={"Fluent": "good"})
-    assert found["label"] == expected
+    (read,) = read_spans([{"start": 0, "end": 1, "labels": given_label}], "ab", labels={"Fluent": "good"})
+    assert read["label"] == expected
 
 
 def test_what_is_no_object_or_range_is_left_to_the_records_validation() -> None:

@@ -11,8 +11,8 @@ from t2g.feedback.judge_json import MAX_ANSWER_CHARS, MAX_FAILURES, MAX_REPAIRS,
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
 def test_the_object_that_is_meant_is_read_and_no_other(answer: Answer) -> None:
     """A wrong object would be trained on: an unclear answer has none, and the request is repeated."""
-    found = load_judge_answer(answer.text, KINDS)
-    assert (found if isinstance(found, dict) else None) == answer.meant
+    loaded = load_judge_answer(answer.text, KINDS)
+    assert (loaded if isinstance(loaded, dict) else None) == answer.meant
 
 
 @pytest.mark.parametrize(

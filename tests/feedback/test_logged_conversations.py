@@ -51,16 +51,16 @@ def test_every_assistant_message_is_a_turn_whose_history_is_all_before_it() -> N
     for _ in range(200):
         roles = rng.choices(("system", "user", "assistant", "tool"), k=rng.randrange(8))
         messages = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
-        found = list(split_conversation(messages))
-        assert [messages[len(turn.history)]["content"] for turn in found] == [turn.response for turn in found]
-        assert sum(role == "assistant" for role in roles) == len(found)
+        turns = list(split_conversation(messages))
+        assert [messages[len(turn.history)]["content"] for turn in turns] == [turn.response for turn in turns]
+        assert sum(role == "assistant" for role in roles) == len(turns)
         replies = (
             [m["content"] for m in messages[roles.index("assistant") :] if m["role"] in ("user", "tool")]
-            if found
+            if turns
             else []
         )
-        assert "\n\n".join(turn.critique for turn in found if turn.critique) == "\n\n".join(replies)
-        assert all(turn.history == tuple(messages[: len(turn.history)]) for turn in found)
+        assert "\n\n".join(turn.critique for turn in turns if turn.critique) == "\n\n".join(replies)
+        assert all(turn.history == tuple(messages[: len(turn.history)]) for turn in turns)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_arguments_that_are_no_json_are_refused() -> None:
         deep = [deep]
     for arguments in ({"dates": {1, 2}}, {(1, 2): 3}, deep):
         call = {"role": "assistant", "function_call": {"name": "f", "arguments": arguments}}
-        found = read_conversation({"messages": [*chat("user: a"), call]})
-        assert found.problems[1].startswith("messages[1] has a tool call whose arguments are no JSON: ")
+        conversation = read_conversation({"messages": [*chat("user: a"), call]})
+        assert conversation.problems[1].startswith("messages[1] has a tool call whose arguments are no JSON: ")
 
 
 SCALARS = st.none() | st.integers() | st.text(max_size=3) | st.sampled_from([*ROLES])

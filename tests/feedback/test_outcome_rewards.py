@@ -103,8 +103,8 @@ def test_a_function_gets_what_trl_passes(number: int) -> None:
 
 def boxed(completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
     """In the style of TRL's documentation: a text is searched, a column is a list."""
-    found = [re.search(r"(\d)$", completion) for completion in completions]
-    return [1.0 if match and match[1] == truth else 0.0 for match, truth in zip(found, ground_truth, strict=True)]
+    matches = [re.search(r"(\d)$", completion) for completion in completions]
+    return [1.0 if match and match[1] == truth else 0.0 for match, truth in zip(matches, ground_truth, strict=True)]
 
 
 def only_levels(completions: list[Any], level: list[int | None]) -> list[float | None]:
@@ -191,8 +191,8 @@ def hanging(completions: list[str]) -> None:
 def test_a_function_that_fails_makes_the_feedback_of_its_group_failed(
     name: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = score(f"{__name__}:{name}", f"{__name__}:later", tmp_path=tmp_path, timeout_s=0.05)
-    for feedback in found:
+    feedbacks = score(f"{__name__}:{name}", f"{__name__}:later", tmp_path=tmp_path, timeout_s=0.05)
+    for feedback in feedbacks:
         assert feedback.status == "failed" and feedback.critique == "c"
         assert feedback.reason.startswith(f"the reward function {__name__}:{name} {reason}")
         assert feedback.outcomes == {f"{__name__}:later": 1.0}
@@ -217,11 +217,11 @@ def test_functions_that_hang_stop_the_run() -> None:
 
 def test_a_metric_of_the_feedback_function_is_paid_and_a_missing_one_is_named() -> None:
     def samples(prompt: Prompt) -> Any:
-        found = make_samples(prompt, ("a", "b", "c", "d"), metrics={"tone": 0.25, "facts/right": 2.0})
-        found[1] = (replace(found[1][0], answer_start=None), replace(found[1][1], metrics={}))
-        found[2] = (found[2][0], make_failed_feedback("failed", source="s", version="v", reason="no answer"))
-        found[3] = (found[3][0], replace(found[3][1], metrics={"tune": 1.0}))
-        return found
+        pairs = make_samples(prompt, ("a", "b", "c", "d"), metrics={"tone": 0.25, "facts/right": 2.0})
+        pairs[1] = (replace(pairs[1][0], answer_start=None), replace(pairs[1][1], metrics={}))
+        pairs[2] = (pairs[2][0], make_failed_feedback("failed", source="s", version="v", reason="no answer"))
+        pairs[3] = (pairs[3][0], replace(pairs[3][1], metrics={"tune": 1.0}))
+        return pairs
 
     first, unanswered, failed, other = score("metric:tone", samples=samples)
     assert (first.outcomes, first.status) == ({"metric:tone": 0.25}, "empty")
@@ -234,11 +234,11 @@ def test_a_metric_of_the_feedback_function_is_paid_and_a_missing_one_is_named() 
 def test_the_task_measures_the_answers_that_are_trained_on() -> None:
     task = LetterTask()
     prompt = letter_prompts(1)[0]
-    found = make_samples(prompt, ("aab", "ab", "a"))
-    found[1] = (replace(found[1][0], answer_start=None), found[1][1])
-    found[2] = (found[2][0], replace(found[2][1], status="failed"))
+    pairs = make_samples(prompt, ("aab", "ab", "a"))
+    pairs[1] = (replace(pairs[1][0], answer_start=None), pairs[1][1])
+    pairs[2] = (pairs[2][0], replace(pairs[2][1], status="failed"))
     rewards = OutcomeRewards(paying("task"), task, [prompt])
-    assert [f.outcomes for f in asyncio.run(rewards.score(prompt, found))] == [{"task": 0.5}, {}, {}]
+    assert [f.outcomes for f in asyncio.run(rewards.score(prompt, pairs))] == [{"task": 0.5}, {}, {}]
     assert len(task.sandboxes) == 1
 
 
@@ -251,8 +251,8 @@ def test_a_response_to_which_nothing_applies_is_left_out_unless_its_spans_are_pa
     config = paying(f"{__name__}:only_levels")
     objective = config.objective.model_copy(update={"span_coef": span_coef})
     rewards = OutcomeRewards(config.model_copy(update={"objective": objective}), PromptsTask(), prompts)
-    found = [f.status for number in (0, 1) for f in asyncio.run(rewards.score(prompts[number], samples))]
-    assert found == ["failed" if span_coef == 0 else "empty", "empty", "empty", "empty"]
+    statuses = [f.status for number in (0, 1) for f in asyncio.run(rewards.score(prompts[number], samples))]
+    assert statuses == ["failed" if span_coef == 0 else "empty", "empty", "empty", "empty"]
 
 
 def needs_more(completions: list[str], trainer_state: Any) -> list[float]:

@@ -198,10 +198,10 @@ def test_an_answer_comes_back_as_it_was_given(
 ) -> None:
     answer = formatted(critique, good, poor, style=style)
     parsed = parse(answer, style=style)
-    made = make(critique if style.critique else "", good, poor)
+    expected = make(critique if style.critique else "", good, poor)
     assert answer.startswith(format_answer_prefix(critique)) == style.critique
-    assert (parsed.critique, parsed.spans, parsed.status) == (made.critique, made.spans, made.status)
-    assert (parsed.num_quotes, parsed.num_located) == (len(good) + len(poor), made.num_located)
+    assert (parsed.critique, parsed.spans, parsed.status) == (expected.critique, expected.spans, expected.status)
+    assert (parsed.num_quotes, parsed.num_located) == (len(good) + len(poor), expected.num_located)
 
 
 def test_format_by_hand() -> None:
@@ -313,7 +313,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     expected = Span(start=2, end=3, label=-1, severity=3, critique_range=(2, 3))
     assert parse_piece(span, -1) == expected
     spans = judged(("c", [], [(two, three), span])).spans
-    assert all(type(bound) is int for found in spans for bound in (found.start, found.end))
+    assert all(type(bound) is int for read_span in spans for bound in (read_span.start, read_span.end))
 
 
 @pytest.mark.parametrize(
@@ -443,8 +443,8 @@ def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
     ],
 )
 def test_the_sentence_that_speaks_of_a_quote(critique: str, quote: str, occurrence: int, expected: str | None) -> None:
-    found = find_sentence(critique, quote, occurrence)
-    assert (None if found is None else critique[slice(*found)]) == expected
+    sentence = find_sentence(critique, quote, occurrence)
+    assert (None if sentence is None else critique[slice(*sentence)]) == expected
 
 
 WORDS = st.text("ab.!?; \n。", max_size=15)
@@ -459,11 +459,11 @@ def test_sentences_are_those_of_a_slow_search(before: str, quote: str, after: st
         is_before_blank = end == len(critique) or critique[end].isspace()
         if sign in "。\n" or (sign in ".!?;" and is_before_blank):
             ends.append(end)
-    found = find_sentence(critique, quote)
+    sentence = find_sentence(critique, quote)
     start = max([0, *(end for end in ends if end <= place)])
     stop = min([len(critique), *(end for end in ends if end >= place + len(quote))])
-    assert found is not None
-    assert critique[slice(*found)] == critique[start:stop].strip()
+    assert sentence is not None
+    assert critique[slice(*sentence)] == critique[start:stop].strip()
 
 
 @pytest.mark.parametrize("critique", ["phone. " * 9000, "phone" + "." * 60_000 + "x"])

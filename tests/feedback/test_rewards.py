@@ -112,13 +112,13 @@ def test_agrees_with_a_loop_over_characters(
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
-    made = [span(*fields) for fields in spans if fields[0] < fields[1]]
+    nonempty = [span(*fields) for fields in spans if fields[0] < fields[1]]
     values = (-0.25, -0.5, -2)
     expected = []
     for start, end in offsets.tolist():
         ink = [i for i in range(start, end) if not text[i].isspace()]
         labels: dict[int, Span] = {}  # label -> the strongest span
-        for s in made:
+        for s in nonempty:
             shared = [i for i in ink if s.start <= i < s.end]
             if shared and s.confidence > 0:
                 labels[s.label] = max(labels.get(s.label, s), s, key=strength)
@@ -126,7 +126,7 @@ def test_agrees_with_a_loop_over_characters(
             del labels[{"poor": 1, "good": -1}[overlap]]
         expected.append(sum(worth(strongest, values) for strongest in labels.values()))
     rule = RewardRuleConfig(unit="token", overlap=overlap, poor=values)  # type: ignore[arg-type]
-    assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected
+    assert token_rewards(offsets, nonempty, text=text, rule=rule).tolist() == expected
 
 
 # -- unit span
@@ -140,18 +140,18 @@ def test_a_span_is_paid_once_at_the_last_token_that_it_covers() -> None:
 
 
 @given(
-    made=st.lists(st.tuples(st.integers(0, len(TEXT) - 1), st.integers(1, 9)), min_size=1, max_size=6),
+    starts_and_lengths=st.lists(st.tuples(st.integers(0, len(TEXT) - 1), st.integers(1, 9)), min_size=1, max_size=6),
     unit=st.sampled_from(["span", "token"]),
     weight=st.floats(0.01, 10),
 )
 def test_criteria_add_up_and_opposite_labels_of_one_weight_cancel(
-    made: list[tuple[int, int]], unit: str, weight: float
+    starts_and_lengths: list[tuple[int, int]], unit: str, weight: float
 ) -> None:
     rule = RewardRuleConfig(unit=unit)  # type: ignore[arg-type]
 
     def spans(label: int, criterion: str | None) -> list[Span]:
-        ends = [min(len(TEXT), start + length) for start, length in made]
-        plain = [span(start, end, label) for (start, _), end in zip(made, ends, strict=True)]
+        ends = [min(len(TEXT), start + length) for start, length in starts_and_lengths]
+        plain = [span(start, end, label) for (start, _), end in zip(starts_and_lengths, ends, strict=True)]
         return [replace(one, criterion=criterion) for one in plain]
 
     def paid(*spans: Span, **weights: float) -> np.ndarray:
@@ -195,10 +195,10 @@ def test_a_span_once_agrees_with_sets_of_characters(
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
-    made = [span(*fields) for fields in spans if fields[0] < fields[1]]
+    nonempty = [span(*fields) for fields in spans if fields[0] < fields[1]]
     values = (-0.25, -0.5, -2)
     units: list[tuple[set[int], Span]] = []  # characters, the strongest span
-    for s in made:
+    for s in nonempty:
         if s.confidence == 0:
             continue
         characters = set(range(s.start, s.end))
@@ -219,7 +219,7 @@ def test_a_span_once_agrees_with_sets_of_characters(
                 expected[t] += worth(strongest, values)
                 break
     rule = RewardRuleConfig(overlap=overlap, poor=values)  # type: ignore[arg-type]
-    assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected.tolist()
+    assert token_rewards(offsets, nonempty, text=text, rule=rule).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
 
 @pytest.fixture(scope="module")
 def fleets(cluster: None) -> Iterator[Fleets]:
-    with Fleets() as made:
-        yield made
+    with Fleets() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize(("method", "samples"), [("reflection", 0), ("ilf", 24), ("dpo", 24)])

@@ -118,8 +118,8 @@ def victims(stage: Stage, role: str, *names: str) -> list[psutil.Process]:
     """Processes of this cluster, or of these nodes, whose title begins so."""
     nodes = [stage.nodes[name] for name in names or stage.nodes]
     roots = [psutil.Process(info.process.pid) for node in nodes for info in raylets(node)]
-    found = [child for root in roots if root.is_running() for child in root.children(recursive=True)]
-    return [process for process in found if title(process).startswith(f"ray::{role}")]
+    children = [child for root in roots if root.is_running() for child in root.children(recursive=True)]
+    return [process for process in children if title(process).startswith(f"ray::{role}")]
 
 
 def raylets(node: Any) -> list[Any]:

@@ -75,8 +75,8 @@ def test_a_comparison_goes_on_run_by_run(folder: Path) -> None:
         targeting = methods[name]["by_seed"]["1"]["targeting"]
         assert targeting["praised"] != 0.0 and targeting["tokens"]["praised"] > 0
         assert methods[name]["step_seconds"] > 0
-    said = log.read_text()
-    assert "| grpo |" in said
+    log_text = log.read_text()
+    assert "| grpo |" in log_text
     assert (run / "report.html").exists()
     assert (run / "curves.svg").exists()
 

@@ -75,12 +75,12 @@ def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: He
     finally:
         done.set()
         chaos.join(timeout=30)
-    said = job.stdout + job.stderr
-    assert job.returncode == 0, said[-4000:]
+    output = job.stdout + job.stderr
+    assert job.returncode == 0, output[-4000:]
     # By these the config refuses a relative run.root, which would vanish with the job's folder.
-    assert re.search(rf"^in: \S+{loading.UPLOAD_PREFIX}\S+, \d+ characters$", said, re.MULTILINE)
-    assert ", 0 characters" not in said
-    assert said.count("| fact F1 |") == 2, "the second start reads what is there"
+    assert re.search(rf"^in: \S+{loading.UPLOAD_PREFIX}\S+, \d+ characters$", output, re.MULTILINE)
+    assert ", 0 characters" not in output
+    assert output.count("| fact F1 |") == 2, "the second start reads what is there"
     check_what_it_wrote(runs / "demo")
     check_its_loss(died, runs / "demo" / "arms" / "span")
 

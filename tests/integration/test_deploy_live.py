@@ -64,8 +64,8 @@ def scraped(head: Head) -> dict[str, float]:
     """Values of our metrics on Ray's metrics port by name."""
     with urllib.request.urlopen(f"http://127.0.0.1:{head.metrics_port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    found = (re.match(r"(ray_t2g_\w+)\{.*\brun=\"own\".*\} (\S+)", line) for line in lines)
-    return {match[1]: float(match[2]) for match in found if match}
+    matches = (re.match(r"(ray_t2g_\w+)\{.*\brun=\"own\".*\} (\S+)", line) for line in lines)
+    return {match[1]: float(match[2]) for match in matches if match}
 
 
 def strangers(head: Head) -> Iterator[dict[str, str]]:
@@ -105,37 +105,37 @@ def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
     program = project / "jobs" / "train_policy" / "__main__.py"
     program.write_text(STUB.replace("__file__", repr(str(root / "x"))))
     submit = [*submission(root), "--address", head.address]
-    refused = partial(head.said, project, "jobs.deploy", *submit, code=2)
+    refused = partial(head.run, project, "jobs.deploy", *submit, code=2)
     with ThreadPoolExecutor() as pool:
-        for said in pool.map(lambda stranger: refused(environ=stranger), strangers(head)):
-            assert "the cluster refuses: Authentication" in said
+        for output in pool.map(lambda stranger: refused(environ=stranger), strangers(head)):
+            assert "the cluster refuses: Authentication" in output
     with head.started(project, "jobs.deploy", *submit, log=log) as process:
         until(lambda: {*SHOWN} <= scraped(head).keys(), "the metrics", timeout_s=START_S, log=log)
-        shown = scraped(head)
-        assert shown.keys() == {f"ray_{n}" for n in GAUGES.values()} | {f"ray_{n}_total" for n in COUNTERS.values()}
-        assert shown["ray_t2g_kl_nats"] == 0.5 and shown["ray_t2g_dropped_samples_total"] >= 0.5
-        again = head.said(project, "jobs.deploy", *submit, code=2)
+        gauges = scraped(head)
+        assert gauges.keys() == {f"ray_{n}" for n in GAUGES.values()} | {f"ray_{n}_total" for n in COUNTERS.values()}
+        assert gauges["ray_t2g_kl_nats"] == 0.5 and gauges["ray_t2g_dropped_samples_total"] >= 0.5
+        again = head.run(project, "jobs.deploy", *submit, code=2)
         assert "run own goes on as job own: stop it first" in again
         until(lambda: "working" in log.read_text(), "the job's output", timeout_s=START_S, log=log)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=START_S) == 130, log.read_text()
-    said = log.read_text()
-    assert (root / "left").exists(), said  # no SIGKILL came before
-    assert said.index("working") < said.index("stopping job own") < said.index("left a checkpoint")
-    assert said.rstrip().endswith("job own: STOPPED")
-    assert head.token not in said
+    output = log.read_text()
+    assert (root / "left").exists(), output  # no SIGKILL came before
+    assert output.index("working") < output.index("stopping job own") < output.index("left a checkpoint")
+    assert output.rstrip().endswith("job own: STOPPED")
+    assert head.token not in output
 
-    assert "job own-2: submitted" in head.said(project, "jobs.deploy", *submit, "--no-wait")
-    found = head.said(
+    assert "job own-2: submitted" in head.run(project, "jobs.deploy", *submit, "--no-wait")
+    doctor_output = head.run(
         ROOT, "jobs.deploy", "doctor", "--address", head.address, *submission(root)[1:],
         "learner.labels={rl/role: learner}", code=2,
     )  # fmt: skip
-    assert "placement group rollout is pending: no node has the labels {'rl/role': 'rollout'}" in found
-    assert "no node has the labels {'rl/role': 'learner'} of learner.labels" in found
-    assert "1 nodes, 2 findings" in found
+    assert "placement group rollout is pending: no node has the labels {'rl/role': 'rollout'}" in doctor_output
+    assert "no node has the labels {'rl/role': 'learner'} of learner.labels" in doctor_output
+    assert "1 nodes, 2 findings" in doctor_output
     assert [*root.glob(".doctor-*")] == []
-    assert "job own-2: STOPPED" in head.said(project, "jobs.deploy", "stop", "--run", "own", "--address", head.address)
-    assert "no job of run own is alive" in head.said(
+    assert "job own-2: STOPPED" in head.run(project, "jobs.deploy", "stop", "--run", "own", "--address", head.address)
+    assert "no job of run own is alive" in head.run(
         project, "jobs.deploy", "stop", "--run", "own", "--address", head.address, code=2
     )
 
@@ -163,9 +163,9 @@ def test_a_run_is_submitted_scaled_stopped_and_submitted_again(
         until(lambda: status()["step"] >= 1, "the first step", timeout_s=RUN_S, log=log)
         until(lambda: {*SHOWN} <= scraped(head).keys(), "the metrics", timeout_s=START_S, log=log)
         assert scraped(head)["ray_t2g_rollout_workers"] == 1
-        head.said(project, "jobs.deploy", "scale", "--run", "own", "--root", root, "--rollouts", 2)
+        head.run(project, "jobs.deploy", "scale", "--run", "own", "--root", root, "--rollouts", 2)
         until(lambda: serving() == 2, f"the second rollout worker {status()}", timeout_s=RUN_S, log=log)
-        words = head.said(project, "jobs.deploy", "status", "--run", "own", "--root", root)
+        words = head.run(project, "jobs.deploy", "status", "--run", "own", "--root", root)
         assert "rollout: target size 2" in words and words.count("serving") == 2
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=RUN_S) == 130, log.read_text()[-4000:]
@@ -176,9 +176,9 @@ def test_a_run_is_submitted_scaled_stopped_and_submitted_again(
     fewer = {"num_steps": step + 2, "learner.schedule_steps": 10_000}
     with head.started(project, "jobs.deploy", *submission(root, **fewer), *where, log=log) as process:
         assert process.wait(timeout=RUN_S) == 0, log.read_text()[-4000:]
-    said = log.read_text()
-    assert f"going on after {step} of" in said and re.search(r"job own-\d+: SUCCEEDED", said)
-    assert head.token not in said
+    log_text = log.read_text()
+    assert f"going on after {step} of" in log_text and re.search(r"job own-\d+: SUCCEEDED", log_text)
+    assert head.token not in log_text
     lines = [json.loads(line) for line in (root / "own" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, step + 3))
     assert json.loads((root / "own" / "summary.json").read_text())["steps"] == step + 2

@@ -74,9 +74,9 @@ def test_it_trains_by_the_papers_loss_and_leaves_a_model_folder(base: Path, tmp_
     expected, losses = dpo_written_out(base)
     assert metrics["loss"] == pytest.approx(losses[1], abs=1e-4)
     assert metrics["steps"] == 2
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     for name, weight in expected.state_dict().items():
-        torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=0, msg=name)
+        torch.testing.assert_close(weights[name], weight, atol=2e-4, rtol=0, msg=name)
     assert {"tokenizer.json", "config.json"} <= {f.name for f in (tmp_path / "policy").iterdir()}
 
 

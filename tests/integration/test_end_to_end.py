@@ -123,8 +123,8 @@ def test_an_impossible_setting_fails_with_one_sentence(
     requests = own_command(folder, **{"run.name": "bad", **overrides})
     argv = requests[requests.index("--config") :]
     assert main(PolicyJob, run_training, read=READ_DATA, argv=argv) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and "Traceback" not in said
+    error_output = capsys.readouterr().err
+    assert sentence in error_output and "Traceback" not in error_output
 
 
 def test_the_command_says_it(folder: Path, tmp_path: Path) -> None:
@@ -136,5 +136,5 @@ def test_the_command_says_it(folder: Path, tmp_path: Path) -> None:
     ]
     for process, log, (_, sentence) in zip(begun, logs, REFUSED_ON_RAY, strict=True):
         assert process.wait(timeout=DEADLINE_S) == 2, log.read_text()[-4000:]
-        said = log.read_text()
-        assert sentence in said and "Traceback" not in said, said
+        log_text = log.read_text()
+        assert sentence in log_text and "Traceback" not in log_text, log_text

@@ -29,8 +29,8 @@ def _same_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def refuse(folder: Path, **given: Any) -> str:
-    config = EngineConfig(**{"max_model_len": 64, "kv_cache_gib": 0.1} | given)
+def refuse(folder: Path, **settings: Any) -> str:
+    config = EngineConfig(**{"max_model_len": 64, "kv_cache_gib": 0.1} | settings)
     with pytest.raises(UserError) as caught:
         asyncio.run(Engine(str(folder), config, seed=1).start())
     return str(caught.value)
@@ -84,25 +84,25 @@ def vllm_config(folder: Path, config: EngineConfig, **how: Any) -> Any:
 
 @pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, "mp")])
 def test_vllm_takes_every_argument_of_a_gpu_engine(tmp_path: Path, gpus: int, executor: str) -> None:
-    given = {"kv_cache_dtype": "auto", "block_size": 32, "watermark": 0.02}
-    config = EngineConfig(gpus=gpus, max_model_len=64, enforce_eager=False, engine_args=given)
-    made = vllm_config(random_model(tmp_path), config, transport="nccl", guided=True)
-    assert made.parallel_config.distributed_executor_backend == executor
-    assert made.parallel_config.tensor_parallel_size == made.parallel_config.world_size == gpus
-    assert (made.scheduler_config.max_num_seqs, made.scheduler_config.max_num_batched_tokens) == (512, 8192)
-    assert (made.cache_config.gpu_memory_utilization, made.cache_config.block_size) == (0.85, 32)
-    assert made.cache_config.enable_prefix_caching and not made.model_config.enforce_eager
-    assert (made.model_config.logprobs_mode, made.model_config.seed) == ("processed_logprobs", 3)
-    assert made.load_config.load_format == "safetensors" and made.weight_transfer_config.backend == "t2g_nccl"
-    assert made.structured_outputs_config.disable_any_whitespace
+    engine_args = {"kv_cache_dtype": "auto", "block_size": 32, "watermark": 0.02}
+    config = EngineConfig(gpus=gpus, max_model_len=64, enforce_eager=False, engine_args=engine_args)
+    resolved = vllm_config(random_model(tmp_path), config, transport="nccl", guided=True)
+    assert resolved.parallel_config.distributed_executor_backend == executor
+    assert resolved.parallel_config.tensor_parallel_size == resolved.parallel_config.world_size == gpus
+    assert (resolved.scheduler_config.max_num_seqs, resolved.scheduler_config.max_num_batched_tokens) == (512, 8192)
+    assert (resolved.cache_config.gpu_memory_utilization, resolved.cache_config.block_size) == (0.85, 32)
+    assert resolved.cache_config.enable_prefix_caching and not resolved.model_config.enforce_eager
+    assert (resolved.model_config.logprobs_mode, resolved.model_config.seed) == ("processed_logprobs", 3)
+    assert resolved.load_config.load_format == "safetensors" and resolved.weight_transfer_config.backend == "t2g_nccl"
+    assert resolved.structured_outputs_config.disable_any_whitespace
 
 
 def test_a_part_of_a_gpu_is_given_its_cache_in_vllms_own_config(tmp_path: Path) -> None:
     config = EngineConfig(gpus=0.5, max_model_len=64)
-    made = vllm_config(folder := random_model(tmp_path), config)
-    assert made.cache_config.kv_cache_memory_bytes is None, "it would measure"
-    Engine(str(folder), config, seed=3)._fix_kv_cache(made, gpu_bytes=24 * 2**30)
-    assert 10 * 2**30 < made.cache_config.kv_cache_memory_bytes < 11 * 2**30  # half of 24, less 1 and small weights
+    resolved = vllm_config(folder := random_model(tmp_path), config)
+    assert resolved.cache_config.kv_cache_memory_bytes is None, "it would measure"
+    Engine(str(folder), config, seed=3)._fix_kv_cache(resolved, gpu_bytes=24 * 2**30)
+    assert 10 * 2**30 < resolved.cache_config.kv_cache_memory_bytes < 11 * 2**30  # half of 24, less 1 and small weights
 
 
 @pytest.mark.parametrize(
@@ -116,21 +116,21 @@ def test_a_part_of_a_gpu_is_given_its_cache_in_vllms_own_config(tmp_path: Path) 
 def test_outputs_that_are_not_joined_are_refused_unless_joining_is_off(
     tmp_path: Path, argument: dict[str, Any], outputs: str
 ) -> None:
-    made = vllm_config(folder := random_model(tmp_path), EngineConfig(max_model_len=64))
-    for section in (made.aux_output_config, made.model_config, made.parallel_config):
+    resolved = vllm_config(folder := random_model(tmp_path), EngineConfig(max_model_len=64))
+    for section in (resolved.aux_output_config, resolved.model_config, resolved.parallel_config):
         for name, value in argument.items():
             if hasattr(section, name):
                 object.__setattr__(section, name, value)
     sentence = f"engine_args asks for {outputs}, which join_outputs excludes; set join_outputs=false"
     with pytest.raises(UserError, match=rf"^{sentence}$"):
-        Engine(str(folder), EngineConfig(), seed=1)._join_outputs(made)
-    assert made.scheduler_config.scheduler_cls is None
+        Engine(str(folder), EngineConfig(), seed=1)._join_outputs(resolved)
+    assert resolved.scheduler_config.scheduler_cls is None
 
 
 def test_joining_sets_one_of_our_schedulers(tmp_path: Path) -> None:
-    made = vllm_config(folder := random_model(tmp_path), EngineConfig(max_model_len=64))
-    Engine(str(folder), EngineConfig(), seed=1)._join_outputs(made)
-    assert made.scheduler_config.scheduler_cls in SCHEDULERS
+    resolved = vllm_config(folder := random_model(tmp_path), EngineConfig(max_model_len=64))
+    Engine(str(folder), EngineConfig(), seed=1)._join_outputs(resolved)
+    assert resolved.scheduler_config.scheduler_cls in SCHEDULERS
 
 
 def test_every_argument_that_is_refused_is_one_of_vllms() -> None:

@@ -60,7 +60,7 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     ranks = group.models["policy"].workers
     events = []
     for who, handles in (("engine", engines), ("rank", ranks)):
-        logs = ray.get([handle.said.remote() for handle in handles])
+        logs = ray.get([handle.get_log.remote() for handle in handles])
         assert {gpu for gpu, _ in logs} == {str(i) for i in range(NUM_GPUS)}, f"one {who} on each GPU"
         for _, log in logs:
             events += [(at, f"{who} {what}") for at, what in log]

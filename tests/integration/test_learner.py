@@ -49,9 +49,9 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def groups(base: Path, hosts: list[Any]) -> Iterator[dict[str, LearnerGroup]]:
     """The same learner on one rank, on two, and on one each for policy and critic with less memory."""
-    made = {name: SharedGroup(learner_spec(base, **changes), hosts) for name, changes in VARIANTS.items()}
-    yield made
-    for group in made.values():
+    by_variant = {name: SharedGroup(learner_spec(base, **changes), hosts) for name, changes in VARIANTS.items()}
+    yield by_variant
+    for group in by_variant.values():
         group.close()
 
 
@@ -250,7 +250,7 @@ def test_another_number_of_ranks_goes_on(
 
 
 def listening() -> set[Any]:
-    return {found for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
+    return {connection for connection in psutil.Process().net_connections() if connection.status == psutil.CONN_LISTEN}
 
 
 def test_microbatches_are_summed_in_float32() -> None:

@@ -194,9 +194,9 @@ def test_a_restored_learner_makes_the_same_next_update(
 ) -> None:
     group.save(tmp_path)
     (states,) = (tmp_path / "policy").glob("*model_states.pt")
-    kept = torch.load(states, weights_only=False)["module"]
-    assert len(kept) == 2 * 2 * 7
-    assert all(".lora_" in name for name in kept)
+    saved = torch.load(states, weights_only=False)["module"]
+    assert len(saved) == 2 * 2 * 7
+    assert all(".lora_" in name for name in saved)
     batch = train_batch(group, rollouts, seed=7, kl_coef=KL_COEF)
     first = group.update(batch)
     after = sent_weights(group)

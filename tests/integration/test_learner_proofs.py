@@ -158,9 +158,9 @@ def test_gradients_are_those_of_the_plain_loop(
     expected, critic_norm = plain_gradients(base, batch.minibatches[0])
     gradient, metrics = learners[name].gradient(batch)
     assert gradient.keys() == expected.keys()
-    for key, want in expected.items():
-        assert np.linalg.norm(gradient[key] - want) < 1e-4 * np.linalg.norm(want), key
-    norm = np.sqrt(sum(np.square(want, dtype=np.float64).sum() for want in expected.values()))
+    for key, expected_grad in expected.items():
+        assert np.linalg.norm(gradient[key] - expected_grad) < 1e-4 * np.linalg.norm(expected_grad), key
+    norm = np.sqrt(sum(np.square(expected_grad, dtype=np.float64).sum() for expected_grad in expected.values()))
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["critic/grad_norm"] == pytest.approx(critic_norm, rel=1e-5)
     assert metrics["policy/clip_share"] > 0.1
@@ -196,8 +196,8 @@ def test_supervised_gradients_are_those_of_plain_cross_entropy(
         assert isinstance(module.get_output_embeddings(), head.ChunkedHead)
     assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
     for name, weight in policy.named_parameters():
-        want = weight.grad.numpy()
-        assert np.linalg.norm(gradient[name] - want) < 1e-4 * np.linalg.norm(want), name
+        expected_grad = weight.grad.numpy()
+        assert np.linalg.norm(gradient[name] - expected_grad) < 1e-4 * np.linalg.norm(expected_grad), name
 
 
 def test_the_only_pass_of_an_update_says_the_old_logprobs(
@@ -225,8 +225,8 @@ def test_the_only_pass_of_an_update_says_the_old_logprobs(
         gradient, metrics = started.gradient(replace(batch, minibatches=(unseen,)))
         group.load(tmp_path)
         seen = group.update(replace(batch, minibatches=(unseen,))).stats
-    for key, want in expected.items():
-        assert np.linalg.norm(gradient[key] - want) < 1e-4 * np.linalg.norm(want), key
+    for key, expected_grad in expected.items():
+        assert np.linalg.norm(gradient[key] - expected_grad) < 1e-4 * np.linalg.norm(expected_grad), key
     for name in ("old_logprobs", "ref_logprobs", "entropy"):
         for now, before in zip(seen, reports, strict=True):
             np.testing.assert_allclose(getattr(now, name), getattr(before, name), rtol=1e-4, atol=1e-5)
@@ -292,8 +292,8 @@ def test_the_gradient_with_a_teacher_is_that_of_the_plain_loop(top_k: int, base:
             )
     loss.backward()
     for name, parameter in policy.named_parameters():
-        want = parameter.grad.numpy()
-        assert np.linalg.norm(gradient[name] - want) < 1e-3 * np.linalg.norm(want), name
+        expected_grad = parameter.grad.numpy()
+        assert np.linalg.norm(gradient[name] - expected_grad) < 1e-3 * np.linalg.norm(expected_grad), name
     assert metrics["teacher/kl"] > 0.01
 
 

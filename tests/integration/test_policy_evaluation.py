@@ -77,8 +77,8 @@ def test_the_job_serves_one_policy_after_the_other_and_generates_nothing_twice(t
         assert code == 0, (tmp_path / "log").read_text()
         return {name: responses(tmp_path / "e", name) for name in ("base", "new")}
 
-    said = job()
+    texts = job()
     assert "| new | base | rougeL |" in (tmp_path / "log").read_text()
-    assert said["base"] != said["new"]
-    assert {text.count("\n") for text in said.values()} == {len(ROWS)}
-    assert job() == said
+    assert texts["base"] != texts["new"]
+    assert {text.count("\n") for text in texts.values()} == {len(ROWS)}
+    assert job() == texts

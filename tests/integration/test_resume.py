@@ -49,14 +49,14 @@ ENDING = dict.fromkeys(string.ascii_letters, "<|end|>")  # after a letter a turn
 
 def marked(mark: str) -> list[int]:
     """Processes that a driver of this test, or what it started, has started."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def wait_for(condition: object, log: Path) -> None:

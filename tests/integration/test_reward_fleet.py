@@ -110,13 +110,13 @@ def test_a_response_too_long_for_the_window_fails_alone(fleet: RewardFleet) -> N
 
 def test_a_given_critique_comes_back_with_spans_and_is_kept_beside_the_models_own(fleet: RewardFleet) -> None:
     response = "The phone hums."
-    (own,) = judge(fleet, [response])
+    (unguided,) = judge(fleet, [response])
     critiques = ['It "hums"\n\\ and 😀 is wrong.', "", "Long. " * 60]  # longer than what the model itself may write
     answers = align(fleet, response, critiques)
     assert [answer.critique for answer in answers] == critiques
     assert all(is_parsed(answer) for answer in answers)
     assert align(fleet, response, critiques)[0] is answers[0]
-    assert judge(fleet, [response])[0] is own
+    assert judge(fleet, [response])[0] is unguided
     (failed,) = align(fleet, response, ["Long. " * 500])
     assert failed.status == "failed" and "do not fit" in failed.reason
 

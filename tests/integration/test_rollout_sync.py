@@ -90,8 +90,8 @@ def logprobs_of(model: LlamaForCausalLM, ids: np.ndarray, *, temperature: float)
 def largest_gap(model: LlamaForCausalLM, rollouts: Sequence[Rollout]) -> float:
     gaps = []
     for r in rollouts:
-        want = logprobs_of(model, np.concatenate([r.prompt_ids, r.response_ids]), temperature=TEMPERATURE)
-        gaps.append(np.abs(want[len(r.prompt_ids) - 1 :] - r.rollout_logprobs).max())
+        expected = logprobs_of(model, np.concatenate([r.prompt_ids, r.response_ids]), temperature=TEMPERATURE)
+        gaps.append(np.abs(expected[len(r.prompt_ids) - 1 :] - r.rollout_logprobs).max())
     return float(max(gaps))
 
 
@@ -146,15 +146,15 @@ def test_turns_of_a_conversation_are_sampled_after_all_that_came_before(
     async def run() -> list[list[Rollout]]:
         return await asyncio.gather(*(source.sample(prompt(i), sampling) for i in range(12)))
 
-    found = [rollout for group in asyncio.run(run()) for rollout in group]
-    longer = [rollout for rollout in found if len(rollout.conversation) > 1]
-    assert len(found) == 48 and longer
-    assert all(len(r.prompt_ids) + len(r.response_ids) <= 100 for r in found)
+    rollouts = [rollout for group in asyncio.run(run()) for rollout in group]
+    longer = [rollout for rollout in rollouts if len(rollout.conversation) > 1]
+    assert len(rollouts) == 48 and longer
+    assert all(len(r.prompt_ids) + len(r.response_ids) <= 100 for r in rollouts)
     for rollout in longer:
         ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        want = logprobs_of(policies[0], ids, temperature=TEMPERATURE)[len(rollout.prompt_ids) - 1 :]
+        expected = logprobs_of(policies[0], ids, temperature=TEMPERATURE)[len(rollout.prompt_ids) - 1 :]
         mask = rollout.policy_mask
-        np.testing.assert_allclose(rollout.rollout_logprobs[mask], want[mask], atol=1e-4)
+        np.testing.assert_allclose(rollout.rollout_logprobs[mask], expected[mask], atol=1e-4)
         assert not mask.all()
         assert not rollout.rollout_logprobs[~mask].any()
         first, second, *_ = (rollout.rollout_logprobs[slice(*turn.tokens)] for turn in rollout.conversation)
@@ -198,9 +198,9 @@ def test_scores_are_those_of_transformers_also_in_a_full_window(
 ) -> None:
     for requests, length in ((prompt(0), 5), (prompt(1, length=608), 32), (prompt(2), 1)):
         response_ids = prompt(3, length=length).prompt_ids
-        want = logprobs_of(policies[0], np.concatenate([requests.prompt_ids, response_ids]), temperature=1.0)
+        expected = logprobs_of(policies[0], np.concatenate([requests.prompt_ids, response_ids]), temperature=1.0)
         scores = asyncio.run(fleet.compute_logprobs(requests, response_ids))
-        np.testing.assert_allclose(scores, want[len(requests.prompt_ids) - 1 : -1], atol=1e-4)
+        np.testing.assert_allclose(scores, expected[len(requests.prompt_ids) - 1 : -1], atol=1e-4)
 
 
 def _byte_of(token: int) -> bytes:
@@ -208,8 +208,8 @@ def _byte_of(token: int) -> bytes:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     char = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    wanted = sorted(char.values())[token]
-    return bytes([next(b for b, c in char.items() if c == wanted)])
+    character = sorted(char.values())[token]
+    return bytes([next(b for b, c in char.items() if c == character)])
 
 
 def test_a_sync_brings_the_new_weights_and_the_probe_agrees(
@@ -245,8 +245,8 @@ def test_responses_under_way_go_on_with_the_new_weights_and_say_which_tokens_are
         ids = np.concatenate([r.prompt_ids, r.response_ids])
         prefix = len(r.prompt_ids) - 1
         for model, part in ((new, slice(0, switch)), (old, slice(switch, end))):
-            want = logprobs_of(model, ids, temperature=TEMPERATURE)[prefix:]
-            np.testing.assert_allclose(r.rollout_logprobs[part], want[part], atol=1e-3)  # 600 tokens of float32
+            expected = logprobs_of(model, ids, temperature=TEMPERATURE)[prefix:]
+            np.testing.assert_allclose(r.rollout_logprobs[part], expected[part], atol=1e-3)  # 600 tokens of float32
 
 
 class AdapterLearner(TorchLearner):
@@ -292,8 +292,10 @@ def test_adapters_are_sent_instead_of_weights_also_under_a_response(cluster: Non
         assert np.abs(logprobs_of(learner.model, prompt(9, 64).prompt_ids, temperature=1.0) - old).max() > 0.1
         for r in (crossed := [r for r in rollouts if len(r.policy_versions) == 2]):
             (_, switch, before), (_, end, after) = r.policy_versions
-            want = logprobs_of(learner.model, np.concatenate([r.prompt_ids, r.response_ids]), temperature=TEMPERATURE)
-            gaps = np.abs(want[len(r.prompt_ids) - 1 :] - r.rollout_logprobs)
+            expected = logprobs_of(
+                learner.model, np.concatenate([r.prompt_ids, r.response_ids]), temperature=TEMPERATURE
+            )
+            gaps = np.abs(expected[len(r.prompt_ids) - 1 :] - r.rollout_logprobs)
             assert (before, after) == (1, 2)
             assert gaps[switch:end].max() < 1e-3 < gaps[:switch].max()
         assert crossed
@@ -345,8 +347,8 @@ def test_half_a_sync_is_refused_and_the_next_whole_one_mends_it(
 class GlooLearner(TorchLearner):
     """Broadcasts as rank 0 of a learner on GPUs does, but for gloo in NCCL's place."""
 
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.sender = NcclSender()
 
     def address(self) -> tuple[str, int]:
@@ -356,10 +358,10 @@ class GlooLearner(TorchLearner):
         """Runs ahead as Ray's generators do: what follows a yield is the broadcast."""
         assert rendezvous is not None
         with ThreadPoolExecutor(max_workers=1) as rank:
-            made: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
-            done = rank.submit(self._send_all, dtype, rendezvous, made.put)
-            done.add_done_callback(lambda _: made.put(None))
-            yield from iter(made.get, None)
+            buckets: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+            done = rank.submit(self._send_all, dtype, rendezvous, buckets.put)
+            done.add_done_callback(lambda _: buckets.put(None))
+            yield from iter(buckets.get, None)
             done.result()
 
     def _send_all(self, dtype: str, rendezvous: Rendezvous, put: Callable[[Bucket], None]) -> None:

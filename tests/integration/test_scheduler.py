@@ -97,7 +97,7 @@ class Core:
     version: int = 0
     messages: int = 0
     reports: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)  # (token, logprob, version)
-    wanted: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)
+    expected: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
 
     def step(self) -> None:
@@ -105,7 +105,7 @@ class Core:
         if scheduler.pause_state == PauseState.UNPAUSED or scheduler.under_way:
             for name, request in scheduler.requests.items():
                 token = token_of(name, request.done)
-                self.wanted.setdefault(name, []).append((token, -float(token), self.version))
+                self.expected.setdefault(name, []).append((token, -float(token), self.version))
         for message in scheduler.update_from_output().values():
             for output in message.outputs:
                 self.take(output)
@@ -118,13 +118,13 @@ class Core:
         ids = output.new_token_ids
         began = output.request_id not in self.reports
         known = self.reports.setdefault(name, [])
-        found = output.new_logprobs
-        assert found is not None
-        assert found.logprob_token_ids[:, 0].tolist() == found.sampled_token_ranks.tolist() == ids
+        logprobs = output.new_logprobs
+        assert logprobs is not None
+        assert logprobs.logprob_token_ids[:, 0].tolist() == logprobs.sampled_token_ranks.tolist() == ids
         assert [event.timestamp for event in output.events or ()] == ids
         prefill = output.prefill_stats
         assert (prefill and prefill.num_prompt_tokens) == (token_of(name, 0) if began else None)
-        known.extend((t, p, self.version) for t, p in zip(ids, found.logprobs[:, 0].tolist(), strict=True))
+        known.extend((t, p, self.version) for t, p in zip(ids, logprobs.logprobs[:, 0].tolist(), strict=True))
         if output.finish_reason == FinishReason.LENGTH:
             self.ended.add(name)
 
@@ -153,7 +153,7 @@ def test_every_token_is_delivered_once_in_order_with_its_version(lengths: list[i
             continue
         if event == "abort":
             core.scheduler.finish_requests(last)
-            assert last not in core.scheduler._kept
+            assert last not in core.scheduler._pending
         elif event == "error":
             core.scheduler.wrong = last
         if event != "step":
@@ -162,9 +162,9 @@ def test_every_token_is_delivered_once_in_order_with_its_version(lengths: list[i
     whole = {str(number) for number in range(len(lengths))}
     assert core.ended >= whole - lost
     for name in core.ended:
-        assert core.reports[name] == core.wanted[name]
+        assert core.reports[name] == core.expected[name]
         assert len(core.reports[name]) == lengths[int(name)]
-    assert core.scheduler._kept == {} and not core.scheduler.has_requests()
+    assert core.scheduler._pending == {} and not core.scheduler.has_requests()
 
 
 def test_a_response_leaves_in_as_many_messages_as_it_has_sixty_fours() -> None:

@@ -40,8 +40,10 @@ def nodes() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def engine(gpus: float, workers: int = 1, **given: Any) -> EngineConfig:
-    return EngineConfig(workers=WorkersConfig(initial=workers), gpus=gpus, cpus=0.5, threads=3, memory_gib=0.1, **given)
+def engine(gpus: float, workers: int = 1, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        workers=WorkersConfig(initial=workers), gpus=gpus, cpus=0.5, threads=3, memory_gib=0.1, **settings
+    )
 
 
 def test_an_engine_has_all_its_gpus_in_one_process_on_one_node_and_the_clusters_environment(nodes: Cluster) -> None:

@@ -169,18 +169,18 @@ def gradient_that_is_no_number() -> tuple[str, bool]:
         return (wrapped(microbatch).sum() * 0).sqrt(), {}
 
     before = weights()
-    said = ""
+    message = ""
     try:
         zero3.train_step(engine, [torch.ones(1, 2)], loss_fn, label="step 7")
     except RunStopped as error:
-        said = str(error)
-    return said, all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
+        message = str(error)
+    return message, all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     with as_a_rank():
-        said, untouched = gradient_that_is_no_number()
-    assert said == "step 7: the gradient is not finite; the optimizer step was not applied"
+        message, untouched = gradient_that_is_no_number()
+    assert message == "step 7: the gradient is not finite; the optimizer step was not applied"
     assert untouched
 
 

@@ -165,7 +165,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     resumed = weights(again)
     moments = [state["exp_avg"] for state in engine.optimizer.optimizer.state.values()]
     (states,) = folder.rglob("*model_states.pt")
-    kept = set(torch.load(states, weights_only=False)["module"])
+    saved_names = set(torch.load(states, weights_only=False)["module"])
     final = weights(engine)
     num_moments = sum(moment.numel() for moment in moments)
     dtypes = {moment.dtype for moment in moments}
@@ -173,7 +173,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     is_same = all(torch.equal(weight, resumed[name]) for name, weight in final.items())
     return {
         "losses": losses,
-        "kept": kept,
+        "kept": saved_names,
         "moments": num_moments,
         "dtypes": dtypes,
         "announced": [*get_shapes(engine).items()],
@@ -183,14 +183,14 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
 
 
 def test_bfloat16_adapters_have_float32_state_and_resume(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
-    found = ray.get(bfloat16_training.remote(str(base), make_examples(base), str(tmp_path)), timeout=120)
-    assert found["losses"][0] > 2 * found["losses"][-1]
+    result = ray.get(bfloat16_training.remote(str(base), make_examples(base), str(tmp_path)), timeout=120)
+    assert result["losses"][0] > 2 * result["losses"][-1]
     # r * (in + out) of four 64 x 64 matrices and three of 64 x 128 in each of two layers, and nothing of the base
-    assert found["moments"] == 2 * 8 * (4 * (64 + 64) + 3 * (64 + 128))
-    assert found["dtypes"] == {torch.float32}
-    assert found["same"]
-    assert len(found["kept"]) == 2 * 2 * 7
-    assert all(".lora_" in name for name in found["kept"])
+    assert result["moments"] == 2 * 8 * (4 * (64 + 64) + 3 * (64 + 128))
+    assert result["dtypes"] == {torch.float32}
+    assert result["same"]
+    assert len(result["kept"]) == 2 * 2 * 7
+    assert all(".lora_" in name for name in result["kept"])
     start = load_file(base / "model.safetensors")
-    assert found["announced"] == found["sent"]
-    assert dict(found["sent"]) == {name: tuple(weight.shape) for name, weight in start.items()}
+    assert result["announced"] == result["sent"]
+    assert dict(result["sent"]) == {name: tuple(weight.shape) for name, weight in start.items()}

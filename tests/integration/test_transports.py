@@ -146,12 +146,12 @@ def test_a_participant_missing_from_the_rendezvous_is_named_and_the_others_wait_
 def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """All have come, and still no connection: a firewall, a wrong interface."""
     never = threading.Event()
-    monkeypatch.setattr(transports, "communicator", lambda *given: never.wait(20))
+    monkeypatch.setattr(transports, "communicator", lambda *arguments: never.wait(20))
     with pytest.raises(RuntimeError, match=r"^1 members joined the rendezvous, and NCCL did not connect .* 3 s"):
         join_group(rendezvous_of(), 0, CPU, 3)
     never.set()
 
-    def refused(*given: Any) -> None:
+    def refused(*arguments: Any) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
     monkeypatch.setattr(transports, "communicator", refused)
@@ -163,7 +163,7 @@ def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> Nccl
     """Meets the next of these groups; None: nobody came."""
     coming = iter(groups)
 
-    def joined(*given: Any) -> Fallible:
+    def joined(*arguments: Any) -> Fallible:
         group = next(coming)
         if group is None:
             raise RuntimeError("w0 did not join")
@@ -250,19 +250,19 @@ class Memories:
 
     def __init__(self, gpu: str) -> None:
         self.gpu = gpu
-        self.made = []
+        self.buffers = []
         self.closed = 0
 
     def share(self, num_bytes: int) -> SharedMemory:
-        self.made.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        self.buffers.append(torch.zeros(num_bytes, dtype=torch.uint8))
         return SharedMemory(
-            self.made[-1], self.gpu, (0, bytes([len(self.made) - 1]), num_bytes, 0, False, b"", 0, b"", True)
+            self.buffers[-1], self.gpu, (0, bytes([len(self.buffers) - 1]), num_bytes, 0, False, b"", 0, b"", True)
         )
 
     def rebuild(self, arguments: list[Any]) -> torch.Tensor:
         assert arguments[:6] == [torch.Tensor, (arguments[8],), (1,), 0, torch.storage.TypedStorage, torch.uint8]
         assert len(arguments) == 15
-        return self.made[arguments[7][0]]
+        return self.buffers[arguments[7][0]]
 
     def close(self) -> None:
         self.closed += 1
@@ -319,13 +319,17 @@ def test_a_bucket_is_packed_while_the_one_before_is_read() -> None:
     first = send(0, large)
     second = send(1, TENSORS[0])
     assert first != second
-    assert torch.equal(memories.made[0].view(torch.float32), large)
+    assert torch.equal(memories.buffers[0].view(torch.float32), large)
     assert send(2, TENSORS[1]) == first, "the third bucket fits into the memory of the first"
     assert send(3, large) not in (first, second), "a larger one gets larger memory"
 
 
 def test_a_handle_says_all_that_torch_needs() -> None:
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    given = dict(zip(names, rebuild_arguments([*"0123456", b"", True]), strict=True))
-    assert (given["tensor_size"], given["storage_device"], given["storage_size_bytes"]) == (("2",), "0", "2")
-    assert given["event_sync_required"] is True
+    arguments = dict(zip(names, rebuild_arguments([*"0123456", b"", True]), strict=True))
+    assert (arguments["tensor_size"], arguments["storage_device"], arguments["storage_size_bytes"]) == (
+        ("2",),
+        "0",
+        "2",
+    )
+    assert arguments["event_sync_required"] is True

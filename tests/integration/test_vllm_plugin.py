@@ -117,8 +117,8 @@ def test_what_vllm_keeps_for_later_outlives_the_arena(tmp_path: Path) -> None:
     transfer.receive_weights(bucket(tmp_path))
     with (tmp_path / "arena").open("r+b") as arena:
         arena.write(bytes(128))
-    kept = {name: call.args[0].tolist() for name, call in get_layerwise_info(model).loaded_weights}
-    assert kept == {"a": [[1, 2]], "b": [5]}
+    pending = {name: call.args[0].tolist() for name, call in get_layerwise_info(model).loaded_weights}
+    assert pending == {"a": [[1, 2]], "b": [5]}
 
 
 def test_a_round_that_was_aborted_is_over_when_the_next_version_has_a_manifest(tmp_path: Path) -> None:

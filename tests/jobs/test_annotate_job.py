@@ -92,7 +92,7 @@ def sampled(tmp_path: Path) -> AnnotateJob:
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> AnnotateJob:
+def data_job(tmp_path: Path) -> AnnotateJob:
     """Twenty records with a response."""
     config = job(tmp_path)
     write_data(config, *given_rows())
@@ -183,81 +183,81 @@ def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> N
     assert untouched.num_judged == 0
 
 
-def test_half_a_file_is_not_taken_for_a_whole_one(given: AnnotateJob) -> None:
-    folder = given.run.folder
-    metrics = annotate_data(given, FakeFleets(given))
+def test_half_a_file_is_not_taken_for_a_whole_one(data_job: AnnotateJob) -> None:
+    folder = data_job.run.folder
+    metrics = annotate_data(data_job, FakeFleets(data_job))
     whole = {name: (folder / name).read_text() for name in (ANNOTATED_FILE, TRAIN_FILE, HELDOUT_FILE)}
     for name, text in whole.items():
         (folder / name).write_text(text[: len(text) // 2])
     (folder / DONE_FILE).unlink()
-    untouched = FakeFleets(given)
-    assert annotate_data(given, untouched) == metrics
+    untouched = FakeFleets(data_job)
+    assert annotate_data(data_job, untouched) == metrics
     assert untouched.num_judged == 0
     assert {name: (folder / name).read_text() for name in whole} == whole
 
 
-def test_failed_feedback_is_in_the_file_and_requested_again(given: AnnotateJob) -> None:
-    folder = given.run.folder
-    fleets = FakeFleets(given)
+def test_failed_feedback_is_in_the_file_and_requested_again(data_job: AnnotateJob) -> None:
+    folder = data_job.run.folder
+    fleets = FakeFleets(data_job)
     fleets.source.failing = lambda prompt: int(prompt.prompt_id[1:]) < 8  # 40 %
     with pytest.raises(RunStopped, match=r"40% of 20 responses .* allows 25%(?s:.*)20 records: 12 ok, 8 failed"):
-        annotate_data(given, fleets)
+        annotate_data(data_job, fleets)
     assert [row["status"] for row in read(folder / ANNOTATED_FILE)] == ["failed"] * 8 + ["ok"] * 12
     assert len(read(folder / JOURNAL_FILE)) == 12
     assert not (folder / DONE_FILE).exists()
 
-    again = FakeFleets(given)
+    again = FakeFleets(data_job)
     again.source.failing = lambda prompt: prompt.prompt_id == "p0"
-    metrics = annotate_data(given, again)
+    metrics = annotate_data(data_job, again)
     assert again.num_judged == 8
     assert (metrics["failed"], metrics["ok"], metrics["failed_share"]) == (1, 19, pytest.approx(1 / 20))
     assert "p0" not in prompt_ids(folder / TRAIN_FILE) + prompt_ids(folder / HELDOUT_FILE)
 
-    last = FakeFleets(given)
-    assert annotate_data(given, last)["ok"] == 20
+    last = FakeFleets(data_job)
+    assert annotate_data(data_job, last)["ok"] == 20
     assert last.num_judged == 1
     assert len(read(folder / JOURNAL_FILE)) == 20
 
 
-def test_a_record_without_a_response_is_counted_and_named(given: AnnotateJob, tmp_path: Path) -> None:
+def test_a_record_without_a_response_is_counted_and_named(data_job: AnnotateJob, tmp_path: Path) -> None:
     rows = given_rows()
-    write_data(given, *rows[:3], {"id": "none", "prompt": "judge me"}, {"id": "twice"} | rows[3], rows[3], rows[3])
-    fleets = FakeFleets(given)
-    metrics = annotate_data(given, fleets)
-    made = read(given.run.folder / ANNOTATED_FILE)
-    assert [(row["prompt_id"], row["sample_index"]) for row in made] == [
+    write_data(data_job, *rows[:3], {"id": "none", "prompt": "judge me"}, {"id": "twice"} | rows[3], rows[3], rows[3])
+    fleets = FakeFleets(data_job)
+    metrics = annotate_data(data_job, fleets)
+    rows_written = read(data_job.run.folder / ANNOTATED_FILE)
+    assert [(row["prompt_id"], row["sample_index"]) for row in rows_written] == [
         ("p0", 0), ("p1", 0), ("p2", 0), ("none", 0), ("p3", 0), ("p3", 1), ("p3", 2),
     ]  # fmt: skip
     assert fleets.num_judged == 4  # equal ones are judged once
     reason = "data record 4 (data.jsonl:4) has no response; it has id, prompt"
-    assert (made[3]["status"], made[3]["reason"]) == ("failed", reason)
+    assert (rows_written[3]["status"], rows_written[3]["reason"]) == ("failed", reason)
     assert metrics["reasons"] == [(1, reason)]
 
-    write_data(given, {"prompt": "a"}, {"prompt": "b"})
+    write_data(data_job, {"prompt": "a"}, {"prompt": "b"})
     with pytest.raises(UserError, match=r"data\.jsonl: no record can be judged; data record 1 .* has no response"):
-        read_samples(given)
+        read_samples(data_job)
 
 
-def test_changed_data_is_judged_anew_and_the_rest_is_not(given: AnnotateJob) -> None:
-    annotate_data(given, FakeFleets(given))
+def test_changed_data_is_judged_anew_and_the_rest_is_not(data_job: AnnotateJob) -> None:
+    annotate_data(data_job, FakeFleets(data_job))
     rows = given_rows()
     rows[7]["response"] = "changed b"
     rows[8]["note"] = "the payload counts"
-    write_data(given, {"id": "new", "prompt": "first now", "response": "a"}, *reversed(rows))
-    fleets = FakeFleets(given)
-    metrics = annotate_data(given, fleets)
+    write_data(data_job, {"id": "new", "prompt": "first now", "response": "a"}, *reversed(rows))
+    fleets = FakeFleets(data_job)
+    metrics = annotate_data(data_job, fleets)
     assert fleets.num_judged == 3 and metrics["records"] == 21
-    made = {row["prompt_id"]: row for row in read(given.run.folder / ANNOTATED_FILE)}
-    assert list(made)[:2] == ["new", "p19"]
-    assert made["p7"]["response"] == "changed b"
-    assert len(read(given.run.folder / JOURNAL_FILE)) == 23  # nothing that was paid for is thrown away
+    rows_by_id = {row["prompt_id"]: row for row in read(data_job.run.folder / ANNOTATED_FILE)}
+    assert list(rows_by_id)[:2] == ["new", "p19"]
+    assert rows_by_id["p7"]["response"] == "changed b"
+    assert len(read(data_job.run.folder / JOURNAL_FILE)) == 23  # nothing that was paid for is thrown away
 
 
-def test_one_prompt_is_all_for_training(given: AnnotateJob, capsys: pytest.CaptureFixture[str]) -> None:
-    write_data(given, given_rows()[0])
-    metrics = annotate_data(given, FakeFleets(given))
+def test_one_prompt_is_all_for_training(data_job: AnnotateJob, capsys: pytest.CaptureFixture[str]) -> None:
+    write_data(data_job, given_rows()[0])
+    metrics = annotate_data(data_job, FakeFleets(data_job))
     assert (metrics["train_records"], metrics["heldout_records"]) == (1, 0)
-    assert (given.run.folder / HELDOUT_FILE).read_text() == ""
+    assert (data_job.run.folder / HELDOUT_FILE).read_text() == ""
     assert "of one prompt or conversation: nothing is held out" in capsys.readouterr().out
 
 
@@ -278,13 +278,13 @@ def test_another_config_is_refused_by_the_names_of_its_keys(sampled: AnnotateJob
     assert annotate_data(freer, FakeFleets(sampled))["records"] == NUM_SAMPLES
 
 
-def test_a_config_without_answers_can_change(given: AnnotateJob) -> None:
-    fleets = FakeFleets(given)
+def test_a_config_without_answers_can_change(data_job: AnnotateJob) -> None:
+    fleets = FakeFleets(data_job)
     fleets.source.failing = lambda prompt: True
     with pytest.raises(RunStopped, match="100% of 20 responses"):
-        annotate_data(given, fleets)
-    other = with_options(given, source="my.feedback:better")
-    assert annotate_data(other, FakeFleets(given))["ok"] == 20
+        annotate_data(data_job, fleets)
+    other = with_options(data_job, source="my.feedback:better")
+    assert annotate_data(other, FakeFleets(data_job))["ok"] == 20
 
 
 def test_a_smoke_run_does_eight_prompts_and_touches_nothing_else(
@@ -309,7 +309,7 @@ class Signalled(FakeFleets):
         self.again = again
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        said = await super().judge(prompt, response_text)
+        feedback = await super().judge(prompt, response_text)
         if prompt.prompt_id == "p5":
             self.stop.signal_name = "SIGTERM"
             while self.stop:  # the job takes the flag down to see a second signal
@@ -319,7 +319,7 @@ class Signalled(FakeFleets):
                 await asyncio.sleep(0.01)
             self.stop.signal_name = "SIGINT"
             await asyncio.sleep(3600)
-        return said
+        return feedback
 
     def num_journaled(self) -> int:
         return len(read(self.config.run.folder / JOURNAL_FILE))
@@ -327,11 +327,11 @@ class Signalled(FakeFleets):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
-    given: AnnotateJob, again: bool, capsys: pytest.CaptureFixture[str]
+    data_job: AnnotateJob, again: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timeout_s = 3600 if again else 0.5  # it ends by a second signal, or by itself
     llm = {"model": "judge", "concurrency": 2, "request_timeout_s": timeout_s}
-    config = job(given.run.root, source="llm", llm=llm)
+    config = job(data_job.run.root, source="llm", llm=llm)
     fleets = Signalled(config, again=again)
     with pytest.raises(Stopped):
         annotate_samples(config, read_samples(config), fleets, fleets.stop)
@@ -344,12 +344,12 @@ def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
     assert rest.num_judged == 14
 
 
-def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:
-    given.run.folder.mkdir()
-    with (given.run.folder / LOCK).open("w") as held:
+def test_two_processes_do_not_write_one_folder(data_job: AnnotateJob) -> None:
+    data_job.run.folder.mkdir()
+    with (data_job.run.folder / LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"another process works in .*annotated: wait"):
-            annotate_data(given, FakeFleets(given))
+            annotate_data(data_job, FakeFleets(data_job))
 
 
 @pytest.mark.parametrize(
@@ -372,31 +372,31 @@ def test_what_needs_ray(tmp_path: Path, options: dict[str, Any], cluster: bool) 
     assert bool(job(tmp_path, **options).roles()) is cluster
 
 
-def test_a_dry_run_describes_endpoint_requests(given: AnnotateJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_describes_endpoint_requests(data_job: AnnotateJob, capsys: pytest.CaptureFixture[str]) -> None:
     llm = {"model": "judge", "url": "http://127.0.0.1:1/v1", "key_env": "T2G_TEST_NOT_SET", "max_output_tokens": 100}
-    config = job(given.run.root, source="llm", llm=llm)
+    config = job(data_job.run.root, source="llm", llm=llm)
     assert "feedback: llm" in describe(config)
-    assert "judge: 20 requests, up to about " in (said := capsys.readouterr().out) and "2,000 of answers" in said
-    assert "without second tries" in said
-    human = Path(given.data.path).with_name("human.jsonl")
+    assert "judge: 20 requests, up to about " in (output := capsys.readouterr().out) and "2,000 of answers" in output
+    assert "without second tries" in output
+    human = Path(data_job.data.path).with_name("human.jsonl")
     marked = {"good": ["ab"]}
     rows = [row | {"critique": "ab"} | (marked if i else {}) for i, row in enumerate(given_rows())]
     human.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    describe(job(given.run.root, source="human", human_file=str(human), align="llm", llm=llm))
+    describe(job(data_job.run.root, source="human", human_file=str(human), align="llm", llm=llm))
     assert "judge: 1 requests" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"more than llm\.max_total_tokens=2000"):
-        describe(job(given.run.root, source="llm", llm=llm | {"max_total_tokens": 2000}))
+        describe(job(data_job.run.root, source="llm", llm=llm | {"max_total_tokens": 2000}))
 
 
-def test_a_server_that_moved_does_not_make_another_run(given: AnnotateJob) -> None:
+def test_a_server_that_moved_does_not_make_another_run(data_job: AnnotateJob) -> None:
     llm = {"model": "judge", "url": "http://old/v1"}
-    annotate_data(job(given.run.root, source="llm", llm=llm), FakeFleets(given))
+    annotate_data(job(data_job.run.root, source="llm", llm=llm), FakeFleets(data_job))
     moved = llm | {"url": "http://new/v1"}
-    untouched = FakeFleets(given)
-    assert annotate_data(job(given.run.root, source="llm", llm=moved), untouched)["ok"] == 20
+    untouched = FakeFleets(data_job)
+    assert annotate_data(job(data_job.run.root, source="llm", llm=moved), untouched)["ok"] == 20
     assert untouched.num_judged == 0
     with pytest.raises(UserError, match=r'annotate\.llm\.model \("judge" -> "other"\)'):
-        annotate_data(job(given.run.root, source="llm", llm=moved | {"model": "other"}), untouched)
+        annotate_data(job(data_job.run.root, source="llm", llm=moved | {"model": "other"}), untouched)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_the_summary_has_the_share_of_records_whose_solution_shares_its_tests_pr
     summary = annotate_samples(config, read_samples(config), None, StopFlag())
     assert (summary["sandbox_together_share"], summary["sandbox_separate_share"]) == (1 / 3, 2 / 3)
     lines = (config.run.folder / JOURNAL_FILE).read_text().splitlines()
-    found = [json.loads(line)["execution"] for line in lines]
-    assert sorted((o["mode"], o["passed"]) for o in found) == [
+    executions = [json.loads(line)["execution"] for line in lines]
+    assert sorted((o["mode"], o["passed"]) for o in executions) == [
         ("separate", False), ("separate", True), ("together", True),
     ]  # fmt: skip

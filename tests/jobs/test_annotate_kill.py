@@ -110,9 +110,9 @@ def test_a_job_that_is_killed_again_and_again_makes_each_record_once(endpoint: F
     assert start(config, tmp_path).wait(timeout=DEADLINE_S) == 0, (tmp_path / "out.txt").read_text()
     assert known & {asked_about(body) for body in endpoint.requests[num_requests:]} == set()
 
-    made = read(tmp_path / "run" / ANNOTATED_FILE)
-    assert [row["prompt_id"] for row in made] == ids
-    assert {(row["status"], row["poor"][0]) for row in made} == {("ok", "answer")}
+    annotated_rows = read(tmp_path / "run" / ANNOTATED_FILE)
+    assert [row["prompt_id"] for row in annotated_rows] == ids
+    assert {(row["status"], row["poor"][0]) for row in annotated_rows} == {("ok", "answer")}
     assert sorted(row["prompt_id"] for row in read(journal)) == sorted(ids)
     parts = [row["prompt_id"] for name in (TRAIN_FILE, HELDOUT_FILE) for row in read(tmp_path / "run" / name)]
     assert sorted(parts) == sorted(ids)
@@ -127,10 +127,10 @@ def annotated(folder: Path, config: str, *overrides: str) -> list[dict[str, Any]
 
 def test_the_code_sample_is_annotated_by_program(tmp_path: Path) -> None:
     file = DATA / "kodcode.jsonl"
-    made = annotated(tmp_path, "kodcode", f"data.path={file}", "annotate.source=program")
+    records = annotated(tmp_path, "kodcode", f"data.path={file}", "annotate.source=program")
     rows = read(file)
-    assert [record["prompt_id"] for record in made] == [row["question_id"] for row in rows]
-    for record, row in zip(made, rows, strict=True):
+    assert [record["prompt_id"] for record in records] == [row["question_id"] for row in rows]
+    for record, row in zip(records, rows, strict=True):
         faulty = row["faulty_lines"]
         assert record["response"] == row["solution"] and record["critique"]
         assert record["status"] == "ok"
@@ -159,29 +159,34 @@ def test_published_samples_are_annotated_by_an_endpoint(
         return says(answer("Well begun.", span(response.split()[0], "good", phrase="begun")))
 
     endpoint.reply = reply
-    made = annotated(
+    records = annotated(
         tmp_path, config, f"data.path={DATA / file}", f"annotate.llm.url={endpoint.url}", "annotate.llm.key_env=PATH"
     )
     rows = json.loads((DATA / file).read_text())
-    assert [record["prompt_id"] for record in made] == (
+    assert [record["prompt_id"] for record in records] == (
         list(rows) if isinstance(rows, dict) else [row["prompt_id"] for row in rows]
     )
-    for record in made:
+    for record in records:
         first = record["response"].split()[0]
         assert [(s["start"], s["end"], s["label"], s["severity"]) for s in record["spans"]] == [(0, len(first), 1, 1)]
         assert (record["status"], record["critique"], record["source"]) == ("ok", "Well begun.", "llm")
     received_requests = [body["messages"][0]["content"] for body in endpoint.requests]
-    assert [made[0]["response"] in content for content in received_requests if notes in content] == [True]
-    assert len(received_requests) == len(made)
+    assert [records[0]["response"] in content for content in received_requests if notes in content] == [True]
+    assert len(received_requests) == len(records)
 
 
 def test_a_table_of_human_feedback_needs_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text('ChatRequest,prompt_id,response,critique,poor\nWhy?,7,"a phone, a phone",Twice.,"[""a phone""]"\n')
-    (made,) = annotated(
+    (record,) = annotated(
         tmp_path, "own", f"data.path={file}", "data.columns={prompt: ChatRequest}", "annotate.source=human"
     )
-    assert (made["prompt_id"], made["prompt"], made["critique"], made["poor"]) == ("7", "Why?", "Twice.", ["a phone"])
+    assert (record["prompt_id"], record["prompt"], record["critique"], record["poor"]) == (
+        "7",
+        "Why?",
+        "Twice.",
+        ["a phone"],
+    )
 
 
 def test_critiques_that_people_wrote_are_aligned_by_an_endpoint(endpoint: FakeEndpoint, tmp_path: Path) -> None:
@@ -197,13 +202,13 @@ def test_critiques_that_people_wrote_are_aligned_by_an_endpoint(endpoint: FakeEn
 
     endpoint.reply = reply
     overrides = ("annotate.source=human", "annotate.align=llm", "annotate.max_failed_share=1")
-    made = annotated(
+    records = annotated(
         tmp_path, "slf5k", f"data.path={DATA / 'slf5k.json'}", f"annotate.llm.url={endpoint.url}",
         "annotate.llm.key_env=PATH", *overrides,
     )  # fmt: skip
-    assert {r["prompt_id"]: r["critique"] for r in made if r["status"] == "ok"} == with_feedback
+    assert {r["prompt_id"]: r["critique"] for r in records if r["status"] == "ok"} == with_feedback
     assert len(endpoint.requests) == len(with_feedback) > 3
-    for record in made:
+    for record in records:
         if record["status"] == "ok":
             assert record["source"] == "human"
             assert record["spans"][0]["severity"] == 2

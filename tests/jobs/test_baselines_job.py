@@ -137,9 +137,9 @@ def worth(rollout: Rollout) -> int:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Any:
-    made = World(tmp_path)
-    with closing(made.log):
-        yield made
+    new_world = World(tmp_path)
+    with closing(new_world.log):
+        yield new_world
 
 
 def test_the_base_is_scored_at_step_0_and_sampled_as_ppo_samples_it(world: World) -> None:

@@ -78,10 +78,10 @@ def test_the_first_turn_of_each_side_is_discarded_and_the_rest_is_timed(tmp_path
         return run
 
     benchmark = Benchmark(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, reference="a")  # type: ignore[dict-item]
-    found = asyncio.run(Bench(job(tmp_path)).measure(benchmark))
+    record = asyncio.run(Bench(job(tmp_path)).measure(benchmark))
     assert called == [*"abbaab"]
-    a = found["sides"]["a"]
-    b = found["sides"]["b"]
+    a = record["sides"]["a"]
+    b = record["sides"]["b"]
     assert 0.02 <= a["seconds"] < 0.2, "the slow first turn is not among them"
     assert 0.04 <= b["seconds"] < 0.4, "the slow first turn is not among them"
     assert a["turn"] == 4.5 and b["turn"] == 4.5  # turns 4 and 5, 3 and 6
@@ -172,8 +172,8 @@ def test_models_end_their_responses_at_the_configured_rate(
     end = AutoTokenizer.from_pretrained(folder).eos_token_id
     ids = torch.from_numpy(np.random.default_rng(1).integers(5, 300, (4, 50)))
     with torch.no_grad():
-        said = model(ids).logits.float().softmax(-1)[..., end].mean().item()
-    assert math.isclose(said, probability, rel_tol=0.15, abs_tol=1e-9)
+        end_probability = model(ids).logits.float().softmax(-1)[..., end].mean().item()
+    assert math.isclose(end_probability, probability, rel_tol=0.15, abs_tol=1e-9)
 
 
 def test_tied_embeddings_have_no_mean_length(tmp_path: Path) -> None:
@@ -221,18 +221,18 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
     assert ran == [*tried, *turn, *turn[::-1], *turn, "closed", *["ahead"] * 3, "closed", *["critic"] * 3, "closed"]
     variants = {"t2g, max_staleness=1": 5.0, "t2g, with a value model": 3.0}
 
-    def said(benchmark: Record) -> tuple[str, str, dict[str, float]]:
+    def summarize(benchmark: Record) -> tuple[str, str, dict[str, float]]:
         return (
             benchmark["name"],
             benchmark["reference"],
-            {name: found["amount"] for name, found in benchmark["sides"].items()},
+            {name: measured["amount"] for name, measured in benchmark["sides"].items()},
         )
 
-    assert said(step) == ("step", phase_step.BARE, {phase_step.BARE: 8.0, "t2g": 4.0, **variants})
+    assert summarize(step) == ("step", phase_step.BARE, {phase_step.BARE: 8.0, "t2g": 4.0, **variants})
     assert step["aims"] == dict.fromkeys(["t2g", "t2g, max_staleness=1"], 1 / 1.15), "a critic is work of its own"
     rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
     expected = [("GRPO step", "TRL", {**rivals, "t2g": 4.0, **variants})] if with_trl else []
-    assert [said(benchmark) for benchmark in grpo] == expected
+    assert [summarize(benchmark) for benchmark in grpo] == expected
     assert all([*benchmark["aims"].values()] == [1.4, 1.4] for benchmark in grpo)
 
 
@@ -364,8 +364,8 @@ def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest
         await asyncio.sleep(60)
         raise AssertionError
 
-    found = asyncio.run(phase_step.able({"one": works, "two": dies, "three": hangs}, 0.05))
-    said = capsys.readouterr().out
-    assert [*found] == ["one"]
-    assert found["one"] is works
-    assert "two has no side: RayError: its engine ended" in said and "three has no side: TimeoutError" in said
+    sides = asyncio.run(phase_step.able({"one": works, "two": dies, "three": hangs}, 0.05))
+    output = capsys.readouterr().out
+    assert [*sides] == ["one"]
+    assert sides["one"] is works
+    assert "two has no side: RayError: its engine ended" in output and "three has no side: TimeoutError" in output

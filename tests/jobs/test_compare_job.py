@@ -111,7 +111,7 @@ def test_a_source_that_is_changed_does_not_give_the_marks(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("overrides", "wanted"),
+    ("overrides", "needs_reward"),
     [
         ([], True),
         (["feedback.source=program"], False),
@@ -120,22 +120,22 @@ def test_a_source_that_is_changed_does_not_give_the_marks(tmp_path: Path) -> Non
     ],
 )
 def test_the_stages_have_a_reward_model_where_a_run_asks_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], wanted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], needs_reward: bool
 ) -> None:
-    def made(demo: Any, fleets: Any, *, reward: bool) -> None:
+    def make_stages(demo: Any, fleets: Any, *, reward: bool) -> None:
         raise Stopped(f"reward={reward}")
 
     (tmp_path / "asks.yaml").write_text("about: A reward model.\noverrides: {feedback.source: reward_model}\n")
-    monkeypatch.setattr(comparison_runs, "make_stages", made)
+    monkeypatch.setattr(comparison_runs, "make_stages", make_stages)
     monkeypatch.setattr(prepared, "on_cluster", lambda job: nullcontext())
-    with pytest.raises(Stopped, match=f"reward={wanted}"):
+    with pytest.raises(Stopped, match=f"reward={needs_reward}"):
         run(the_job(tmp_path, *(text.format(folder=tmp_path) for text in overrides)), None)
 
 
 def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Path) -> None:
-    said = describe(the_job(tmp_path))
-    assert "70 runs: 30 or more to choose learning rates, 40 that are compared, 0 under noise" in said
-    assert "span: Text2Grad" in said
+    description = describe(the_job(tmp_path))
+    assert "70 runs: 30 or more to choose learning rates, 40 that are compared, 0 under noise" in description
+    assert "span: Text2Grad" in description
     more = describe(the_job(tmp_path, config="compare_more.yaml"))
     assert "63 runs: 24 or more to choose learning rates, 21 that are compared, 18 under noise" in more
     assert "reward models: dense, no_critique, plain, each with seeds 1\n" in more
@@ -189,13 +189,13 @@ def session(plan: ComparisonPlan, stop: StopFlag | None = None) -> Session:
 
 
 def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> None:
-    found = session(finished_plan(tmp_path))
-    scores, lr = found.find_lr("span")
+    comparison = session(finished_plan(tmp_path))
+    scores, lr = comparison.find_lr("span")
     assert lr == 0.2
     assert scores == {rate: {101: pytest.approx(0.8 if rate == lr else 0.3)} for rate in (0.1, 0.2, 0.4)}
-    scores, lr = found.find_lr("scalar")
+    scores, lr = comparison.find_lr("scalar")
     assert (lr, sorted(scores)) == (0.1, [0.05, 0.1, 0.2])  # no end of what was tried
-    found.run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
+    comparison.run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
 
 
 @pytest.mark.parametrize("name", ["span", "dpo", "ilf", "reflection"])
@@ -293,9 +293,9 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     begin_folder(second.job)
     search = run_all(second, NoEngines(), StopFlag())
     finish(second, search, {})
-    found = json.loads((second.job.run.folder / "compare.json").read_text())["methods"]
-    assert found["span"]["minus_scalar"]["mean"] == pytest.approx(0.35)
-    assert found["span"]["targeting"]["criticised"]["mean"] == -1
+    methods = json.loads((second.job.run.folder / "compare.json").read_text())["methods"]
+    assert methods["span"]["minus_scalar"]["mean"] == pytest.approx(0.35)
+    assert methods["span"]["targeting"]["criticised"]["mean"] == -1
     other = plan_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
     assert has_all(second, ["scalar", "span"], ResultLines(second.job.compare))
     assert not has_all(other, ["span"], ResultLines(other.job.compare))
@@ -389,11 +389,11 @@ def test_the_reference_is_made_once_and_kept(tmp_path: Path) -> None:
     data = PolicyData(task=LetterTask(), tokenizer=tokenizer, prompts=[], eval_prompts=prompts)
     fleets = FakeFleets(FakeRollouts(tokenizer))
     plan = plan_of(tmp_path / "runs", "compare.reference_prompts=5")
-    made = ReferenceResponses(plan, data, fleets).responses
+    responses = ReferenceResponses(plan, data, fleets).responses
     fleets.rollouts.logits[:, 0] = 9.0  # another policy by now: what is kept must not change with it
     again = ReferenceResponses(plan, data, fleets).responses
-    assert fleets.requests == 1 and len(made) == 5
-    assert [(p, r.response_text, f) for p, r, f in again] == [(p, r.response_text, f) for p, r, f in made]
+    assert fleets.requests == 1 and len(responses) == 5
+    assert [(p, r.response_text, f) for p, r, f in again] == [(p, r.response_text, f) for p, r, f in responses]
     with pytest.raises(UserError, match=r"reference was made with other inputs: eval\.num_prompts"):
         ReferenceResponses(plan_of(tmp_path / "runs", "compare.reference_prompts=6"), data, fleets)
 

@@ -39,8 +39,8 @@ def test_what_is_no_job_ends_at_once(words: list[str], code: int, capsys: pytest
     with pytest.raises(SystemExit) as ended:
         console.main(words)
     assert ended.value.code == code
-    said = capsys.readouterr()
-    assert "t2g" in said.out + said.err
+    captured = capsys.readouterr()
+    assert "t2g" in captured.out + captured.err
 
 
 def test_without_a_word_every_job_is_listed_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

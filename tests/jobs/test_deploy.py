@@ -119,8 +119,8 @@ def test_check_fails_on_what_cannot_run_and_tells_it_from_what_is_elsewhere(
     assert "not here: feedback.source=nowhere_at_all:judge cannot be imported" in capsys.readouterr().out
     sft = ["check", "--stage", "sft", "--config", "configs/own/sft.yaml", "sft={gpus: 1, workers: 1}", "--gpu", "24"]
     assert command(*sft, "model.policy=Qwen/Qwen2.5-1.5B-Instruct", "data.path=/mnt/t2g/x.jsonl") == 1
-    said = capsys.readouterr().out
-    assert "sft: about " in said and "GiB on a GPU of 24; lower sft.tokens_per_microbatch" in said
+    output = capsys.readouterr().out
+    assert "sft: about " in output and "GiB on a GPU of 24; lower sft.tokens_per_microbatch" in output
 
 
 def test_render_refuses_what_no_pod_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,8 +137,12 @@ def test_check_resolves_auto_with_a_gpu_for_each_process(
     starter = Path(deploy.__file__).parent / "starter" / "policy.yaml"
     random_model(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}\n')
-    given = [f"model.policy={tmp_path / 'model'}", f"data.path={tmp_path / 'prompts.jsonl'}", "feedback.source=program"]
-    command("check", "--config", starter, "--gpu", "L4", *given, f"run.root={tmp_path}")
+    overrides = [
+        f"model.policy={tmp_path / 'model'}",
+        f"data.path={tmp_path / 'prompts.jsonl'}",
+        "feedback.source=program",
+    ]
+    command("check", "--config", starter, "--gpu", "L4", *overrides, f"run.root={tmp_path}")
     captured = capsys.readouterr()
     assert "learner: 1 rank of 1 GPU -> 1 pod;" in captured.out
     assert "rollout: 1 engine of TP 1 -> 1 pod;" in captured.out

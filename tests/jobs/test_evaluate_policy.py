@@ -87,13 +87,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(tmp_path: Path, models: Path, records: list[dict[str, Any]] = RECORDS, **fields: Any) -> PolicyEvaluationJob:
     data = tmp_path / "heldout.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = {
+    defaults = {
         "run": {"root": tmp_path / "runs", "name": "evaluation"},
         "task": "summarization",
         "policies": {name: {"policy": str(models / name)} for name in ("whole", "cut")},
         "data": {"path": str(data)},
     }
-    return PolicyEvaluationJob.model_validate(given | fields)
+    return PolicyEvaluationJob.model_validate(defaults | fields)
 
 
 def run(config: PolicyEvaluationJob, engines: dict[str, Engine], stop: StopFlag | None = None) -> dict[str, Any]:
@@ -112,11 +112,11 @@ def test_a_policy_truncated_to_8_words_is_worse(tmp_path: Path, models: Path) ->
     config = job(tmp_path, models)
     result = run(config, {"whole": Engine(100), "cut": Engine(8)})
     for measure in ("rouge1", "rouge2", "rougeL", "bleu"):
-        found = pair(result, measure)
-        assert found["policy"] == "cut"
-        assert found["high"] < 0
-        assert found["p_holm"] < 0.01
-        assert found["value"] < -found["resolvable"]
+        pairing = pair(result, measure)
+        assert pairing["policy"] == "cut"
+        assert pairing["high"] < 0
+        assert pairing["p_holm"] < 0.01
+        assert pairing["value"] < -pairing["resolvable"]
     assert result["policies"]["whole"]["bleu"]["value"] == pytest.approx(100)
     assert result["policies"]["cut"]["words"] == {"value": 8, "low": 8, "high": 8}
     assert result["policies"]["cut"]["cut"]["value"] == 1
@@ -237,11 +237,11 @@ def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tm
 
     class Slow(Engine):
         async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-            said = await super().sample(prompt, sampling)
+            sampled = await super().sample(prompt, sampling)
             if len(self.received_requests) > 3:
                 stop.signal_name = "SIGTERM"
                 await asyncio.sleep(0.5)
-            return said
+            return sampled
 
     first = Slow(8)
     second = Engine(8)
@@ -339,8 +339,8 @@ def test_policies_are_sampled_as_their_training_was(tmp_path: Path, models: Path
 
 def test_what_the_user_sets_counts_more_than_the_training(tmp_path: Path, models: Path) -> None:
     policy = trained(tmp_path / "own", models, temperature=0.7, max_new_tokens=48)
-    for given, expected in (({"temperature": 0}, (0, 48)), ({"max_new_tokens": 9}, (0.7, 9))):
-        config = load_job(tmp_path, models, policies={"a": {"policy": str(policy)}}, rollout=given)
+    for rollout, expected in (({"temperature": 0}, (0, 48)), ({"max_new_tokens": 9}, (0.7, 9))):
+        config = load_job(tmp_path, models, policies={"a": {"policy": str(policy)}}, rollout=rollout)
         assert (config.rollout.temperature, config.rollout.max_new_tokens) == expected
     no_run = load_job(tmp_path, models, policies={"a": {"policy": str(models / "cut")}})
     assert (no_run.rollout.temperature, no_run.rollout.max_new_tokens) == (1, 128), "the defaults of training"
@@ -388,8 +388,8 @@ def test_a_corrected_test_is_run_on_the_same_responses(tmp_path: Path, models: P
     options = {"task": "code", "sandbox": {"require": []}, "policies": {"cut": {"policy": str(models / "cut")}}}
     engine = Engine(0, says=lambda prompt_id, index: "def double(value):\n    return 2 * value\n")
     for result, passed in ((5, 0.5), (6, 1)):
-        found = run(job(tmp_path, models, records(result), **options), {"cut": engine})
-        assert found["policies"]["cut"]["pass@1"]["value"] == passed
+        result_file = run(job(tmp_path, models, records(result), **options), {"cut": engine})
+        assert result_file["policies"]["cut"]["pass@1"]["value"] == passed
     assert len(engine.received_requests) == 2
     config = job(tmp_path, models, records(6), **options | {"sandbox": {"require": [], "timeout_s": 5}})
     assert num_lines(config, "scores/cut.jsonl") == 3
@@ -489,8 +489,8 @@ def test_a_model_that_is_not_there_is_refused_before_an_engine_starts(tmp_path: 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    with fake_endpoint() as found:
-        yield found
+    with fake_endpoint() as endpoint:
+        yield endpoint
 
 
 def llm(server: FakeEndpoint) -> dict[str, Any]:

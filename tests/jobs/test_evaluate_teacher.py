@@ -106,9 +106,9 @@ def test_the_same_prompts_are_scored_without_a_critique_with_their_own_and_with_
 
 def test_the_gaps_are_log_ratios_of_the_policys_own_tokens(tmp_path: Path) -> None:
     result, _ = evaluate(tmp_path, 7)
-    own = result["gaps"]["teacher"]
+    gaps = result["gaps"]["teacher"]
     control = result["gaps"]["shuffled"]
-    assert {kind: of["value"] for kind, of in own.items()} == {"good": 0.5, "poor": -1.0, "poor_first": -1.0}
+    assert {kind: of["value"] for kind, of in gaps.items()} == {"good": 0.5, "poor": -1.0, "poor_first": -1.0}
     assert {kind: of["value"] for kind, of in control.items()} == {"good": -0.125, "poor": 0.25, "poor_first": 0.25}
     assert "can help" in result["advice"]
 
@@ -118,11 +118,11 @@ def test_gaps_are_means_over_tokens_with_an_interval_over_responses() -> None:
     responses = [{"good": np.full(3, 1.0), "poor": np.zeros(0)}] * 10 + [
         {"good": np.full(1, -1.0), "poor": np.zeros(0)}
     ] * 10
-    found = summarize_gaps(responses)
-    assert [*found] == ["good"], "no token is poor"
-    assert found["good"]["value"] == pytest.approx(0.5)
-    assert found["good"]["low"] < 0.3
-    assert 0.7 < found["good"]["high"] < 1
+    gaps = summarize_gaps(responses)
+    assert [*gaps] == ["good"], "no token is poor"
+    assert gaps["good"]["value"] == pytest.approx(0.5)
+    assert gaps["good"]["low"] < 0.3
+    assert 0.7 < gaps["good"]["high"] < 1
 
 
 def test_a_smoke_run_measures_as_many_prompts_as_a_step_has_responses(tmp_path: Path) -> None:

@@ -44,14 +44,14 @@ class Jobs:
         if self.fails:
             stderr.write("a warning\njobs.train_policy: no rollout worker is left\n")
             return 3
-        given = loading.load(SCHEMAS[job], ROOT / config, overrides, environ={}, cwd=ROOT)
-        assert preflight(given, MACHINE).wrong == [], "the job itself would not start"
-        self.configs.append(given)
-        given.run.folder.mkdir(parents=True)
-        loss = self.losses["gpu" if isinstance(given, SFTJob) and given.sft.gpus else "cpu"]
+        job_config = loading.load(SCHEMAS[job], ROOT / config, overrides, environ={}, cwd=ROOT)
+        assert preflight(job_config, MACHINE).wrong == [], "the job itself would not start"
+        self.configs.append(job_config)
+        job_config.run.folder.mkdir(parents=True)
+        loss = self.losses["gpu" if isinstance(job_config, SFTJob) and job_config.sft.gpus else "cpu"]
         metrics = {"sft/loss": loss, "sync/load_s": 0.5, "feedback/failed_share": 0.1, "eval/score": 0.7}
-        (given.run.folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-        (given.run.folder / "probe.json").write_text('{"largest": 0.1, "p95": 0.05, "median": 0.01}')
+        (job_config.run.folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+        (job_config.run.folder / "probe.json").write_text('{"largest": 0.1, "p95": 0.05, "median": 0.01}')
         return 0
 
 
@@ -64,10 +64,10 @@ def check(monkeypatch: pytest.MonkeyPatch, out: Path, jobs: Jobs, *items: str, g
 
 
 def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, said = check(monkeypatch, tmp_path, Jobs(), "world", "rank", "ipc", "alternate")
-    world, rank, *others = said["items"]
+    code, report = check(monkeypatch, tmp_path, Jobs(), "world", "rank", "ipc", "alternate")
+    world, rank, *others = report["items"]
     assert code == 0
-    assert said["gpus"] == world["on"] == rank["on"] == "no GPU: run on the CPU"
+    assert report["gpus"] == world["on"] == rank["on"] == "no GPU: run on the CPU"
     assert world["answer"] == "yes" and world["figures"]["sync/load_s"] == 0.5
     assert world["figures"]["probe_gap_nats"]["p95"] == 0.05
     assert [item["answer"] for item in others] == ["not run", "not run"]
@@ -76,10 +76,10 @@ def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     jobs = Jobs(gpu=1.001)
-    code, said = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "compiled", "alternate", "nccl", gpus=2)
+    code, report = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "compiled", "alternate", "nccl", gpus=2)
     assert code == 0
-    assert {item["on"] for item in said["items"]} == {"GPU"}
-    assert said["gpus"] == ["a GPU"] * 2
+    assert {item["on"] for item in report["items"]} == {"GPU"}
+    assert report["gpus"] == ["a GPU"] * 2
     world, on_cpu, on_gpu, *others = jobs.configs
     judge = world.feedback.engine
     assert (world.learner.sync_transport, world.feedback.source) == ("store", "reward_model")
@@ -107,25 +107,25 @@ def test_half_a_billion_has_the_memory_that_it_asks_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(random_models, "make_model", without_weights)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=24 * 2**30))
     jobs = Jobs()
-    code, said = check(monkeypatch, tmp_path, jobs, "half_a_billion", gpus=1)
-    (item,) = said["items"]
+    code, report = check(monkeypatch, tmp_path, jobs, "half_a_billion", gpus=1)
+    (item,) = report["items"]
     (job,) = jobs.configs
     assert code == 0 and job.learner.sync_transport == "ipc"
     assert "estimated GiB on each GPU, of 24 (24.0):" in item["figures"]["expected"]
 
 
 def test_a_loss_that_is_another_one_is_a_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, said = check(monkeypatch, tmp_path, Jobs(gpu=1.01), "rank", gpus=1)
+    code, report = check(monkeypatch, tmp_path, Jobs(gpu=1.01), "rank", gpus=1)
     assert code == 3
-    assert said["items"][0]["answer"] == "no"
-    assert "0.01 of its size" in said["items"][0]["why"]
+    assert report["items"][0]["answer"] == "no"
+    assert "0.01 of its size" in report["items"][0]["why"]
 
 
 def test_a_failed_or_hanging_job_reports_its_last_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     jobs = Jobs()
     jobs.fails = True
-    code, said = check(monkeypatch, tmp_path, jobs, "world")
-    assert (code, said["items"][0]["why"]) == (3, "RunStopped: jobs.train_policy: no rollout worker is left")
+    code, report = check(monkeypatch, tmp_path, jobs, "world")
+    assert (code, report["items"][0]["why"]) == (3, "RunStopped: jobs.train_policy: no rollout worker is left")
     jobs.hangs = True
     assert "did not end within" in check(monkeypatch, tmp_path, jobs, "world")[1]["items"][0]["why"]
 
@@ -185,8 +185,8 @@ def test_an_engine_gets_supported_calls_and_its_successor_is_awaited(monkeypatch
         def __init__(self) -> None:
             self.sample = SimpleNamespace(remote=self._sample)
 
-        async def _sample(self, *given: Any) -> Any:
-            bound = inspect.signature(RolloutWorker.sample).bind(None, *given)
+        async def _sample(self, *arguments: Any) -> Any:
+            bound = inspect.signature(RolloutWorker.sample).bind(None, *arguments)
             requests.append(bound.arguments["index"])
             return SimpleNamespace(response_ids=[1, 2, 3])
 

@@ -19,30 +19,30 @@ def start(data: Path) -> tuple["subprocess.Popen[str]", str, str]:
     """The job, the address that it serves, and what it said before."""
     command = [sys.executable, "-m", "jobs.mark", str(data), "--by", "ann"]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = ""
+    output = ""
     assert job.stdout is not None
     for line in job.stdout:
-        said += line
-        if found := re.search(r"go on at (http://127\.0\.0\.1:\d+/\S+/)", line):
-            return job, found[1], said
-    raise AssertionError(said)
+        output += line
+        if match := re.search(r"go on at (http://127\.0\.0\.1:\d+/\S+/)", line):
+            return job, match[1], output
+    raise AssertionError(output)
 
 
 def end(job: "subprocess.Popen[str]", number: signal.Signals) -> tuple[int, str]:
     job.send_signal(number)
-    said = job.communicate(timeout=60)[0]
-    return job.returncode, said
+    output = job.communicate(timeout=60)[0]
+    return job.returncode, output
 
 
 def test_a_killed_page_goes_on_where_it_was_and_one_process_has_the_folder(tmp_path: Path) -> None:
     data = tmp_path / "my.jsonl"
     rows = [{"prompt": "p", "response": "one two"}, {"prompt": "q", "response": "three"}, {"prompt": "no response"}]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    job, url, said = start(data)
+    job, url, output = start(data)
     try:
         assert (
-            "1 of 3 records have nothing to mark; data record 3 (my.jsonl:3) has no response" in said
-            and "0 of 2" in said
+            "1 of 3 records have nothing to mark; data record 3 (my.jsonl:3) has no response" in output
+            and "0 of 2" in output
         )
         assert main([str(data), "--by", "ann"]) == 2, "another process works there"
         body = {"critique": "one is wrong", "spans": [{"start": 0, "end": 3, "label": -1, "severity": 2}], "done": True}
@@ -52,12 +52,12 @@ def test_a_killed_page_goes_on_where_it_was_and_one_process_has_the_folder(tmp_p
             assert answer.status == 200
     finally:
         assert end(job, signal.SIGKILL)[0] == -signal.SIGKILL
-    job, _, said = start(data)
-    assert "1 of 2 responses are marked" in said
-    code, said = end(job, signal.SIGTERM)
+    job, _, output = start(data)
+    assert "1 of 2 responses are marked" in output
+    code, output = end(job, signal.SIGTERM)
     path = data.with_suffix(".marks") / "ann" / "annotated.jsonl"
-    assert code == 0 and said.endswith(f"1 of 2 responses are marked\nmade: records {path}\n")
-    assert "Traceback" not in said
+    assert code == 0 and output.endswith(f"1 of 2 responses are marked\nmade: records {path}\n")
+    assert "Traceback" not in output
     assert json.loads(path.read_text())["poor"] == [{"quote": "one", "severity": 2}]
 
 

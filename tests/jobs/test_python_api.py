@@ -76,11 +76,11 @@ def in_notebook(call: Callable[[], Any]) -> Any:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    made: list[Any] = []
-    thread = threading.Thread(target=lambda: made.append(call()))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
     thread.start()
     thread.join(60)
-    return made[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("where", [in_notebook, in_thread, lambda call: in_thread(lambda: in_notebook(call))])
@@ -94,9 +94,9 @@ def test_records_and_a_function_of_the_program_are_annotated(config: dict[str, A
     for record, spans in zip(records[:2], expected, strict=True):
         assert [(span["start"], span["label"]) for span in record["spans"]] == spans
     folder = config["run"]["root"] / "r"
-    kept = [(folder / name).read_text().splitlines() for name in ("train.jsonl", "heldout.jsonl")]
-    assert all(kept)
-    assert len(kept[0] + kept[1]) == len(seen) == len(PROMPTS)
+    file_lines = [(folder / name).read_text().splitlines() for name in ("train.jsonl", "heldout.jsonl")]
+    assert all(file_lines)
+    assert len(file_lines[0] + file_lines[1]) == len(seen) == len(PROMPTS)
     assert records[0]["version"] == "__main__:judge"
 
 
@@ -104,9 +104,9 @@ def test_the_same_call_goes_on_and_another_function_is_refused(
     config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    made = annotate(config, prompts=PROMPTS, feedback=make_judge("a", seen))
+    records = annotate(config, prompts=PROMPTS, feedback=make_judge("a", seen))
     again = annotate(config, prompts=iter(PROMPTS), feedback=make_judge("a", seen))
-    assert again == made and len(seen) == len(PROMPTS)
+    assert again == records and len(seen) == len(PROMPTS)
     with pytest.raises(UserError, match=r"other inputs: the content of annotate\.source \(hash \w+ -> \w+\); .*accept"):
         annotate(config, prompts=PROMPTS, feedback=make_strict_judge(seen))
     fewer = annotate(config, prompts=PROMPTS[:3], feedback=make_judge("a", seen))
@@ -172,9 +172,9 @@ def test_a_function_stands_wherever_a_config_takes_an_import_path(tmp_path: Path
 
 
 def test_what_would_stop_a_job_is_raised_at_once(config: dict[str, Any], tmp_path: Path) -> None:
-    own = {"run": config["run"], "model": {"policy": tmp_path / "none"}}
+    values = {"run": config["run"], "model": {"policy": tmp_path / "none"}}
     with pytest.raises(UserError) as caught:
-        train(own, prompts=[{"text": "a"}], feedback=lambda prompt: None)
+        train(values, prompts=[{"text": "a"}], feedback=lambda prompt: None)
     problems = str(caught.value).splitlines()
     assert problems[0] == "3 problems:" and "no folder of that name" in str(caught.value)
     assert not (tmp_path / "r" / "config.yaml").exists()
@@ -184,12 +184,12 @@ def test_what_would_stop_a_job_is_raised_at_once(config: dict[str, Any], tmp_pat
         assert "command line" not in str(caught.value)
     assert not [*tmp_path.rglob("records-*")], "a refused call left its records"
     with pytest.raises(UserError, match=r"^what='rewards' is none of reward, policy, teacher$"):
-        evaluate(own, what="rewards")
+        evaluate(values, what="rewards")
 
 
 def fake_start(config: dict[str, Any], job: Callable[..., Any]) -> Any:
-    own = config | {"data": {"path": ROOT / "jobs" / "starter" / "prompts.jsonl"}}
-    return start(AnnotateJob, job, "builtins:type", own, {"annotate.source": make_judge("a", [])})
+    values = config | {"data": {"path": ROOT / "jobs" / "starter" / "prompts.jsonl"}}
+    return start(AnnotateJob, job, "builtins:type", values, {"annotate.source": make_judge("a", [])})
 
 
 def test_one_job_of_a_process_runs_at_a_time(config: dict[str, Any]) -> None:
@@ -203,16 +203,16 @@ def test_one_job_of_a_process_runs_at_a_time(config: dict[str, Any]) -> None:
 
 def test_other_prompts_do_not_replace_those_of_a_run(tmp_path: Path) -> None:
     random_model(tmp_path / "model")
-    own = {"run": {"root": tmp_path, "smoke": False}, "model": {"policy": tmp_path / "model"}}
+    base_values = {"run": {"root": tmp_path, "smoke": False}, "model": {"policy": tmp_path / "model"}}
 
     def begin(rows: list[dict[str, str]], **run: Any) -> Path:
         def job(job: PolicyJob, read: Any) -> Path:
             begin_folder(job)
             return Path(job.data.path)
 
-        values = own | {"run": own["run"] | run}
-        given = {"data.path": rows, "feedback.source": make_judge("a", [])}
-        return start(PolicyJob, job, "builtins:type", values, given)
+        values = base_values | {"run": base_values["run"] | run}
+        inputs = {"data.path": rows, "feedback.source": make_judge("a", [])}
+        return start(PolicyJob, job, "builtins:type", values, inputs)
 
     file = begin(PROMPTS)
     assert [json.loads(line) for line in file.read_text().splitlines()] == PROMPTS
@@ -231,8 +231,8 @@ def test_the_example_of_the_guide_is_a_job_of_three_steps(tmp_path: Path, monkey
             jobs.append(job)
             return PolicyRun(folder=job.run.folder)
 
-        given = {"data.path": prompts, "feedback.source": feedback}
-        return start(PolicyJob, job, "builtins:type", config, given)
+        inputs = {"data.path": prompts, "feedback.source": feedback}
+        return start(PolicyJob, job, "builtins:type", config, inputs)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs_api, "train", begin)
@@ -319,12 +319,12 @@ def test_a_signal_ends_a_job_without_checkpoints(
 
 
 def test_a_run_gives_its_files(tmp_path: Path) -> None:
-    made = PolicyRun(folder=tmp_path)
-    assert (made.metrics, made.samples) == ([], [])
+    policy_run = PolicyRun(folder=tmp_path)
+    assert (policy_run.metrics, policy_run.samples) == ([], [])
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "samples": 8}\n{"step": 2, "sam')
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "response": "a"}\n')
-    assert (made.metrics, made.samples) == ([{"step": 1, "samples": 8}], [{"step": 1, "response": "a"}])
-    assert (made.policy.name, made.report.name) == ("policy", "report.html")
+    assert (policy_run.metrics, policy_run.samples) == ([{"step": 1, "samples": 8}], [{"step": 1, "response": "a"}])
+    assert (policy_run.policy.name, policy_run.report.name) == ("policy", "report.html")
 
 
 def test_a_connected_ray_is_left_alone(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +332,6 @@ def test_a_connected_ray_is_left_alone(config: dict[str, Any], tmp_path: Path, m
     monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("the notebook's Ray was disconnected"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     random_model(tmp_path / "model")
-    own = {"run": config["run"], "model": {"policy": tmp_path / "model"}, "rollout": {"max_model_len": 256}}
+    values = {"run": config["run"], "model": {"policy": tmp_path / "model"}, "rollout": {"max_model_len": 256}}
     with pytest.raises(UserError, match=r"^Ray is connected in this Python process, .*ray\.shutdown"):
-        train(own, prompts=[{"prompt": "a"}], feedback=make_judge("a", []))
+        train(values, prompts=[{"prompt": "a"}], feedback=make_judge("a", []))

@@ -61,8 +61,8 @@ def test_a_missing_model_is_reported_before_anything_starts(
 
 @pytest.mark.parametrize("missing", ["--prompt", "--text"])
 def test_both_texts_are_needed(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [word for option in ("--prompt", "--text") if option != missing for word in (option, "x")]
+    options = [word for option in ("--prompt", "--text") if option != missing for word in (option, "x")]
     with pytest.raises(SystemExit) as caught:
-        score(["--config", "x.yaml", *given])
+        score(["--config", "x.yaml", *options])
     assert caught.value.code == 2
     assert missing in capsys.readouterr().err

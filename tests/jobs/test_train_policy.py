@@ -86,11 +86,11 @@ def test_an_exported_policy_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     span = {"start": 6, "end": 12, "label": -1, "severity": 1, "critique_range": [0, 4]}
-    said = {"critique": "Bad.", "spans": [span], "status": "ok", "source": "program", "version": "v"}
+    feedback = {"critique": "Bad.", "spans": [span], "status": "ok", "source": "program", "version": "v"}
     about = {"split": "train", "sample_index": 0, "prompt": "p", "finish_reason": "stop"}
     lines = [
-        {"step": 3, "prompt_id": "mute", "response": "mute", "feedback": said | {"spans": []}},
-        {"step": 2, "prompt_id": "told", "response": "about laptop", "feedback": said},
+        {"step": 3, "prompt_id": "mute", "response": "mute", "feedback": feedback | {"spans": []}},
+        {"step": 2, "prompt_id": "told", "response": "about laptop", "feedback": feedback},
     ]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(about | line) + "\n" for line in lines))
     show_one(tmp_path)
@@ -105,10 +105,10 @@ def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: p
 def test_the_artifacts_have_a_reward_model_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    def made(demo: Any, fleets: Any, *, reward: bool) -> None:
+    def make_stages(demo: Any, fleets: Any, *, reward: bool) -> None:
         raise Stopped(f"reward={reward}")
 
-    monkeypatch.setattr(prepared, "make_stages", made)
+    monkeypatch.setattr(prepared, "make_stages", make_stages)
     monkeypatch.setattr(prepared, "on_cluster", lambda job: nullcontext())
     tiny = Path(__file__).parents[2] / "configs" / "tiny" / "policy.yaml"
     with pytest.raises(Stopped, match=f"reward={source == 'reward_model'}"):
@@ -154,15 +154,15 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
     steps = dict(zip(arms, (20, 30), strict=False))
     for arm, step in steps.items():
         store = CheckpointStore(tmp_path / "demo" / "arms" / arm / "checkpoints", keep=2)
-        for made in (10, step):
-            store.write(made, lambda folder: None, {"step": made})
+        for saved_step in (10, step):
+            store.write(saved_step, lambda folder: None, {"step": saved_step})
 
     def configs(num_steps: int, *overrides: str) -> list[Any]:
-        given = [f"run.root={tmp_path}", f"num_steps={num_steps}", *overrides]
+        all_overrides = [f"run.root={tmp_path}", f"num_steps={num_steps}", *overrides]
         if len(arms) == 1:
             name = ["run.root=" + str(tmp_path / "demo" / "arms"), "run.name=span"]
-            return [loading.load(PolicyJob, TINY / "policy.yaml", [*given, *name], environ={})]
-        demo = loading.load(DemoJob, TINY / "demo.yaml", [*given, "arms=[span,scalar]"], environ={})
+            return [loading.load(PolicyJob, TINY / "policy.yaml", [*all_overrides, *name], environ={})]
+        demo = loading.load(DemoJob, TINY / "demo.yaml", [*all_overrides, "arms=[span,scalar]"], environ={})
         return [demo, *(arm_job(demo, arm) for arm in demo.arms)]
 
     def start(num_steps: int, *overrides: str) -> None:
@@ -175,8 +175,8 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
 
     start(19)
     lines = capsys.readouterr().out.splitlines()
-    said = [(arm, f"is already at step {step}: num_steps=19 leaves nothing to do") for arm, step in steps.items()]
-    assert lines == [f"{tmp_path / 'demo' / 'arms' / arm} {words}" for arm, words in said]
+    messages = [(arm, f"is already at step {step}: num_steps=19 leaves nothing to do") for arm, step in steps.items()]
+    assert lines == [f"{tmp_path / 'demo' / 'arms' / arm} {words}" for arm, words in messages]
     for others in ([20], [19, "run.resume=never"], [19, "run.smoke=true"]) if len(arms) == 1 else ([20],):
         with pytest.raises(Stopped):
             start(*others)
@@ -193,11 +193,11 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
 def test_the_schedule_spans_the_steps_that_it_is_given() -> None:
     job = loading.load(PolicyJob, TINY / "policy.yaml", environ={})
     longer = with_overrides(job, {"num_steps": 30})
-    kept = with_overrides(longer, {"learner.schedule_steps": job.num_steps})
-    assert [learner_spec(config).num_updates for config in (job, longer, kept)] == [10, 30, 10]
-    num_kept = learner_spec(kept).num_updates
+    scheduled = with_overrides(longer, {"learner.schedule_steps": job.num_steps})
+    assert [learner_spec(config).num_updates for config in (job, longer, scheduled)] == [10, 30, 10]
+    num_kept = learner_spec(scheduled).num_updates
     longer_rates = [lr_factor(step, longer.learner.policy, 30) for step in range(30)]
-    kept_rates = [lr_factor(step, kept.learner.policy, num_kept) for step in range(30)]
+    kept_rates = [lr_factor(step, scheduled.learner.policy, num_kept) for step in range(30)]
     whole = [lr_factor(step, job.learner.policy, 10) for step in range(10)]
     assert kept_rates[:10] == whole != longer_rates[:10]
     assert set(kept_rates[10:]) == {job.learner.policy.final_lr_ratio}

@@ -55,6 +55,6 @@ def test_a_run_folder_of_the_layout_before_is_refused(tmp_path: Path, leftovers:
     loading.write(config, config.run.folder)
     (config.run.folder / "model").mkdir()
     (config.run.folder / "summary.json").write_text('{"steps": 3}')
-    for ask, found in ((check_folder, leftovers), (begin_folder, leftovers), (check_folder, ("summary.json",))):
+    for ask, names in ((check_folder, leftovers), (begin_folder, leftovers), (check_folder, ("summary.json",))):
         with pytest.raises(UserError, match=r"by another version of this program.*take another run\.name$"):
-            ask(config, *found)
+            ask(config, *names)

@@ -88,13 +88,13 @@ def test_the_file_of_a_record_is_kept_beside_its_payload_and_identifies_nothing(
 def test_given_responses_are_judged_as_they_are() -> None:
     samples = samples_of(*ROWS[:3])
     records = judged(samples)
-    made = [records[sample.key] for sample in samples]
-    first, second, _ = made
+    records_in_order = [records[sample.key] for sample in samples]
+    first, second, _ = records_in_order
     assert (first.prompt_id, first.sample_index, first.response) == ("a", 0, "a b")
     assert (first.good, first.poor) == ((Quote(quote="a"),), (Quote(quote="b"),))
     assert (second.prompt_id, second.sample_index, second.response) == ("a", 1, "b")
     assert (second.good, second.poor) == ((), (Quote(quote="b"),))
-    assert made[2].status == "empty"
+    assert records_in_order[2].status == "empty"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:
             return await super().judge(prompt, response_text)
 
     samples = samples_of(*({"id": f"p{i}", "prompt": "Why?", "response": "a"} for i in range(9)))
-    asyncio.run(annotate(samples, Closing(), lambda _, made: heard.append(made.prompt_id), limit))
+    asyncio.run(annotate(samples, Closing(), lambda _, record: heard.append(record.prompt_id), limit))
     assert heard == ["p0", "p1", "p2", "p3"] and limit.num_in_flight == 0
 
 
@@ -219,9 +219,10 @@ def test_a_picture_leaves_out_its_turn_and_not_the_conversation() -> None:
     picture = {"role": "user", "content": [{"type": "text", "text": "Look."}, {"type": "image_url"}]}
     more = [{"role": "user", "content": "No."}, {"role": "assistant", "content": "f = 3"}]
     chat = [picture, *CHAT[1:2], *more, {"role": "user", "content": "Yes."}]
-    shown, last = make_turn_samples([{"id": 7, "messages": chat}], PromptsTask())
+    picture_turn, last = make_turn_samples([{"id": 7, "messages": chat}], PromptsTask())
     assert (
-        shown.is_left_out and "the assistant's turn 1 is not understood: messages[0] has the content" in shown.problem
+        picture_turn.is_left_out
+        and "the assistant's turn 1 is not understood: messages[0] has the content" in picture_turn.problem
     )
     assert (last.problem, last.response) == ("", "f = 3")
     assert last.prompt.prompt_text.startswith("user: Look.\n\nassistant: f = 1")
@@ -300,7 +301,9 @@ def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:
 
     heard = []
     asyncio.run(
-        annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.model_dump_json()), ConcurrencyLimit(1))
+        annotate(
+            samples_of(ROWS[0]), Rude(), lambda _, record: heard.append(record.model_dump_json()), ConcurrencyLimit(1)
+        )
     )
     assert 'quote \\"\ufffd\\" does not occur' in heard[0]
 
@@ -308,10 +311,10 @@ def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:
 def test_the_documented_record_has_every_field_and_says_what_it_shows() -> None:
     text = (Path(__file__).parents[2] / "t2g" / "README.md").read_text()
     line = text.split("```json\n")[1].split("```")[0]
-    shown = json.loads(line)
-    assert list(shown) == list(AnnotatedRecord.model_fields)
+    example = json.loads(line)
+    assert list(example) == list(AnnotatedRecord.model_fields)
     rows = text.split("| field |")[1].split("\n\n")[0]
-    assert {name for name in shown if f"`{name}`" not in rows} == set()
-    record = AnnotatedRecord.model_validate(shown)
+    assert {name for name in example if f"`{name}`" not in rows} == set()
+    record = AnnotatedRecord.model_validate(example)
     feedback = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
     assert feedback.spans == record.to_feedback().spans

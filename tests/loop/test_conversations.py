@@ -88,20 +88,22 @@ def test_advantages_pass_over_inserted_tokens(data: Any, gamma: float, turn_gamm
     )
     samples = make_train_samples(scored, stats, objective, kl_coef=0.1, seed=1)
     returns = [oracle_returns(s, t, objective, 0.1) for s, t in pairs]
-    for i, (sample, own) in enumerate(zip(samples, returns, strict=True)):
+    for i, (sample, expected_returns) in enumerate(zip(samples, returns, strict=True)):
         mask = rollouts[i].policy_mask
         assert (sample.weights == mask).all()
         assert not sample.advantages[~mask].any()
         assert not sample.returns[~mask].any()
-        np.testing.assert_allclose(sample.returns[mask], own, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(sample.returns[mask], expected_returns, rtol=1e-4, atol=1e-4)
         others = [other for j, other in enumerate(returns) if j != i]
         baselines = []
-        for k in range(len(own)):
+        for k in range(len(expected_returns)):
             returns_at_k = [other[min(k, len(other) - 1)] for other in others]
             baselines.append(np.mean(returns_at_k))
         if advantages == "gae":
             baselines = stats[i].values[mask].tolist()
-        np.testing.assert_allclose(sample.advantages[mask], np.subtract(own, baselines), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            sample.advantages[mask], np.subtract(expected_returns, baselines), rtol=1e-4, atol=1e-4
+        )
 
 
 def loss_of(samples: list[TrainSample], logprobs: torch.Tensor, values: torch.Tensor, mode: Any) -> torch.Tensor:
@@ -141,11 +143,11 @@ def test_the_loss_is_that_of_the_sampled_tokens_alone(data: Any, mode: Any, aggr
         rollout.response_ids[0] = 100 + i  # the ids identify the response below
     pairs = [score(rollout, seed=i) for i, rollout in enumerate(rollouts)]
     objective = ObjectiveConfig(loss_aggregation=aggregation)
-    made = make_train_samples([s for s, _ in pairs], [t for _, t in pairs], objective, kl_coef=0.1, seed=1)
+    train_samples = make_train_samples([s for s, _ in pairs], [t for _, t in pairs], objective, kl_coef=0.1, seed=1)
     ((samples,),) = [
-        make_train_batch(made, num_epochs=1, minibatches_per_epoch=1, kl_coef=0.1, seed=1).minibatches
+        make_train_batch(train_samples, num_epochs=1, minibatches_per_epoch=1, kl_coef=0.1, seed=1).minibatches
     ]  # fmt: skip
-    masks = {(s.response_ids.tobytes()): r.policy_mask for s, r in zip(made, rollouts, strict=True)}
+    masks = {(s.response_ids.tobytes()): r.policy_mask for s, r in zip(train_samples, rollouts, strict=True)}
     mask = np.concatenate([masks[s.response_ids.tobytes()] for s in samples])
     generator = torch.Generator().manual_seed(3)
     logprobs = (torch.randn(len(mask), generator=generator) * 0.2 - 1).requires_grad_()
@@ -161,8 +163,8 @@ def test_the_loss_is_that_of_the_sampled_tokens_alone(data: Any, mode: Any, aggr
     fields = ("weights", "advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
     short = []
     for sample in samples:
-        kept = masks[sample.response_ids.tobytes()]
-        arrays = {name: getattr(sample, name)[kept] for name in (*fields, "response_ids")}
+        policy_mask = masks[sample.response_ids.tobytes()]
+        arrays = {name: getattr(sample, name)[policy_mask] for name in (*fields, "response_ids")}
         short.append(TrainSample(prompt_ids=sample.prompt_ids, **arrays))
     plain = loss_of(short, logprobs.detach()[mask], values.detach()[mask], mode)
     torch.testing.assert_close(loss.detach(), plain, rtol=1e-5, atol=1e-6)
@@ -222,10 +224,10 @@ def test_a_conversation_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
     rollout = replace(make_conversation([2, 3], [4]), metrics={"m": 0.5}, failure="why")
     prompt = Prompt(prompt_id="p", prompt_text="", task="t", prompt_ids=rollout.prompt_ids)
     write_groups(tmp_path / "buffer", {3: [Group(prompt=prompt, samples=((rollout, FEEDBACK),))]})
-    ((kept, _),) = read_groups(tmp_path / "buffer", {"p": prompt})[3][0].samples
+    ((restored, _),) = read_groups(tmp_path / "buffer", {"p": prompt})[3][0].samples
     for name, value in vars(rollout).items():
-        np.testing.assert_array_equal(vars(kept)[name], value, strict=True)
-        assert type(vars(kept)[name]) is type(value)
+        np.testing.assert_array_equal(vars(restored)[name], value, strict=True)
+        assert type(vars(restored)[name]) is type(value)
 
 
 class Replying(FeedbackSource):

@@ -44,11 +44,11 @@ def source(name: str, **options: Any) -> dict[str, Any]:
 
 def bench(folder: Path, tokenizer: Any, feedback: dict[str, Any]) -> Bench:
     config: PolicyJob = with_overrides(job(), {"num_steps": 3, "feedback": feedback, "log.num_samples": 32})
-    made = Bench(folder, tokenizer, config)
+    new_bench = Bench(folder, tokenizer, config)
     local = make_source(config.feedback, lambda one, section: make_local_source(one, PromptsTask(), section=section))
-    made.trainer.feedback = made.trainer.train_feedback = local
-    made.run()
-    return made
+    new_bench.trainer.feedback = new_bench.trainer.train_feedback = local
+    new_bench.run()
+    return new_bench
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -70,9 +70,9 @@ def test_one_criterion_is_the_run_of_its_source_to_the_bit(tokenizer: Any, tmp_p
 
 def test_opposite_criteria_cancel_and_unequal_weights_do_not(tokenizer: Any, tmp_path: Path) -> None:
     both = {"facts": source("letters"), "style": source("opposite")}
-    made = bench(tmp_path / "even", tokenizer, {"sources": both})
+    even_bench = bench(tmp_path / "even", tokenizer, {"sources": both})
     assert all(not any(line.get("token_rewards", ())) for line in samples(tmp_path / "even"))
-    last = made.metrics()[-1]
+    last = even_bench.metrics()[-1]
     assert last["criterion_reward/facts"] == -last["criterion_reward/style"]
     assert last["reward/token_mean"] == 0
     assert last["criterion_failed/facts"] == last["criterion_failed/style"] == 0
@@ -86,8 +86,8 @@ def test_opposite_criteria_cancel_and_unequal_weights_do_not(tokenizer: Any, tmp
 
 def test_each_criterion_has_a_curve_a_label_and_an_alarm(tokenizer: Any, tmp_path: Path) -> None:
     sources = {"facts": source("letters"), "praise": source("broken", required=False, weight=2)}
-    made = bench(tmp_path, tokenizer, {"sources": sources})
-    metrics = made.metrics()
+    criteria_bench = bench(tmp_path, tokenizer, {"sources": sources})
+    metrics = criteria_bench.metrics()
     assert all(0 < m["criterion_failed/praise"] < 0.8 and m["feedback/failed_share"] == 0 for m in metrics[1:])
     lines = samples(tmp_path)
     results = [line["feedback"]["criteria"] for line in lines]

@@ -218,8 +218,8 @@ def test_unanswered_prompts_are_dropped_and_reported(tokenizer: Any, tmp_path: P
     assert bench.run().step == NUM_STEPS
     expected = [(s, p, None) for s in range(1, NUM_STEPS + 1) for p in chosen(s) if p in failing]
     expected += [(s, "p5", i) for s in range(1, NUM_STEPS + 1) if "p5" in chosen(s) for i in range(4)]
-    found = [(d["step"], d["prompt_id"], d["sample_index"]) for d in bench.dropped()]
-    assert sorted(found, key=str) == sorted(expected, key=str)
+    dropped = [(d["step"], d["prompt_id"], d["sample_index"]) for d in bench.dropped()]
+    assert sorted(dropped, key=str) == sorted(expected, key=str)
     assert {d["reason"] for d in bench.dropped()} == {
         "prompt p3: three workers died", "prompt p4: three workers died", "feedback failed"
     }  # fmt: skip
@@ -227,7 +227,7 @@ def test_unanswered_prompts_are_dropped_and_reported(tokenizer: Any, tmp_path: P
         lost = [d for d in bench.dropped() if d["step"] == metrics["step"]]
         assert metrics["dropped/prompts"] == sum(d["sample_index"] is None for d in lost)
         assert metrics["dropped/samples"] == sum(4 if d["sample_index"] is None else 1 for d in lost)
-    logged = {(s, p) for s, p, _ in found}
+    logged = {(s, p) for s, p, _ in dropped}
     for step, rollouts in enumerate(bench.learner.seen, start=1):
         trained = {r.prompt_id for r in rollouts}
         assert trained.isdisjoint(p for s, p in logged if s == step)

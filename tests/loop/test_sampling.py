@@ -52,9 +52,9 @@ def test_the_standard_error_is_of_prompts_and_not_of_responses() -> None:
     )
     texts = zip((p for p in letter_prompts(2) for _ in range(2)), ("aaaa", "bbbb", "aaaa", "aabb"), strict=True)
     pairs = [(p, rollout(p.prompt_id, text)) for p, text in texts]
-    for given, error in ((pairs, 0.125), (pairs[:2], np.inf)):
-        found = asyncio.run(compute_held_out_metrics(CONFIG, LetterTask(), given, source, log, step=0))
-        assert found["eval/score_se"] == pytest.approx(error)
+    for measured_pairs, error in ((pairs, 0.125), (pairs[:2], np.inf)):
+        metrics = asyncio.run(compute_held_out_metrics(CONFIG, LetterTask(), measured_pairs, source, log, step=0))
+        assert metrics["eval/score_se"] == pytest.approx(error)
 
 
 def test_a_held_out_conversation_without_a_reply_has_no_score_and_each_answer_is_measured_once() -> None:
@@ -82,10 +82,10 @@ def test_a_held_out_conversation_without_a_reply_has_no_score_and_each_answer_is
     judged = make_feedback("c", [], [], "", source="s", version="v")
     source: Any = SimpleNamespace(name="s", judges_turns=False, judge=lambda *_: asyncio.sleep(0, judged))
     log: Any = SimpleNamespace(write_samples=lambda *_: None)
-    found = asyncio.run(compute_held_out_metrics(config, Counting(), pairs, source, log, step=0))
+    metrics = asyncio.run(compute_held_out_metrics(config, Counting(), pairs, source, log, step=0))
     name = LetterTask().score_name
-    assert (found[f"eval/{name}_turn_1"], found["eval/score"]) == (0.25, 0.5)
-    assert found["eval/failed_share"] == pytest.approx(1 / 3)
+    assert (metrics[f"eval/{name}_turn_1"], metrics["eval/score"]) == (0.25, 0.5)
+    assert metrics["eval/failed_share"] == pytest.approx(1 / 3)
     assert sorted(Counting.measured) == ["aaaa", "aabb", "bbbb"]
 
 

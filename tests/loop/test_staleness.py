@@ -176,8 +176,8 @@ def test_a_restart_trains_on_finished_groups_and_samples_only_the_others(
     assert trained(second)[0] == chosen(4)
     assert len(fourth) == PER_STEP * 4
     fresh = {v for r in fourth if r.prompt_id == last for v in versions(r)}
-    kept = {v for r in fourth if r.prompt_id != last for v in versions(r)}
-    assert fresh == {3} and max(kept) <= 2
+    finished_versions = {v for r in fourth if r.prompt_id != last for v in versions(r)}
+    assert fresh == {3} and max(finished_versions) <= 2
     assert [m["step"] for m in second.metrics()] == list(range(NUM_STEPS + 1))
     assert second.trainer.state.num_samples == NUM_STEPS * PER_STEP * 4
 

@@ -167,10 +167,10 @@ def test_local_credit_adds_a_span_to_its_own_tokens() -> None:
 def test_the_shuffled_control_moves_local_credit_as_well() -> None:
     spans = [1.0] * 5 + [0.0] * 25
     scored = [make_scored([0.0] * 30, per_token=spans), make_scored([0.0] * 30)]
-    own = np.array(advantages_of(scored, local_coef=1.0)[0])
+    in_place = np.array(advantages_of(scored, local_coef=1.0)[0])
     moved = np.array(advantages_of(scored, local_coef=1.0, rewards={"placement": "shuffled"})[0])
-    assert sorted(own) == pytest.approx(sorted(moved))
-    assert own.tolist() != moved.tolist()
+    assert sorted(in_place) == pytest.approx(sorted(moved))
+    assert in_place.tolist() != moved.tolist()
 
 
 def test_the_share_of_prompts_that_carry_nothing() -> None:

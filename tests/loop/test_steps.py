@@ -209,8 +209,8 @@ def test_metrics_of_a_function_are_averaged_over_the_responses_that_have_them() 
     numbers = ({"tone": 1.0, "facts/right": 0.25}, {"tone": 0.0}, {})
     pairs = [(prompt, scored.rollout, replace(scored.feedback, metrics=row)) for row in numbers]
     metrics = step_metrics(pairs, [scored] * 3, [stats(1)] * 3, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
-    found = {name: value for name, value in metrics.items() if name.startswith("feedback/metrics/")}
-    assert found == {"feedback/metrics/tone": 0.5, "feedback/metrics/facts/right": 0.25}
+    averages = {name: value for name, value in metrics.items() if name.startswith("feedback/metrics/")}
+    assert averages == {"feedback/metrics/tone": 0.5, "feedback/metrics/facts/right": 0.25}
 
 
 def test_judgements_without_a_span_are_counted_and_responses_without_an_answer_are_not() -> None:
@@ -291,8 +291,8 @@ def test_a_kl_target_per_token_grows_with_the_responses(length: int) -> None:
     per_response = ObjectiveConfig(kl_target=0.01 * length)
     per_token = ObjectiveConfig(kl_target_per_token=0.01)
     for kl in (0.005 * length, 0.011 * length, 0.02 * length):
-        found = next_kl_coef(per_token, 0.05, kl=kl, scored=[scored, scored], num_samples=100)
+        next_coef = next_kl_coef(per_token, 0.05, kl=kl, scored=[scored, scored], num_samples=100)
         expected = next_kl_coef(per_response, 0.05, kl=kl, scored=[scored], num_samples=100)
-        assert found == pytest.approx(expected)
-        assert (found > 0.05) == (kl > 0.01 * length)
+        assert next_coef == pytest.approx(expected)
+        assert (next_coef > 0.05) == (kl > 0.01 * length)
     assert next_kl_coef(ObjectiveConfig(kl_target=None), 0.05, kl=9, scored=[scored], num_samples=100) == 0.05

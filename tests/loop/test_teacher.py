@@ -39,10 +39,10 @@ def samples(teacher: list[list[float] | None], **rule: Any) -> list[Distillation
     objective = ObjectiveConfig(advantages="group", whiten="none", teacher=rule, rewards={"placement": "scalar"})
     scored = [scored_pair(rewards)[1] for rewards in ([1.0, 0.0, 1.0], [0.0, 0.0])]
     learner_stats = [replace(stats(n), top_ids=np.arange(n * TOP, dtype=np.int32).reshape(n, TOP)) for n in (3, 2)]
-    found = [None if row is None else teacher_stats(row) for row in teacher]
-    made = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=found)
-    assert all(isinstance(s, DistillationSample) for s in made)
-    return made  # type: ignore[return-value]
+    teacher_rows = [None if row is None else teacher_stats(row) for row in teacher]
+    train_samples = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=teacher_rows)
+    assert all(isinstance(s, DistillationSample) for s in train_samples)
+    return train_samples  # type: ignore[return-value]
 
 
 def test_a_sample_carries_the_teachers_log_probabilities_and_the_advantages_of_the_rewards() -> None:
@@ -72,8 +72,8 @@ def test_a_teacher_that_scales_multiplies_the_whitened_advantages_of_its_respons
     )
     scored = [scored_pair(rewards)[1] for rewards in ([1.0, 0.0, 1.0], [0.0, 0.0])]
     learner_stats = [stats(3), stats(2)]  # log-probability -1
-    found = TeacherStats(logprobs=np.array([-0.5, -3.0, -1.0], np.float32)) if has_critique else None
-    first, second = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=[found, None])
+    teacher = TeacherStats(logprobs=np.array([-0.5, -3.0, -1.0], np.float32)) if has_critique else None
+    first, second = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=[teacher, None])
     unscaled = np.array([math.exp(0.5), 0.5, 1.0]) if has_critique else np.ones(3)
     np.testing.assert_allclose(first.advantages, unscaled / unscaled.mean(), rtol=1e-6)
     np.testing.assert_allclose(second.advantages, [-1, -1], rtol=1e-6)
@@ -144,8 +144,8 @@ def test_the_control_reads_an_empty_critique_only_where_no_other_prompt_has_one(
 def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
     scored = [scored_pair(rewards)[1] for rewards in ([1.0, -1.0, -1.0, 0.0, -2.0], [0.0, 0.0])]
     policy = [stats(5), stats(2)]  # log-probability -1
-    found = [teacher_stats([-0.5, -1.25, -3.0, -9.0, -1.75]), None]
-    metrics = teacher_metrics(scored, found, policy, TeacherConfig())
+    teacher = [teacher_stats([-0.5, -1.25, -3.0, -9.0, -1.75]), None]
+    metrics = teacher_metrics(scored, teacher, policy, TeacherConfig())
     assert metrics == pytest.approx(
         {
             "teacher/share": 0.5,
@@ -155,7 +155,7 @@ def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
             "teacher/contrast": 0.5,
         }
     )
-    scaling = teacher_metrics(scored, found, policy, TeacherConfig(use="scale", bound=math.exp(3)))
+    scaling = teacher_metrics(scored, teacher, policy, TeacherConfig(use="scale", bound=math.exp(3)))
     assert scaling == metrics | {"teacher/clipped_share": 2 / 5}, "gaps .5 -.25 -2 -8 -.75, clipped at 1.5"
     for use in ("distill", "scale"):
         assert teacher_metrics(scored, [None, None], policy, TeacherConfig(use=use)) == {"teacher/share": 0.0}
@@ -302,8 +302,8 @@ def test_the_teacher_reads_the_policys_own_chat_with_the_critique_after_it(task:
     }[task]  # fmt: skip
     (prompt,) = make_prompts([record], get_task(task), tokenizer, 10_000)
     *history, last = get_task(task).policy_messages(record)
-    *shown, end = get_task(task).teacher_messages(prompt, "Line 2 is wrong.")
-    assert shown == history and end["role"] == "user"
+    *messages, end = get_task(task).teacher_messages(prompt, "Line 2 is wrong.")
+    assert messages == history and end["role"] == "user"
     assert end["content"].startswith(last["content"])
     assert "Line 2 is wrong." in end["content"]
 

@@ -171,8 +171,8 @@ def test_no_span_quote_or_measure_touches_the_thinking(
         expected = seen.lstrip("\r\n") if does_think else f"x{seen}"
         assert source.texts == [rollout.answer] == task.texts
         assert rollout.answer == expected
-        own = asyncio.run(Quoting(ranges).judge(prompt, rollout.answer)).spans  # as the source gave them
-        quotes = [(rollout.answer[s.start : s.end], s.label, s.critique_range) for s in own]
+        source_spans = asyncio.run(Quoting(ranges).judge(prompt, rollout.answer)).spans  # as the source gave them
+        quotes = [(rollout.answer[s.start : s.end], s.label, s.critique_range) for s in source_spans]
         text = rollout.response_text
         assert [(text[s.start : s.end], s.label, s.critique_range) for s in feedback.spans] == quotes
         assert all(s.start >= rollout.answer_start for s in feedback.spans)
@@ -202,11 +202,11 @@ def test_no_span_quote_or_measure_touches_the_thinking(
 
 def test_a_shift_moves_spans_and_not_their_critique_ranges() -> None:
     span = Span(start=1, end=3, label=-1, severity=2, critique_range=(4, 9), fix="b")
-    made = SpanFeedback(critique="long critique", spans=(span,), status="ok", source="s", version="v")
-    (shifted,) = shift_spans(made, 7).spans
+    feedback = SpanFeedback(critique="long critique", spans=(span,), status="ok", source="s", version="v")
+    (shifted,) = shift_spans(feedback, 7).spans
     assert shifted == replace(span, start=8, end=10)
-    assert shift_spans(shift_spans(made, 7), -7) == made
-    assert shift_spans(made, 0) is made
+    assert shift_spans(shift_spans(feedback, 7), -7) == feedback
+    assert shift_spans(feedback, 0) is feedback
 
 
 def test_noise_stays_in_the_answer(tokenizer: Any) -> None:

@@ -59,9 +59,9 @@ def test_fewer_prompts_than_a_step_takes_get_more_samples_each(
     tokenizer: Any, tmp_path: Path, max_staleness: int
 ) -> None:
     def bench(folder: str, **options: Any) -> Bench:
-        made = Bench(tmp_path / folder, tokenizer, job(max_staleness=max_staleness), **options)
-        made.trainer.prompts = letter_prompts(3)
-        return made
+        new_bench = Bench(tmp_path / folder, tokenizer, job(max_staleness=max_staleness), **options)
+        new_bench.trainer.prompts = letter_prompts(3)
+        return new_bench
 
     whole = bench("whole")
     assert whole.run().num_samples == NUM_STEPS * 8 * 4
@@ -113,8 +113,8 @@ def test_checkpoints_hold_a_model_folder_where_the_config_asks_for_it(tokenizer:
         config = config.model_copy(update={"checkpoint": checkpoint_config})
         bench = Bench(tmp_path / str(export), tokenizer, config)
         bench.run()
-        kept = list((tmp_path / str(export) / "checkpoints").glob("step-*"))
-        assert [(folder / "policy" / "policy.json").is_file() for folder in kept] == [export, export]
+        checkpoints = list((tmp_path / str(export) / "checkpoints").glob("step-*"))
+        assert [(folder / "policy" / "policy.json").is_file() for folder in checkpoints] == [export, export]
 
 
 def test_cancellation_during_a_checkpoint_leaves_it_complete(
@@ -263,9 +263,9 @@ def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(
     for bench in benches:
         lines = (bench.folder / "samples.jsonl").read_text().splitlines()
         logged.append([json.loads(line).get("token_rewards") for line in lines])
-    found = [(a, b) for a, b in zip(*logged, strict=True) if a]
-    assert len(found) > 10
-    assert all(b == [*a[:-1], a[-1] - 0.5] for a, b in found)
+    changed = [(a, b) for a, b in zip(*logged, strict=True) if a]
+    assert len(changed) > 10
+    assert all(b == [*a[:-1], a[-1] - 0.5] for a, b in changed)
     alarms = [json.loads(line) for line in (tmp_path / "0" / "alarms.jsonl").read_text().splitlines()]
     assert [alarm["step"] for alarm in alarms if "truncated 100% of the responses" in alarm["alarm"]] == [1]
 
@@ -377,13 +377,13 @@ def test_a_group_without_numbers_is_dropped_and_a_step_without_any_stops_the_run
 
 
 def test_what_a_measure_runs_has_the_limits_of_the_feedbacks_sandbox(tokenizer: Any, tmp_path: Path) -> None:
-    own = SandboxConfig(timeout_s=3)
+    limits = SandboxConfig(timeout_s=3)
     config = job(outcome_rewards=task_reward())
-    feedback = config.feedback.model_copy(update={"sandbox": own})
+    feedback = config.feedback.model_copy(update={"sandbox": limits})
     bench = Bench(tmp_path, tokenizer, config.model_copy(update={"feedback": feedback}))
     bench.run()
     assert len(bench.task.sandboxes) > NUM_STEPS * 8 * 4
-    assert all(sandbox == own for sandbox in bench.task.sandboxes)
+    assert all(sandbox == limits for sandbox in bench.task.sandboxes)
 
 
 @pytest.mark.parametrize("advantages", ["group", "group_normalised"])

@@ -37,9 +37,9 @@ def serving(data: Path, by: str, *, end: signal.Signals = signal.SIGTERM) -> Ite
         assert job.stdout is not None
         for line in job.stdout:
             output.append(line)
-            if found := re.search(r"go on at (http://\S+)", line):
+            if match := re.search(r"go on at (http://\S+)", line):
                 output.clear()
-                yield found[1], output
+                yield match[1], output
                 break
         else:
             raise AssertionError("".join(output))

@@ -101,9 +101,9 @@ def test_a_broken_journal_of_another_person_does_not_stop_the_page(server: MarkS
 
 
 @pytest.mark.parametrize("name", ["", "state", "item/0"])
-@pytest.mark.parametrize("given", [{"secret": "guessed"}, {"Host": "evil.example"}, {"Host": "localhost:1"}])
-def test_a_stranger_reads_nothing(server: MarkServer, name: str, given: dict[str, str]) -> None:
-    code, text, _ = ask(server, name, **given)  # type: ignore[arg-type]
+@pytest.mark.parametrize("request_options", [{"secret": "guessed"}, {"Host": "evil.example"}, {"Host": "localhost:1"}])
+def test_a_stranger_reads_nothing(server: MarkServer, name: str, request_options: dict[str, str]) -> None:
+    code, text, _ = ask(server, name, **request_options)  # type: ignore[arg-type]
     assert code == 403 and "What?" not in text and server.secret not in text
 
 

@@ -29,8 +29,8 @@ def samples() -> list[Sample]:
 
 
 def mark(*spans: tuple[int, int, int], critique: str = "so", done: bool = True, version: int = 0) -> Mark:
-    found = tuple(Span(start=a, end=b, label=c) for a, b, c in spans)  # type: ignore[arg-type]
-    return Mark(critique=critique, spans=found, done=done, version=version)
+    mark_spans = tuple(Span(start=a, end=b, label=c) for a, b, c in spans)  # type: ignore[arg-type]
+    return Mark(critique=critique, spans=mark_spans, done=done, version=version)
 
 
 def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ def test_people_are_compared_on_what_both_finished(tmp_path: Path) -> None:
     bea.put(1, mark((0, 2, -1), done=False))  # not finished: not compared
     # a, b, c, d: good good poor none against good none poor none; the blank has no label
     kappa = (3 / 4 - 5 / 16) / (1 - 5 / 16)
-    found = f"1 responses that both marked, the same label on 75% of 4 characters, kappa {kappa:.2f}"
-    assert ann.agreement_messages() == [f"with bea: {found}"]
-    assert bea.agreement_messages() == [f"with ann: {found}"]
+    agreement = f"1 responses that both marked, the same label on 75% of 4 characters, kappa {kappa:.2f}"
+    assert ann.agreement_messages() == [f"with bea: {agreement}"]
+    assert bea.agreement_messages() == [f"with ann: {agreement}"]
 
 
 def test_a_broken_journal_of_another_person_is_a_sentence_and_the_rest_goes_on(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_a_change_of_an_older_version_is_refused_and_nothing_is_kept(tmp_path: P
     marks = Marks(tmp_path, "ann", samples())
     path = tmp_path / "ann" / JOURNAL_FILE
     assert marks.put(0, mark((0, 2, 1))) == 1
-    kept = path.read_text()
+    content = path.read_text()
     for version in (0, 2):
         with pytest.raises(StaleMark, match="another tab changed this response"):
             marks.put(0, mark((3, 5, -1), version=version))
-    assert path.read_text() == kept
+    assert path.read_text() == content
     assert marks[0].spans[0].label == 1
     assert marks.put(1, mark()) == 1, "each response has versions of its own"
 

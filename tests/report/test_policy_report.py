@@ -53,7 +53,7 @@ def test_the_page_has_differences_judges_examples_and_problems(tmp_path: Path) -
     assert f"{pair['p']:.4f}†" in page.text
     assert result["judged"]["pairs"][0]["first_bias"]["value"] == 1
     assert "1.000 – 1.000" in page.text
-    assert {kind: found["count"] for kind, found in result["problems"].items()} == {
+    assert {kind: problem["count"] for kind, problem in result["problems"].items()} == {
         "empty": 1, "cut": 6, "repetition": 0,
     }  # fmt: skip
     assert result["examples"] == [0, 2, 4, 6, 8, 10]

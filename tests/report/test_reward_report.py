@@ -34,10 +34,10 @@ def case(response: str, model: SpanFeedback, *, prompt: str = "p", agreement: fl
     gold = SpanFeedback(**{**vars(record.to_feedback()), "agreement": agreement})
 
     def labels(feedback: SpanFeedback) -> np.ndarray:
-        found = np.zeros(len(response))
+        character_labels = np.zeros(len(response))
         for span in feedback.spans:
-            found[span.start : span.end] = span.label
-        return found
+            character_labels[span.start : span.end] = span.label
+        return character_labels
 
     judged = JudgedRecord(
         response=response, gold=gold, feedback=model, parsed=model.status == "ok", gold_labels=labels(gold),
@@ -83,7 +83,7 @@ def test_the_json_holds_metrics_intervals_and_examples(
     assert 0 <= low < 0.5 < high <= 1
     assert result["token_confusion"]["poor"] == {"good": 0, "poor": 4, "neutral": 4}
     assert list(result["errors"]) == list(ERROR_KINDS)
-    assert {kind: found["count"] for kind, found in result["errors"].items() if found["count"]} == {
+    assert {kind: error["count"] for kind, error in result["errors"].items() if error["count"]} == {
         "missed_poor": 1, "invented_poor": 1, "not_located": 1, "unparsable": 1,
     }  # fmt: skip
     (missed,) = result["errors"]["missed_poor"]["examples"]

@@ -32,9 +32,9 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def responses_of(found: list[Any]) -> list[list[str]]:
+def responses_of(pairs: list[Any]) -> list[list[str]]:
     texts = []
-    for example in found:
+    for example in pairs:
         responses = [sample.response for sample in example]
         texts.append(responses)
     return texts
@@ -55,18 +55,18 @@ def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -
         sample(4, "late", "single and late"),
     ]
     write_lines(path, first + later)
-    found = examples(path)
-    assert responses_of(found) == [
+    pairs = examples(path)
+    assert responses_of(pairs) == [
         ["held first", "held middle", "held last"],
         ["first", "last"],
         ["single and late"],
         ["single"],
     ]
-    before, *_, after = found[0]
+    before, *_, after = pairs[0]
     assert before.feedback is None
     (span,) = after.feedback.spans
     assert (span.start, span.end, span.label, span.severity, tuple(span.critique_range)) == (0, 2, -1, 2, (0, 3))
-    assert found[1][0].prompt == "prompt of twice"
+    assert pairs[1][0].prompt == "prompt of twice"
 
 
 def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> 
         sample(4, "7", "another sample", index=1),
     ]
     write_lines(path, records)
-    found = examples(path)
-    assert responses_of(found) == [
+    pairs = examples(path)
+    assert responses_of(pairs) == [
         ["held out"],
         ["another sample"],
         ["another text"],

@@ -25,7 +25,7 @@ def says(*spans: Span, critique: str = "Ann is right . it says laptop : bad .", 
     )  # fmt: skip
 
 
-def shown(response: str, feedback: SpanFeedback, *, terminal: bool = False, no_color: bool | None = None) -> str:
+def render(response: str, feedback: SpanFeedback, *, terminal: bool = False, no_color: bool | None = None) -> str:
     out = io.StringIO()
     environ = {"TERM": "xterm-256color", "COLUMNS": "40"}
     console = Console(
@@ -36,7 +36,7 @@ def shown(response: str, feedback: SpanFeedback, *, terminal: bool = False, no_c
 
 
 def test_without_a_terminal_spans_stand_between_marks() -> None:
-    assert shown(RESPONSE, says(GOOD, POOR)) == (
+    assert render(RESPONSE, says(GOOD, POOR)) == (
         "Ann is right . it says laptop : bad .\n\nabout a [-laptop-] by [+Ann+].\n\n"
         'poor, severity 3: "laptop" (it says laptop : bad)\n'
         'good, severity 1: "Ann"\n'
@@ -44,23 +44,23 @@ def test_without_a_terminal_spans_stand_between_marks() -> None:
 
 
 def test_on_a_terminal_good_is_green_and_poor_is_red() -> None:
-    out = shown(RESPONSE, says(GOOD, POOR), terminal=True)
+    out = render(RESPONSE, says(GOOD, POOR), terminal=True)
     assert "about a \x1b[1;31mlaptop\x1b[0m by \x1b[1;32mAnn\x1b[0m." in out
     assert "[-" not in out
 
 
 def test_a_terminal_without_colors_gets_marks() -> None:
-    out = shown(RESPONSE, says(GOOD, POOR), terminal=True, no_color=True)
+    out = render(RESPONSE, says(GOOD, POOR), terminal=True, no_color=True)
     assert "[-laptop-]" in out and "[+Ann+]" in out and "\x1b" not in out
 
 
 def test_a_fix_follows_its_span() -> None:
     fixed = says(replace(POOR, fix="phone\x1b"), Span(start=21, end=22, label=-1, fix=""))
-    marks = shown(RESPONSE, fixed)
-    assert shown(RESPONSE, fixed, terminal=True, no_color=True) == marks
+    marks = render(RESPONSE, fixed)
+    assert render(RESPONSE, fixed, terminal=True, no_color=True) == marks
     assert "about a [-laptop-]{phone␛} by Ann[-.-]\n" in marks
     assert 'poor, severity 3: "laptop", should be "phone␛" (it says' in marks and '".", should be ""\n' in marks
-    colored = shown(RESPONSE, fixed, terminal=True)
+    colored = render(RESPONSE, fixed, terminal=True)
     assert "\x1b[1;9;31mlaptop\x1b[0m\x1b[32m{phone␛}\x1b[0m by Ann\x1b[1;9;31m.\x1b[0m" in colored
 
 
@@ -70,7 +70,7 @@ def test_where_good_and_poor_overlap() -> None:
 
 
 def test_no_critique_no_spans_and_quotes_that_were_not_found() -> None:
-    assert shown("ab", says(critique="", lost=2)) == (
+    assert render("ab", says(critique="", lost=2)) == (
         "(no critique)\n\nab\n\nno spans\n2 of 2 quotes are not in the response\n"
     )
 
@@ -84,7 +84,7 @@ def test_a_long_span_is_one_short_line() -> None:
 
 
 def test_brackets_are_words_and_no_markup() -> None:
-    assert "[red]x[/red] :smile:" in shown("a", says(critique="[red]x[/red] :smile:"))
+    assert "[red]x[/red] :smile:" in render("a", says(critique="[red]x[/red] :smile:"))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_brackets_are_words_and_no_markup() -> None:
 def test_what_a_terminal_would_obey_is_shown_instead(evil: str) -> None:
     feedback = says(Span(start=0, end=len(evil), label=-1, critique_range=(0, len(evil))), critique=evil)
     for terminal in (True, False):
-        out = COLOR.sub("", shown(evil, feedback, terminal=terminal))
+        out = COLOR.sub("", render(evil, feedback, terminal=terminal))
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", out), repr(out)
 
 
@@ -101,5 +101,5 @@ def test_what_a_terminal_would_obey_is_shown_instead(evil: str) -> None:
 @given(response=st.text(max_size=20), critique=st.text(max_size=20), start=st.integers(0, 9), size=st.integers(1, 9))
 def test_no_text_at_all_gets_a_control_character_through(response: str, critique: str, start: int, size: int) -> None:
     span = Span(start=start, end=start + size, label=1, critique_range=(start, start + size))
-    out = shown(response, says(span, critique=critique))
+    out = render(response, says(span, critique=critique))
     assert all(character.isprintable() or character in "\n\t" or ord(character) >= 0xA0 for character in out)

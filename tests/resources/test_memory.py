@@ -81,17 +81,17 @@ def saved_bytes(config: Any, dtype: torch.dtype, *, checkpointing: bool, tokens:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}  # by storage, which lives as long as the tensor is here
+    storages: dict[int, torch.Tensor] = {}  # by storage, which lives as long as the tensor is here
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        storages[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ids = torch.zeros(2, tokens // 2, dtype=torch.long, device=model.device)
         output = model.model(input_ids=ids, use_cache=False)
     assert output.last_hidden_state.requires_grad
-    return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights)
+    return sum(t.untyped_storage().nbytes() for pointer, t in storages.items() if pointer not in weights)
 
 
 @pytest.mark.parametrize(("dtype", "b"), [(torch.bfloat16, 2), (torch.float32, 4)])
@@ -99,10 +99,10 @@ def saved_bytes(config: Any, dtype: torch.dtype, *, checkpointing: bool, tokens:
 def test_activations_are_what_autograd_keeps(dtype: torch.dtype, b: int, checkpointing: bool) -> None:
     configs = [small(LlamaConfig, layers) for layers in (3, 1)]
     three, one = (saved_bytes(config, dtype, checkpointing=checkpointing) for config in configs)
-    found = three - one
+    difference = three - one
     shapes = [shape_of(config.to_dict()) for config in configs]
     three, one = (memory.activation_bytes(s, 128, itemsize=b, checkpointing=checkpointing) for s in shapes)
-    assert found == pytest.approx(three - one, rel=0.02)
+    assert difference == pytest.approx(three - one, rel=0.02)
 
 
 LLAMA_70B = LlamaConfig(
@@ -136,12 +136,12 @@ def test_the_shapes_that_are_used(config: Any, numel: int, token_bytes: int, mon
 
     config._attn_implementation = "sdpa"
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)  # it would ask for values
-    kept = []
+    saved = []
     for config.num_hidden_layers in (2, 1):
         with FakeTensorMode():
-            kept.append(saved_bytes(config, torch.bfloat16, checkpointing=False, tokens=64))
+            saved.append(saved_bytes(config, torch.bfloat16, checkpointing=False, tokens=64))
     assert shape.saved_bytes(2) == token_bytes
-    assert kept[0] - kept[1] == pytest.approx(64 * token_bytes, rel=0.02)
+    assert saved[0] - saved[1] == pytest.approx(64 * token_bytes, rel=0.02)
 
 
 def test_logits_are_chunked_as_by_the_head() -> None:
@@ -209,8 +209,10 @@ def test_logits_bytes_equal_the_peak_of_a_pass(name: str, objective: ObjectiveCo
     with TensorMemory(min_numel=head.CHUNK_TOKENS * vocabulary, last_dim=vocabulary) as used:
         full = objective is not None and objective.kl_estimator == "full"
         reference = torch.zeros(num_tokens, vocabulary, dtype=getattr(torch, dtype)) if full else None
-        found = rows.token_outputs(model, 0.6, entropy=objective is not None, ref_logits=reference)
-        sum(column.sum() for column in (found.logprobs, found.entropy, found.full_kl) if column is not None).backward()
+        outputs = rows.token_outputs(model, 0.6, entropy=objective is not None, ref_logits=reference)
+        sum(
+            column.sum() for column in (outputs.logprobs, outputs.entropy, outputs.full_kl) if column is not None
+        ).backward()
     shape = shape_of(config.to_dict())
     learner = LearnerConfig(dtype=dtype)
     expected = memory.logits_bytes(shape, learner, tokens=num_tokens, objective=objective)
@@ -304,14 +306,14 @@ def test_two_buckets_are_lent_by_ipc_alone() -> None:
 
 def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3, **SMALL}))
-    found = find_shape(str(tmp_path))
-    assert found is not None
-    assert (found.num_hidden_layers, found.hidden_size, found.num_key_value_heads) == (3, 256, 2)
-    kept = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
-    numbers = {"model_type": "llama", "num_hidden_layers": 3, "quantization_config": kept, **SMALL}
+    shape = find_shape(str(tmp_path))
+    assert shape is not None
+    assert (shape.num_hidden_layers, shape.hidden_size, shape.num_key_value_heads) == (3, 256, 2)
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    numbers = {"model_type": "llama", "num_hidden_layers": 3, "quantization_config": quantization, **SMALL}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
-    found = find_shape(str(tmp_path))
-    assert found is not None and found.quantization_config["group_size"] == 64
+    shape = find_shape(str(tmp_path))
+    assert shape is not None and shape.quantization_config["group_size"] == 64
     assert find_shape("meta-llama/Llama-3.1-8B-Instruct") == LLAMA_3_8B
     assert find_shape("nobody/has-this") is None
 

@@ -75,8 +75,8 @@ def data(tmp_path: Path) -> str:
 
 
 def policy(model: Path | str, data: str, /, **sections: Any) -> PolicyJob:
-    given = {"model": {"policy": str(model)}, "data": {"path": data}, "feedback": function("judge")}
-    return PolicyJob.model_validate(given | sections)
+    defaults = {"model": {"policy": str(model)}, "data": {"path": data}, "feedback": function("judge")}
+    return PolicyJob.model_validate(defaults | sections)
 
 
 def function(name: str) -> dict[str, str]:
@@ -318,8 +318,10 @@ def test_other_jobs_name_other_models(model: Path, data: str) -> None:
     }
     for key, job in jobs.items():
         assert preflight(job, None).missing == [f"{key}=/no/model: there is no folder of that name"]
-    given = AnnotateJob.model_validate({**at, "model": none, "annotate": {"source": "preflight_functions:of_one"}})
-    assert "of_one" in preflight(given, None).wrong[0]
+    annotate_job = AnnotateJob.model_validate(
+        {**at, "model": none, "annotate": {"source": "preflight_functions:of_one"}}
+    )
+    assert "of_one" in preflight(annotate_job, None).wrong[0]
 
 
 def test_what_is_yet_to_be_made_is_passed_over() -> None:

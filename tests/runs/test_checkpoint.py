@@ -53,8 +53,8 @@ def test_latest_gives_back_what_was_written(tmp_path: Path) -> None:
     assert store.latest() is None
     state = {"step": 10, "kl_coef": 0.0625, "rng": [1, 2**40]}
     path = store.write(10, weights("ten"), state)
-    found = store.latest()
-    assert found == (path, state)
+    latest = store.latest()
+    assert latest == (path, state)
     assert (path / "learner" / "rank0.pt").read_text() == "ten"
     manifest = json.loads((path / MANIFEST).read_text())["files"]
     assert set(manifest) == {"learner/rank0.pt", STATE}

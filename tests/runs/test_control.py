@@ -173,8 +173,8 @@ def test_a_wish_that_could_not_be_read_is_read_again(folder: Path, monkeypatch: 
 def test_no_content_can_hurt_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("any")
     (folder / CONTROL_FILE).write_bytes(content)
-    wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).read_changes()
-    assert wanted in ({}, *({"rollouts": number} for number in (1, 2, 3, 4)))
+    changes = Control(folder, {"rollouts": WorkersConfig(max=4)}).read_changes()
+    assert changes in ({}, *({"rollouts": number} for number in (1, 2, 3, 4)))
 
 
 STATUS = Status(

@@ -29,7 +29,7 @@ def job(**changed: Any) -> PolicyJob:
     return PolicyJob.model_validate(base | changed)
 
 
-class Made:
+class Inputs:
     """A run folder beside everything that its config names on this machine: model, data, functions, a human file."""
 
     def __init__(self, root: Path, module: str) -> None:
@@ -75,10 +75,10 @@ class Made:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
-    made = Made(tmp_path / "here", f"function_of_{tmp_path.name}")
-    monkeypatch.syspath_prepend(str(made.root))
-    return made
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+    inputs = Inputs(tmp_path / "here", f"function_of_{tmp_path.name}")
+    monkeypatch.syspath_prepend(str(inputs.root))
+    return inputs
 
 
 @pytest.mark.parametrize(
@@ -93,85 +93,85 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
         ("{module}_reward.py", "objective.outcome_rewards.{module}_reward:pay"),
     ],
 )
-def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(made: Made, file: str, key: str) -> None:
+def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(inputs: Inputs, file: str, key: str) -> None:
     part = key.partition(".")[0]
-    file = file.format(module=made.module)
-    key = key.format(module=made.module)
-    before = made.begin().contents[key]
-    content = (made.root / file).read_text()
+    file = file.format(module=inputs.module)
+    key = key.format(module=inputs.module)
+    before = inputs.begin().contents[key]
+    content = (inputs.root / file).read_text()
 
-    made.write(file, content + " ")
-    second = Identity.from_config(made.job()).contents[key]
-    assert f"made with other inputs: the content of {key} (hash {before} -> {second})" in made.refusal()
-    assert f"run.accept=[{part}:{second}]' goes on" in made.refusal()
-    assert second in made.refusal(f"{part}:{before}"), "the hash of the old content accepts nothing"
+    inputs.write(file, content + " ")
+    second = Identity.from_config(inputs.job()).contents[key]
+    assert f"made with other inputs: the content of {key} (hash {before} -> {second})" in inputs.refusal()
+    assert f"run.accept=[{part}:{second}]' goes on" in inputs.refusal()
+    assert second in inputs.refusal(f"{part}:{before}"), "the hash of the old content accepts nothing"
 
     change = ContentChange(key=key, before=before, after=second)
-    assert made.begin(f"{part}:{second}").accepted == (change,)
-    assert json.loads((made.root / "runs/own" / IDENTITY_FILE).read_text())["accepted"] == [change.model_dump()]
-    assert made.begin().accepted == (change,), "the next plain start goes on"
+    assert inputs.begin(f"{part}:{second}").accepted == (change,)
+    assert json.loads((inputs.root / "runs/own" / IDENTITY_FILE).read_text())["accepted"] == [change.model_dump()]
+    assert inputs.begin().accepted == (change,), "the next plain start goes on"
 
-    made.write(file, content + "  ")
-    third = Identity.from_config(made.job()).contents[key]
-    refusal = made.refusal(f"{part}:{second}")  # a line that is left in a YAML file
+    inputs.write(file, content + "  ")
+    third = Identity.from_config(inputs.job()).contents[key]
+    refusal = inputs.refusal(f"{part}:{second}")  # a line that is left in a YAML file
     assert f"run.accept=[{part}:{third}]" in refusal
 
 
-def test_a_change_that_comes_again_is_accepted_again_and_not_by_the_line_of_the_first_time(made: Made) -> None:
-    made.begin()
+def test_a_change_that_comes_again_is_accepted_again_and_not_by_the_line_of_the_first_time(inputs: Inputs) -> None:
+    inputs.begin()
     hashes = []
     for content in ("b", "c"):
-        made.write("train.jsonl", content)
-        hashes.append(Identity.from_config(made.job()).contents["data.path"])
-        made.begin(f"data:{hashes[-1]}")
-    made.write("train.jsonl", "b")
-    lines = [f"data:{found}" for found in hashes]
-    assert f"run.accept=[{lines[0]},{lines[0]}]" in made.refusal(*lines)
-    assert len(made.begin(*lines, lines[0]).accepted) == 3
+        inputs.write("train.jsonl", content)
+        hashes.append(Identity.from_config(inputs.job()).contents["data.path"])
+        inputs.begin(f"data:{hashes[-1]}")
+    inputs.write("train.jsonl", "b")
+    lines = [f"data:{content_hash}" for content_hash in hashes]
+    assert f"run.accept=[{lines[0]},{lines[0]}]" in inputs.refusal(*lines)
+    assert len(inputs.begin(*lines, lines[0]).accepted) == 3
 
 
-def test_what_is_accepted_is_that_change_alone(made: Made) -> None:
-    made.begin()
-    made.write("train.jsonl", "other")
-    made.write("heldout.jsonl", "other")
-    found = Identity.from_config(made.job()).contents
-    tokens = f"data:{found['data.path']}", f"eval_data:{found['eval_data.path']}"
+def test_what_is_accepted_is_that_change_alone(inputs: Inputs) -> None:
+    inputs.begin()
+    inputs.write("train.jsonl", "other")
+    inputs.write("heldout.jsonl", "other")
+    contents = Identity.from_config(inputs.job()).contents
+    tokens = f"data:{contents['data.path']}", f"eval_data:{contents['eval_data.path']}"
     assert tokens[0].removeprefix("data:") == tokens[1].removeprefix("eval_data:"), "the same content"
-    assert f"run.accept=[{tokens[1]}]" in made.refusal(tokens[0])
-    assert "objective.lam" in made.refusal(*tokens, objective={"lam": 0.5}), "no setting is accepted by it"
-    assert made.begin(*tokens).contents == found
+    assert f"run.accept=[{tokens[1]}]" in inputs.refusal(tokens[0])
+    assert "objective.lam" in inputs.refusal(*tokens, objective={"lam": 0.5}), "no setting is accepted by it"
+    assert inputs.begin(*tokens).contents == contents
 
 
-def test_a_moved_folder_with_the_same_contents_goes_on(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = made.begin()
-    there = made.root.with_name("there")
-    made.root.rename(there)
-    made.root = there
+def test_a_moved_folder_with_the_same_contents_goes_on(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = inputs.begin()
+    there = inputs.root.with_name("there")
+    inputs.root.rename(there)
+    inputs.root = there
     monkeypatch.syspath_prepend(str(there))
-    for module in (made.module, f"{made.module}_reward"):
+    for module in (inputs.module, f"{inputs.module}_reward"):
         monkeypatch.delitem(sys.modules, module)  # as in another process
-    assert made.begin() == before
+    assert inputs.begin() == before
     shutil.copy(there / "train.jsonl", there / "renamed.jsonl")
-    named = with_overrides(made.job(), {"data.path": str(there / "renamed.jsonl")})
+    named = with_overrides(inputs.job(), {"data.path": str(there / "renamed.jsonl")})
     assert check_identity(there / "runs" / "own", Identity.from_config(named)) == before
 
 
-def test_several_data_files_are_their_contents_in_order_whatever_their_names(made: Made) -> None:
+def test_several_data_files_are_their_contents_in_order_whatever_their_names(inputs: Inputs) -> None:
     def begin(*names: str) -> Identity:
-        paths = [str(made.root / name) for name in names]
-        identity = Identity.from_config(with_overrides(made.job(), {"data.path": paths}))
+        paths = [str(inputs.root / name) for name in names]
+        identity = Identity.from_config(with_overrides(inputs.job(), {"data.path": paths}))
         assert "data.path" not in identity.config
         return identity
 
-    assert begin("train.jsonl").contents == made.begin().contents, "a list of one is that one"
-    (made.root / "more").mkdir()
-    made.write("more/part.jsonl", "more")
+    assert begin("train.jsonl").contents == inputs.begin().contents, "a list of one is that one"
+    (inputs.root / "more").mkdir()
+    inputs.write("more/part.jsonl", "more")
     before = begin("train.jsonl", "more").contents["data.path"]
-    (made.root / "train.jsonl").rename(made.root / "renamed.jsonl")
-    (made.root / "more").rename(made.root / "moved")
+    (inputs.root / "train.jsonl").rename(inputs.root / "renamed.jsonl")
+    (inputs.root / "more").rename(inputs.root / "moved")
     assert begin("renamed.jsonl", "moved").contents["data.path"] == before
     assert begin("moved", "renamed.jsonl").contents["data.path"] != before, "another order of the prompts"
-    made.write("moved/part.jsonl", "other")
+    inputs.write("moved/part.jsonl", "other")
     assert begin("renamed.jsonl", "moved").contents["data.path"] not in (before, "")
     assert begin("renamed.jsonl", "gone").contents.keys() == begin("renamed.jsonl").contents.keys() - {"data.path"}
 
@@ -187,24 +187,24 @@ def test_a_name_on_a_hub_stays_a_name_and_so_does_a_model_of_a_server() -> None:
     assert served.contents == {}
 
 
-def test_an_annotation_compares_its_data_record_by_record(made: Made) -> None:
-    config = {"data": {"path": str(made.root / "train.jsonl")}, "annotate": {"source": f"{made.module}:judge"}}
+def test_an_annotation_compares_its_data_record_by_record(inputs: Inputs) -> None:
+    config = {"data": {"path": str(inputs.root / "train.jsonl")}, "annotate": {"source": f"{inputs.module}:judge"}}
     before = Identity.from_config(AnnotateJob.model_validate(config))
-    made.write("train.jsonl", "other")
+    inputs.write("train.jsonl", "other")
     assert Identity.from_config(AnnotateJob.model_validate(config)) == before
-    made.write(f"{made.module}.py", FUNCTION + "\n")
+    inputs.write(f"{inputs.module}.py", FUNCTION + "\n")
     after = Identity.from_config(AnnotateJob.model_validate(config))
     assert before.contents.keys() == after.contents.keys() == {"annotate.source"}
     assert before.contents != after.contents
 
 
-def test_what_is_not_there_yet_is_compared_once_it_is(made: Made) -> None:
-    (made.root / "model").rename(made.root / "later")
-    made.begin()
-    (made.root / "later").rename(made.root / "model")
-    assert "model.policy" in made.begin().contents
-    made.write("model/model.safetensors", "other")
-    assert "the content of model.policy" in made.refusal()
+def test_what_is_not_there_yet_is_compared_once_it_is(inputs: Inputs) -> None:
+    (inputs.root / "model").rename(inputs.root / "later")
+    inputs.begin()
+    (inputs.root / "later").rename(inputs.root / "model")
+    assert "model.policy" in inputs.begin().contents
+    inputs.write("model/model.safetensors", "other")
+    assert "the content of model.policy" in inputs.refusal()
 
 
 def test_the_same_run_is_one_whose_fixed_parts_are_the_same(tmp_path: Path) -> None:
@@ -254,17 +254,17 @@ GAE = {"advantages": "gae"}
 def test_another_number_of_steps_keeps_the_schedule_or_is_refused(
     tmp_path: Path, learner: dict[str, Any], objective: dict[str, Any], spans: int | None
 ) -> None:
-    given = {"learner": learner, "objective": objective}
-    save_identity(tmp_path, first := Identity.from_config(job(**given)))
+    sections = {"learner": learner, "objective": objective}
+    save_identity(tmp_path, first := Identity.from_config(job(**sections)))
     assert first.config["learner.schedule_steps"] == spans
-    longer = Identity.from_config(job(**given, num_steps=9))
+    longer = Identity.from_config(job(**sections, num_steps=9))
     if spans == 3:
         with pytest.raises(UserError) as error:
             check_identity(tmp_path, longer)
         assert "learner.schedule_steps (3 -> 9)" in str(error.value)
         assert "learner.schedule_steps=3 keeps the learning-rate schedule whatever num_steps is" in str(error.value)
-        given["learner"] = learner | {"schedule_steps": 3}
-        longer = Identity.from_config(job(**given, num_steps=9))
+        sections["learner"] = learner | {"schedule_steps": 3}
+        longer = Identity.from_config(job(**sections, num_steps=9))
     check_identity(tmp_path, longer)
 
 
@@ -277,99 +277,99 @@ def test_a_folder_of_another_layout_is_refused(tmp_path: Path, content: str | No
         load_result(tmp_path, Identity.from_config(job()), "summary.json")
 
 
-def test_a_result_is_returned_for_the_same_identity(made: Made) -> None:
-    identity = made.begin()
-    folder = made.root / "runs" / "own"
+def test_a_result_is_returned_for_the_same_identity(inputs: Inputs) -> None:
+    identity = inputs.begin()
+    folder = inputs.root / "runs" / "own"
     assert load_result(folder, identity, "summary.json") is None
     (folder / "summary.json").write_text(json.dumps({"steps": 3}))
-    assert load_result(folder, Identity.from_config(made.job()), "summary.json") == {"steps": 3}
-    made.write("train.jsonl", "other")
+    assert load_result(folder, Identity.from_config(inputs.job()), "summary.json") == {"steps": 3}
+    inputs.write("train.jsonl", "other")
     with pytest.raises(UserError, match=r"the content of data\.path"):
-        load_result(folder, Identity.from_config(made.job()), "summary.json")
-    after = Identity.from_config(made.job()).contents["data.path"]
-    assert load_result(folder, Identity.from_config(made.job(f"data:{after}")), "summary.json") == {"steps": 3}
+        load_result(folder, Identity.from_config(inputs.job()), "summary.json")
+    after = Identity.from_config(inputs.job()).contents["data.path"]
+    assert load_result(folder, Identity.from_config(inputs.job(f"data:{after}")), "summary.json") == {"steps": 3}
     assert load_identity(folder).contents["data.path"] == after
 
 
-def test_missing_content_is_refused_by_name_and_cannot_be_accepted(made: Made) -> None:
-    (made.root / "human.jsonl").rename(made.root / "later.jsonl")
-    assert "feedback.human_file" not in made.begin().contents
-    (made.root / "later.jsonl").rename(made.root / "human.jsonl")
-    made.begin()  # content that appears after the first start is no change
-    before = made.begin().contents["data.path"]
-    (made.root / "train.jsonl").unlink()
-    refusal = made.refusal()
+def test_missing_content_is_refused_by_name_and_cannot_be_accepted(inputs: Inputs) -> None:
+    (inputs.root / "human.jsonl").rename(inputs.root / "later.jsonl")
+    assert "feedback.human_file" not in inputs.begin().contents
+    (inputs.root / "later.jsonl").rename(inputs.root / "human.jsonl")
+    inputs.begin()  # content that appears after the first start is no change
+    before = inputs.begin().contents["data.path"]
+    (inputs.root / "train.jsonl").unlink()
+    refusal = inputs.refusal()
     assert f"the content of data.path (hash {before} -> missing)" in refusal
     assert "run.accept" not in refusal
 
 
-def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default(made: Made) -> None:
-    identity = made.begin()
-    path = made.root / "runs/own" / IDENTITY_FILE
+def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default(inputs: Inputs) -> None:
+    identity = inputs.begin()
+    path = inputs.root / "runs/own" / IDENTITY_FILE
     saved = json.loads(path.read_text())
     for key in ("feedback.style.spans", "feedback.align", "objective.gamma"):
         del saved["config"][key]
     path.write_text(json.dumps(saved))
-    assert made.begin() == identity
+    assert inputs.begin() == identity
     path.write_text(json.dumps(saved))
-    assert "objective.gamma (1.0 -> 0.9)" in made.refusal(objective={"gamma": 0.9})
-    teacher = made.refusal(objective={"teacher": {}})
+    assert "objective.gamma (1.0 -> 0.9)" in inputs.refusal(objective={"gamma": 0.9})
+    teacher = inputs.refusal(objective={"teacher": {}})
     assert "objective.teacher.weight (null -> " in teacher, "the defaults of a section that was off are a change"
 
 
-def test_a_run_from_before_a_teacher_could_scale_was_distilled(made: Made) -> None:
-    identity = made.begin(objective={"teacher": {}})
-    path = made.root / "runs/own" / IDENTITY_FILE
+def test_a_run_from_before_a_teacher_could_scale_was_distilled(inputs: Inputs) -> None:
+    identity = inputs.begin(objective={"teacher": {}})
+    path = inputs.root / "runs/own" / IDENTITY_FILE
     saved = json.loads(path.read_text())
     for key in ("use", "bound"):
         del saved["config"][f"objective.teacher.{key}"]
     path.write_text(json.dumps(saved))
-    assert made.begin(objective={"teacher": {}}) == identity
+    assert inputs.begin(objective={"teacher": {}}) == identity
     path.write_text(json.dumps(saved))
-    refusal = made.refusal(objective={"teacher": {"use": "scale"}})
+    refusal = inputs.refusal(objective={"teacher": {"use": "scale"}})
     assert 'objective.teacher.use ("distill" -> "scale")' in refusal
 
 
-def test_a_run_without_local_credit_is_not_continued_with_it(made: Made) -> None:
+def test_a_run_without_local_credit_is_not_continued_with_it(inputs: Inputs) -> None:
     """An earlier version wrote lam=0.95 with every run, and read it with a critic alone."""
-    made.begin(objective={"local_coef": 0})
-    path = made.root / "runs/own" / IDENTITY_FILE
+    inputs.begin(objective={"local_coef": 0})
+    path = inputs.root / "runs/own" / IDENTITY_FILE
     saved = json.loads(path.read_text())
     del saved["config"]["objective.local_coef"]
     saved["config"]["objective.lam"] = 0.95
     path.write_text(json.dumps(saved))
-    refusal = made.refusal()
+    refusal = inputs.refusal()
     assert "objective.local_coef (0.0 -> 0.3)" in refusal
     assert "k3 without the ratio of the policies" in refusal
     assert "objective.lam" not in refusal
 
 
-def test_a_run_with_a_critic_is_continued(made: Made) -> None:
+def test_a_run_with_a_critic_is_continued(inputs: Inputs) -> None:
     critic = {"advantages": "gae"}
-    made.begin(objective=critic)
-    path = made.root / "runs/own" / IDENTITY_FILE
+    inputs.begin(objective=critic)
+    path = inputs.root / "runs/own" / IDENTITY_FILE
     saved = json.loads(path.read_text())
     del saved["config"]["objective.local_coef"]
     path.write_text(json.dumps(saved))
-    made.begin(objective=critic)
+    inputs.begin(objective=critic)
 
 
-def test_a_removed_key_that_changes_nothing_is_no_difference(made: Made) -> None:
-    made.begin()
-    path = made.root / "runs/own" / IDENTITY_FILE
+def test_a_removed_key_that_changes_nothing_is_no_difference(inputs: Inputs) -> None:
+    inputs.begin()
+    path = inputs.root / "runs/own" / IDENTITY_FILE
     saved = json.loads(path.read_text())
     saved["config"]["objective.rewards.cover"] = "any"
     path.write_text(json.dumps(saved))
-    made.begin()
+    inputs.begin()
     saved["config"]["objective.rewards.cover"] = "half"
     path.write_text(json.dumps(saved))
-    assert "objective.rewards.cover" in made.refusal()
+    assert "objective.rewards.cover" in inputs.refusal()
 
 
-def test_sources_without_a_function_import_no_module_of_their_name(made: Made) -> None:
+def test_sources_without_a_function_import_no_module_of_their_name(inputs: Inputs) -> None:
     for name in ("task", "metric"):
-        made.write(f"{name}.py", "raise SystemExit('imported')\n")
-    sources = [{"source": "task"}, {"source": "metric:tone"}, {"source": f"{made.module}_reward:pay"}]
-    contents = made.begin(objective={"outcome_rewards": sources}).contents
+        inputs.write(f"{name}.py", "raise SystemExit('imported')\n")
+    sources = [{"source": "task"}, {"source": "metric:tone"}, {"source": f"{inputs.module}_reward:pay"}]
+    contents = inputs.begin(objective={"outcome_rewards": sources}).contents
     paid = [key for key in contents if key.startswith("objective.")]
-    assert paid == [f"objective.outcome_rewards.{made.module}_reward:pay"]
+    assert paid == [f"objective.outcome_rewards.{inputs.module}_reward:pay"]

@@ -36,10 +36,10 @@ def test_a_journal_goes_on_after_a_line_that_was_cut_off_anywhere(tmp_path: Path
     first = whole.index(b"\n") + 1
     for end in (0, 1, first - 1, first, first + 1, len(whole) - 1, len(whole)):
         path.write_bytes(whole[:end])
-        kept = ["1"] * (end >= first) + ["2"] * (end == len(whole))
-        assert ids(path) == kept
+        expected = ["1"] * (end >= first) + ["2"] * (end == len(whole))
+        assert ids(path) == expected
         written(path, 3)
-        assert ids(path) == [*kept, "3"]
+        assert ids(path) == [*expected, "3"]
 
 
 def test_nothing_is_written_before_the_first_record(tmp_path: Path) -> None:

@@ -165,9 +165,9 @@ def test_a_torn_last_line_never_costs_another_one(
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
     whole = b"".join(json.dumps({"step": s, "x": s / 8}).encode() + b"\n" for s in range(5))
-    kept = whole[: len(whole) - min(cut, len(whole))]
-    (folder / METRICS_FILE).write_bytes(kept)
-    complete = kept.count(b"}")  # an object whose newline is missing is whole
+    torn = whole[: len(whole) - min(cut, len(whole))]
+    (folder / METRICS_FILE).write_bytes(torn)
+    complete = torn.count(b"}")  # an object whose newline is missing is whole
     history = RunLog(folder, PLAIN).truncate(first_step)
     assert history == [{"step": s, "x": s / 8} for s in range(min(complete, first_step))]
     assert lines(folder / METRICS_FILE) == history
@@ -269,8 +269,8 @@ def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
     triples = [judged(i) for i in range(5)]
     log.write_samples(0, "eval", [triples[0], *((p, r, None) for p, r, _ in triples[1:3])])
     log.write_samples(1, "eval", triples[:1])
-    found = [(r["step"], r["prompt_id"], r["feedback"] is not None) for r in lines(tmp_path / SAMPLES_FILE)]
-    assert found == [(0, "p0", True), (0, "p1", False), (0, "p2", False), (1, "p0", True)]
+    written = [(r["step"], r["prompt_id"], r["feedback"] is not None) for r in lines(tmp_path / SAMPLES_FILE)]
+    assert written == [(0, "p0", True), (0, "p1", False), (0, "p2", False), (1, "p0", True)]
     assert {r["split"] for r in lines(tmp_path / SAMPLES_FILE)} == {"eval"}
 
 

@@ -9,7 +9,7 @@ from t2g.runs import progress
 from t2g.runs.progress import format_duration, log_duration, record_lines, show_progress
 
 
-class Shown:
+class Display:
     """What stands in for rich's own console, and for its clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,15 +23,15 @@ class Shown:
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
-    return Shown(monkeypatch)
+def display(monkeypatch: pytest.MonkeyPatch) -> Display:
+    return Display(monkeypatch)
 
 
-def test_without_a_terminal_at_most_a_line_in_ten_seconds(shown: Shown) -> None:
-    out = shown.on(terminal=False)
+def test_without_a_terminal_at_most_a_line_in_ten_seconds(display: Display) -> None:
+    out = display.on(terminal=False)
     with show_progress("annotate", 40) as annotate:
         for _ in range(40):
-            shown.now += 0.7
+            display.now += 0.7
             annotate.advance()
     # 10.5 s: 15 done, 25 * .7 s left; 21 s: 30 done, 10 * .7 s left; 28 s: done
     assert out.file.getvalue().splitlines() == [
@@ -41,16 +41,16 @@ def test_without_a_terminal_at_most_a_line_in_ten_seconds(shown: Shown) -> None:
     ]
 
 
-def test_the_remaining_time_follows_the_speed_of_this_session(shown: Shown) -> None:
-    out = shown.on(terminal=False)
+def test_the_remaining_time_follows_the_speed_of_this_session(display: Display) -> None:
+    out = display.on(terminal=False)
     with show_progress("train", 40, 30) as train:
-        shown.now += 11
+        display.now += 11
         train.advance(True)
-        shown.now += 11
+        display.now += 11
         train.advance(True)
-        shown.now += 12
+        display.now += 12
         train.advance(True)
-        shown.now += 14
+        display.now += 14
         train.advance(True)
     # 34 s: 3 of 10 done, the last two in 23 s, 7 * 11.5 s left; 48 s: 4 done, three in 37 s, 6 * 12.33 s left
     assert out.file.getvalue().splitlines() == [
@@ -62,15 +62,15 @@ def test_the_remaining_time_follows_the_speed_of_this_session(shown: Shown) -> N
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_the_first_items_give_no_time_left(shown: Shown, terminal: bool) -> None:
+def test_the_first_items_give_no_time_left(display: Display, terminal: bool) -> None:
     """The first step of a run compiles kernels: 632 times its length is no estimate."""
-    out = shown.on(terminal=terminal)
+    out = display.on(terminal=terminal)
     with show_progress("train", 632) as train:
         for seconds in (33.0, 12.0):
-            shown.now += seconds
+            display.now += seconds
             train.advance()
         assert " left" not in out.file.getvalue().replace("left unknown", "")
-        shown.now += 12.0
+        display.now += 12.0
         train.advance()
     text = out.file.getvalue()
     if terminal:
@@ -79,18 +79,18 @@ def test_the_first_items_give_no_time_left(shown: Shown, terminal: bool) -> None
         assert "train: 3 of 632, 2 h 05 min left" in text  # 629 * 12 s
 
 
-def test_work_that_is_stopped_is_not_done(shown: Shown) -> None:
-    out = shown.on(terminal=False)
+def test_work_that_is_stopped_is_not_done(display: Display) -> None:
+    out = display.on(terminal=False)
     with show_progress("train", 6) as train:
-        shown.now += 3
+        display.now += 3
         train.advance(2)
     with show_progress("nothing", 0):
         pass
     assert out.file.getvalue().splitlines() == ["train: 2 of 6, ended after 3 s", "nothing: done in 0 s"]
 
 
-def test_the_phase_of_the_current_item_is_shown(shown: Shown) -> None:
-    out = shown.on(terminal=True)
+def test_the_phase_of_the_current_item_is_shown(display: Display) -> None:
+    out = display.on(terminal=True)
     with show_progress("train", 2) as train:
         train.set_phase("learning [x]")
         assert train.position == "train: 0 of 2, learning [x]"
@@ -98,22 +98,22 @@ def test_the_phase_of_the_current_item_is_shown(shown: Shown) -> None:
     assert "learning [x]" in out.file.getvalue()
 
 
-def test_a_bar_begins_where_the_last_session_ended(shown: Shown) -> None:
-    out = shown.on(terminal=True)
+def test_a_bar_begins_where_the_last_session_ended(display: Display) -> None:
+    out = display.on(terminal=True)
     with show_progress("train", 40, done=30) as train:
         train.advance()
     assert "31/40" in out.file.getvalue()
 
 
-def test_lines_of_ones_own_are_printed_as_they_are(shown: Shown) -> None:
-    out = shown.on(terminal=False)
+def test_lines_of_ones_own_are_printed_as_they_are(display: Display) -> None:
+    out = display.on(terminal=False)
     with show_progress("train", 1) as train:
         train.print_line("step 3 | [bold]reward[/] " + "x" * 200)
     assert out.file.getvalue().splitlines()[0] == "step 3 | [bold]reward[/] " + "x" * 200
 
 
-def test_a_terminal_has_a_bar_and_nested_stages(shown: Shown) -> None:
-    out = shown.on(terminal=True)
+def test_a_terminal_has_a_bar_and_nested_stages(display: Display) -> None:
+    out = display.on(terminal=True)
     with show_progress("train", 3) as train:
         train.advance(2)
         with show_progress("evaluate", 5) as evaluate:
@@ -125,8 +125,8 @@ def test_a_terminal_has_a_bar_and_nested_stages(shown: Shown) -> None:
     assert "evaluate: done in 0 s" in text and "train: 2 of 3, ended after 0 s" in text
 
 
-def test_a_stage_that_fails_is_not_done(shown: Shown) -> None:
-    out = shown.on(terminal=False)
+def test_a_stage_that_fails_is_not_done(display: Display) -> None:
+    out = display.on(terminal=False)
     with pytest.raises(RuntimeError, match="lost"), show_progress("train", 3):
         raise RuntimeError("lost")
     assert out.file.getvalue() == ""
@@ -151,9 +151,9 @@ def lines_of(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_work_that_is_silent_says_how_far_it_is_also_into_the_file(
-    shown: Shown, impatient: None, tmp_path: Path, terminal: bool
+    display: Display, impatient: None, tmp_path: Path, terminal: bool
 ) -> None:
-    out = shown.on(terminal=terminal)
+    out = display.on(terminal=terminal)
     file = tmp_path / "run" / "progress.log"
     with record_lines(file.parent), show_progress("train", 11) as train:
         train.advance(3)
@@ -165,9 +165,9 @@ def test_work_that_is_silent_says_how_far_it_is_also_into_the_file(
 
 
 def test_the_innermost_work_speaks(
-    shown: Shown, impatient: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    display: Display, impatient: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown.on(terminal=False)
+    display.on(terminal=False)
     with record_lines(tmp_path), show_progress("outer", 2), log_duration("inner"):
         wait_for("s so far", tmp_path / "progress.log")
         wait_for("inner: ", tmp_path / "progress.log")
@@ -179,10 +179,10 @@ def test_the_innermost_work_speaks(
 
 
 def test_no_line_is_added_while_others_are_printed(
-    shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    display: Display, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "POLL_S", 0.01)
-    shown.on(terminal=False)
+    display.on(terminal=False)
     with record_lines(tmp_path), show_progress("train", 2) as train:
         train.print_line("step 1")
         time.sleep(0.1)  # ten looks
@@ -190,8 +190,8 @@ def test_no_line_is_added_while_others_are_printed(
     assert lines_of(tmp_path / "progress.log") == ["step 1", "train: done in 0 s"]
 
 
-def test_a_bar_never_goes_back(shown: Shown) -> None:
-    shown.on(terminal=False)
+def test_a_bar_never_goes_back(display: Display) -> None:
+    display.on(terminal=False)
     with show_progress("train", 9) as train:
         train.advance_to(5)
         train.advance_to(3)

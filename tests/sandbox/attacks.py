@@ -50,10 +50,10 @@ def reach(body: str) -> str:
     return REACH.replace("BODY\n", "".join(f"    {line}\n" for line in body.splitlines()))
 
 
-def any_of(call: str, over: str = "N", made: str = "") -> str:
+def any_of(call: str, over: str = "N", setup: str = "") -> str:
     """The body of a `reach`: whether `call` succeeds for an n of `over`, which is not this process."""
     return (
-        f"{made}\nfor n in {over}:\n    try:\n        if n != os.getpid() and {call}:\n            return True\n"
+        f"{setup}\nfor n in {over}:\n    try:\n        if n != os.getpid() and {call}:\n            return True\n"
         "    except (OSError, ValueError):\n        pass\n"
     )
 
@@ -288,20 +288,20 @@ def left_behind(seconds: float) -> list[str]:
     busy machine; what was not, stays for longer.
     """
     deadline = time.monotonic() + seconds
-    while (found := _alive()) and time.monotonic() < deadline:
+    while (alive := _alive()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return alive
 
 
 def sandbox_processes() -> list[Path]:
     """Return /proc folders of forks of this process's server: they have its command line, which names this process."""
     mark = f'"caller": {os.getpid()}}}'.encode()
-    found = []
+    folders = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if mark in file.read_bytes() and f"PPid:\t{os.getpid()}\n" not in file.with_name("status").read_text():
-                found.append(file.parent)
-    return found
+                folders.append(file.parent)
+    return folders
 
 
 def _alive() -> list[str]:

@@ -58,7 +58,7 @@ def test_the_parent_never_holds_code_or_tests() -> None:
     mark = secrets.token_hex(20)
     assert value_of(f"def f(): return '{mark}'\n", LIMITS) == mark
     run_solution(f"# {mark}\n", f"# {mark}\n", TOGETHER)
-    found = False
+    is_present = False
     size = 0
     with open(f"/proc/{parent()}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{parent()}/maps").read_text().splitlines():
@@ -67,8 +67,8 @@ def test_the_parent_never_holds_code_or_tests() -> None:
                 memory.seek(low)
                 held = memory.read(high - low)
                 size = size + len(held)
-                found = found or mark.encode() in held
-    assert size > 2**20 and not found
+                is_present = is_present or mark.encode() in held
+    assert size > 2**20 and not is_present
 
 
 POISON = """

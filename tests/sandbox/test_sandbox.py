@@ -30,8 +30,8 @@ NAMESPACES = {"user", "pid", "network", "ipc", "mount"}
 
 def become_ordinary() -> None:
     """In a child of root: a user without privileges, who can read interpreter and code wherever they lie."""
-    wanted = sorted({Path(path).resolve() for path in (sys.base_prefix, sys.prefix, ROOT)})
-    hidden = {path: gate for path in wanted if (gate := closed_gate(path)) is not None}
+    folders = sorted({Path(path).resolve() for path in (sys.base_prefix, sys.prefix, ROOT)})
+    hidden = {path: gate for path in folders if (gate := closed_gate(path)) is not None}
     if hidden:
         assert isolation.unshare(isolation.MOUNT)
         isolation._mount("none", "/", None, isolation._MS_REC | isolation._MS_PRIVATE, None)
@@ -192,12 +192,12 @@ def in_child(mode: Callable[[], None], module: str, function: str) -> Any:
 
 
 def test_what_cannot_be_isolated_is_refused_in_one_sentence() -> None:
-    found = run_in(forbid_everything, "processes", "files", "network")
-    assert "this machine's processes, files, network:" in found["refused"]
-    assert "this machine's network, files:" in found["available"]
+    report = run_in(forbid_everything, "processes", "files", "network")
+    assert "this machine's processes, files, network:" in report["refused"]
+    assert "this machine's network, files:" in report["available"]
     for way in ("user.max_user_namespaces", "landlock", "seccomp", "sandbox.require", "Linux 5.13"):
-        assert way in found["refused"]
-    assert (found["weak"], set(found["isolation"])) == ("passed", {"process_group", "rlimits"})
+        assert way in report["refused"]
+    assert (report["weak"], set(report["isolation"])) == ("passed", {"process_group", "rlimits"})
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_a_process_that_starts_a_sandbox_is_not_dumpable() -> None:
 
 
 def test_what_can_be_isolated_is_not_refused() -> None:
-    found = run_in(become_ordinary_without_namespaces, "files", "processes", "network")
-    assert found["available"] == "" and "refused" not in found
+    report = run_in(become_ordinary_without_namespaces, "files", "processes", "network")
+    assert report["available"] == "" and "refused" not in report
 
 
 OLD_KERNEL = """
@@ -282,15 +282,15 @@ def test_an_older_kernel_holds_with_the_filter(abi: int, tmp_path: Path) -> None
 def test_what_runs_is_first_to_go_when_memory_runs_out() -> None:
     code = "import time\ndef f():\n    time.sleep(1.5)\n"
     tests = "from solution import f\ndef test():\n    f()\n"
-    found: set[str] = set()
+    scores: set[str] = set()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_solution, code, tests, LIMITS)
         while not running.done():
             for folder in sandbox_processes():
                 with contextlib.suppress(OSError):
-                    found.add((folder / "oom_score_adj").read_text().strip())
+                    scores.add((folder / "oom_score_adj").read_text().strip())
             time.sleep(0.05)
-    assert "1000" in found
+    assert "1000" in scores
 
 
 # -- one run
@@ -311,16 +311,16 @@ def test_what_an_outcome_says_of_each_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("statement", "expected", "got"),
+    ("statement", "expected", "actual"),
     [
         ("assert 3 == f(1)", "3", "2"),
         ("assert f(1) == 2 and f(2) == 2", "2", "3"),
         ("assert f(1) > 5", "", ""),
     ],
 )
-def test_expected_and_got(statement: str, expected: str, got: str) -> None:
+def test_expected_and_got(statement: str, expected: str, actual: str) -> None:
     (test,) = run_solution(HONEST, f"from solution import f\ndef test():\n    {statement}\n", LIMITS).tests
-    assert (test.passed, test.statement, test.expected, test.got) == (False, statement, expected, got)
+    assert (test.passed, test.statement, test.expected, test.got) == (False, statement, expected, actual)
 
 
 @pytest.mark.parametrize(
@@ -442,9 +442,9 @@ def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
         "isolation.drop_privileges()\nopen('file', 'w').close()\n"
         "os.rename(os.path.dirname(shown), 'elsewhere')\n"
     )
-    with tempfile.TemporaryDirectory(dir="/tmp") as stage, tempfile.TemporaryDirectory(dir="/tmp") as shown:
-        (Path(shown) / "lib" / "kept").mkdir(parents=True)
-        command = [sys.executable, "-c", code, stage, f"{shown}/lib"]
+    with tempfile.TemporaryDirectory(dir="/tmp") as stage, tempfile.TemporaryDirectory(dir="/tmp") as visible:
+        (Path(visible) / "lib" / "kept").mkdir(parents=True)
+        command = [sys.executable, "-c", code, stage, f"{visible}/lib"]
         env = {"PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
     if done.stderr.strip() == "none":

@@ -86,20 +86,20 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
     pairs = (whole, cut)
     steps = [JudgedStep(responses=pairs, generate_s=0, feedback_s=0)] * 2
     for unit, worth in (("span", 0.5), ("token", 1.5)):
-        own = job(objective={"rewards": rule | {"unit": unit}})
-        groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
+        rule_job = job(objective={"rewards": rule | {"unit": unit}})
+        groups = score(SimpleNamespace(job=rule_job, feedback=SimpleNamespace(name="program")), steps, tokenizer)
         assert [(group[0].prompt.prompt_id, len(group)) for group in groups] == [("p", 1), ("q", 1)] * 2  # step by step
         assert groups[0][0].reward == groups[2][0].reward == worth
-    own = job(objective={"rewards": rule, "truncation_penalty": -0.25})
+    rule_job = job(objective={"rewards": rule, "truncation_penalty": -0.25})
     truncated = cut._replace(rollout=replace(cut.rollout, finish_reason="length"))
     steps = [JudgedStep(responses=(whole, truncated), generate_s=0, feedback_s=0)]
-    groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
+    groups = score(SimpleNamespace(job=rule_job, feedback=SimpleNamespace(name="program")), steps, tokenizer)
     assert [group[0].reward for group in groups] == [0.5, 0.5 - 0.25]
     halved = job(objective={"rewards": rule, "truncation_penalty": -0.25, "span_coef": 0.5})
     groups_halved = score(SimpleNamespace(job=halved, feedback=SimpleNamespace(name="program")), steps, tokenizer)
     assert [group[0].reward for group in groups_halved] == [0.25, 0.25 - 0.25]
     learnt = [one for group in groups for one in group]
-    metrics = run_metrics(own, steps, learnt, learn_s=0)
+    metrics = run_metrics(rule_job, steps, learnt, learn_s=0)
     assert (metrics["response/truncated_share"], metrics["reward/response_mean"]) == (0.5, 0.375)
 
 
@@ -141,13 +141,13 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_revision_prompt_shows_prompt_response_and_critique(words: Any) -> None:
     sampled = rollout([1], index=3, text="It is 5.")
     judged = JudgedResponse(prompt(text="What is 2 + 2?"), sampled, feedback("Wrong: it is 4."))
-    made = revision_prompt(PromptsTask(), judged, words, 1000)
-    assert made is not None
-    text = words.decode(made.prompt_ids)
+    revision = revision_prompt(PromptsTask(), judged, words, 1000)
+    assert revision is not None
+    text = words.decode(revision.prompt_ids)
     assert all(part in text for part in ("What is 2 + 2?", "It is 5.", "Wrong: it is 4."))
     assert text.endswith("<|assistant|>")
-    assert made.prompt_id == "p/3"  # another response to the same prompt is revised with another seed
-    assert made.prompt_text == "What is 2 + 2?"
+    assert revision.prompt_id == "p/3"  # another response to the same prompt is revised with another seed
+    assert revision.prompt_text == "What is 2 + 2?"
 
 
 def test_without_critique_or_room_no_request_is_made(words: Any) -> None:

@@ -85,9 +85,9 @@ def test_when_scalar_is_reached() -> None:
 def test_scalar_always_reaches_itself_and_no_share_is_negative(mine: list[float], its: list[float]) -> None:
     scalar = a_run(*its)
     assert reach(scalar, scalar)["samples"] is not None
-    found = reach(a_run(*mine), scalar)["samples"]
+    samples = reach(a_run(*mine), scalar)["samples"]
     smoothed = a_run(*mine).smoothed
-    assert (found is None) == (max(smoothed) < max(scalar.smoothed))
+    assert (samples is None) == (max(smoothed) < max(scalar.smoothed))
 
 
 def test_the_summary_of_two_seeds() -> None:
@@ -97,14 +97,14 @@ def test_the_summary_of_two_seeds() -> None:
     good = a_run(0.2, 1.0, 1.0, 1.0, step_s=3.0, targeting=still)
     poor = a_run(0.4, 0.0, 0.0, 0.0, step_s=3.0, targeting=still)
     runs = {"sft": base, "scalar": scalar, "span": {1: good, 2: poor}}
-    found = summarize(runs)
-    assert found["sft"]["score"]["mean"] == pytest.approx(0.3)
-    assert found["sft"]["targeting"]["returns"] is None
-    assert found["sft"]["targeting"]["difference"]["mean"] == 0
-    assert found["scalar"]["score"]["mean"] == pytest.approx(0.5)
-    assert found["scalar"]["overhead"] == 0.0
-    assert found["scalar"]["targeting"] is None
-    span = found["span"]
+    summary = summarize(runs)
+    assert summary["sft"]["score"]["mean"] == pytest.approx(0.3)
+    assert summary["sft"]["targeting"]["returns"] is None
+    assert summary["sft"]["targeting"]["difference"]["mean"] == 0
+    assert summary["scalar"]["score"]["mean"] == pytest.approx(0.5)
+    assert summary["scalar"]["overhead"] == 0.0
+    assert summary["scalar"]["targeting"] is None
+    span = summary["span"]
     assert span["score"]["mean"] == pytest.approx(0.5)
     # paired: 1 - .6 and 0 - .4; t(1) = 12.706, s = .8 / sqrt 2
     assert span["minus_scalar"]["mean"] == pytest.approx(0.0)
@@ -115,7 +115,7 @@ def test_the_summary_of_two_seeds() -> None:
     assert (span["seeds_at_scalar_best"], span["overhead"]) == (2, 0.5)
     assert span["by_seed"][1]["samples_to_scalar_best"] == 10
     assert span["targeting"]["difference"] == {"mean": -2.0, "low": -2.0, "high": -2.0}
-    json.dumps(found, allow_nan=False)
+    json.dumps(summary, allow_nan=False)
 
 
 def test_scores_are_compared_at_the_same_kl() -> None:
@@ -127,8 +127,8 @@ def test_scores_are_compared_at_the_same_kl() -> None:
     assert [run.score_at(level, run.kls) for level in (0.25, 0.5, 1.0)] == pytest.approx([0.4, 0.6, 0.7])
     assert run.score_at(2.0, run.kls) is None
     half = replace(run, scores=(0.2, 0.4, 0.5, 0.9))
-    found = summarize({"span": {1: run, 2: half}})["span"]["score_at_kl"]
-    assert (found["0.5"]["mean"], found["1"]["mean"], found["2"]) == (pytest.approx(0.5), pytest.approx(0.575), None)
+    by_kl = summarize({"span": {1: run, 2: half}})["span"]["score_at_kl"]
+    assert (by_kl["0.5"]["mean"], by_kl["1"]["mean"], by_kl["2"]) == (pytest.approx(0.5), pytest.approx(0.575), None)
 
 
 def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
@@ -146,9 +146,9 @@ def test_scores_are_compared_where_both_have_moved_equally_far() -> None:
     assert subtract_matched(back, scalar, "kls") == pytest.approx(0.7 - 0.8)
     assert subtract_matched(scalar, back, "lengths") == pytest.approx(0.8 - 0.7)
     base = {seed: base_run(span) for seed in (1, 2)}  # it has not moved
-    found = summarize({"sft": base, "scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
-    assert found["sft"]["minus_scalar_at_equal"] == {"kls": None, "lengths": None}
-    at_equal = found["span"]["minus_scalar_at_equal"]
+    summary = summarize({"sft": base, "scalar": {1: scalar, 2: scalar}, "span": {1: span, 2: span}})
+    assert summary["sft"]["minus_scalar_at_equal"] == {"kls": None, "lengths": None}
+    at_equal = summary["span"]["minus_scalar_at_equal"]
     assert at_equal["kls"]["mean"] == pytest.approx(-0.05)
     assert at_equal["lengths"]["high"] == pytest.approx(-0.05)
 
@@ -161,9 +161,9 @@ def test_a_run_is_no_better_than_itself_at_an_equal_kl(points: list[tuple[float,
 
 
 def test_without_scalar_no_figure_is_relative_to_it() -> None:
-    found = summarize({"span": {1: a_run(0.1, 0.5)}})["span"]
-    assert not [name for name in found if "scalar" in name or name == "overhead"]
-    assert found["score"] == {"mean": 0.5, "low": None, "high": None}
+    figures = summarize({"span": {1: a_run(0.1, 0.5)}})["span"]
+    assert not [name for name in figures if "scalar" in name or name == "overhead"]
+    assert figures["score"] == {"mean": 0.5, "low": None, "high": None}
 
 
 def test_the_table_has_a_cell_for_each_column() -> None:
@@ -195,10 +195,10 @@ def test_the_table_has_a_cell_for_each_column() -> None:
 def test_a_seed_that_never_got_there_counts_with_all_its_samples() -> None:
     scalar = {1: a_run(0.2, 0.4, 0.6), 2: a_run(0.2, 0.5, 0.7), 3: a_run(0.2, 0.1, 0.3)}
     span = {1: a_run(0.2, 0.9, 0.9), 2: a_run(0.2, 0.1, 0.1), 3: base_run(a_run(0.2, 0.1))}
-    found = summarize_method(span, scalar)
+    figures = summarize_method(span, scalar)
     # 10 samples, never in 20, and not trained; the mean over those that got there says 10
-    assert found["samples_to_scalar_best_censored"]["mean"] == 15
-    assert (found["samples_to_scalar_best"], found["seeds_at_scalar_best"]) == (10, 1)
+    assert figures["samples_to_scalar_best_censored"]["mean"] == 15
+    assert (figures["samples_to_scalar_best"], figures["seeds_at_scalar_best"]) == (10, 1)
 
 
 def test_an_untrained_method_reaches_nothing() -> None:

@@ -91,7 +91,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "own"),
+    ("name", "differing_keys"),
     [
         (
             "outcome",
@@ -114,11 +114,11 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     ],
 )
 def test_what_is_held_against_span_differs_from_it_in_its_own_keys_whatever_the_job_says(
-    name: str, own: set[str]
+    name: str, differing_keys: set[str]
 ) -> None:
     span = read_method("span").overrides
     other = read_method(name).overrides
-    assert {key for key in span.keys() | other.keys() if span.get(key) != other.get(key)} == own
+    assert {key for key in span.keys() | other.keys() if span.get(key) != other.get(key)} == differing_keys
 
 
 def test_recipes_with_a_teacher_keep_it_whatever_the_teacher_of_the_job() -> None:
@@ -181,12 +181,12 @@ def test_a_search_goes_on_until_its_best_is_no_end() -> None:
 
 
 def test_a_method_is_served_by_the_reward_model_of_its_style_and_loss(tmp_path: Path) -> None:
-    own = tmp_path / "dense_scalar.yaml"
-    own.write_text(
+    method_file = tmp_path / "dense_scalar.yaml"
+    method_file.write_text(
         "about: Dense labels, on the last token.\n"
         "overrides: {objective.rewards.placement: scalar, feedback.style.labels: dense}\n"
     )
-    methods = f"compare.methods=[span, scalar, no_critique, dense, {own}]"
+    methods = f"compare.methods=[span, scalar, no_critique, dense, {method_file}]"
     plan = plan_of(tmp_path, methods, "compare.rewards.seeds=[4, 5]", config="compare_more.yaml")
     models = [plan.reward_model(name) for name in plan.methods]
     assert models == ["plain", "plain", "no_critique", "dense", "dense"]
@@ -200,12 +200,12 @@ def test_a_method_is_served_by_the_reward_model_of_its_style_and_loss(tmp_path: 
 
 
 def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
-    own = tmp_path / "mine.yaml"
-    own.write_text(
+    method_file = tmp_path / "mine.yaml"
+    method_file.write_text(
         f"about: Mine.\noverrides: {{feedback.style.labels: dense, feedback.reward_model: {tmp_path}, "
         "feedback.noise: {flip: 0.5}}\n"
     )
-    plan = plan_of(tmp_path, f"compare.methods=[span, {own}]")
+    plan = plan_of(tmp_path, f"compare.methods=[span, {method_file}]")
     plan.check("fact_f1")
     feedback = plan.make_job("mine", 1).feedback
     assert feedback.reward_model == str(tmp_path)
@@ -216,15 +216,15 @@ def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
 def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of another machine or folder would look for it elsewhere."""
     (tmp_path / "trained").mkdir()
-    own = tmp_path / "mine.yaml"
-    own.write_text("about: Mine.\noverrides: {feedback.reward_model: trained, model.policy: org/model}\n")
+    method_file = tmp_path / "mine.yaml"
+    method_file.write_text("about: Mine.\noverrides: {feedback.reward_model: trained, model.policy: org/model}\n")
     demo = tmp_path / "my_demo.yaml"
     demo.write_text("run: {name: world}\n")
-    plan = plan_of(tmp_path, f"compare.methods=[span, {own}]", f"artifacts={demo}")
+    plan = plan_of(tmp_path, f"compare.methods=[span, {method_file}]", f"artifacts={demo}")
     monkeypatch.chdir(tmp_path)
     method_job = plan.make_job("mine", 1)
     assert (method_job.feedback.reward_model, method_job.model.policy) == (str(tmp_path / "trained"), "org/model")
-    own.write_text("about: Mine.\noverrides: {feedback.reward_model: '${artifacts}/other', num_steps: 3}\n")
+    method_file.write_text("about: Mine.\noverrides: {feedback.reward_model: '${artifacts}/other', num_steps: 3}\n")
     method_job = ComparisonPlan(plan.job).make_job("mine", 1)
     assert (method_job.feedback.reward_model, method_job.num_steps) == (str(tmp_path / "world" / "other"), 3)
 
@@ -263,8 +263,8 @@ def test_a_wheel_finds_its_methods_wherever_a_job_runs(tmp_path: Path) -> None:
     look = "from t2g.study.methods import read_method; import t2g; print(t2g.__file__, read_method('span').overrides)"
     (tmp_path / "user" / "configs").mkdir(parents=True)
     (tmp_path / "user" / "configs" / "__init__.py").touch()  # a package of that name hides nothing
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", look], cwd=tmp_path / "user", env={"PYTHONPATH": str(lib), "PATH": ""},
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    assert str(lib) in found.stdout and "placement" in found.stdout
+    assert str(lib) in process.stdout and "placement" in process.stdout

@@ -55,8 +55,8 @@ def test_the_resolvable_difference_is_found_in_4_of_5_evaluations() -> None:
     noise = rng.normal(0, 0.2, (NUM_PROMPTS, NUM_SIMULATIONS))
     size = resolvable(means(DRAWS.resampled(noise)), NUM_PROMPTS).mean()
     assert size == pytest.approx(2.85 * 0.2 / np.sqrt(NUM_PROMPTS), rel=0.02)
-    found = flip_p(noise + size, np.zeros_like(noise), means, DRAWS) <= 0.05
-    assert found.mean() == pytest.approx(0.8, abs=0.03)
+    is_significant = flip_p(noise + size, np.zeros_like(noise), means, DRAWS) <= 0.05
+    assert is_significant.mean() == pytest.approx(0.8, abs=0.03)
 
 
 def test_p_is_that_of_all_swaps() -> None:
@@ -81,12 +81,12 @@ def test_a_difference_by_hand_and_its_sign() -> None:
     # wins three, loses ten: both are pass or fail
     one[:3] = 1
     other[3:13] = 1
-    found = compare(one, other, mean_of(NUM_PROMPTS), DRAWS)
-    assert found["value"] == pytest.approx(-7 / 50)
-    assert found["low"] < -7 / 50 < found["high"]
-    assert (found["wins"], found["ties"], found["losses"]) == (3, 37, 10)
-    assert found["exact"]
-    assert found["p"] == pytest.approx(2 * (1 + 13 + 78 + 286) / 2**13)
+    difference = compare(one, other, mean_of(NUM_PROMPTS), DRAWS)
+    assert difference["value"] == pytest.approx(-7 / 50)
+    assert difference["low"] < -7 / 50 < difference["high"]
+    assert (difference["wins"], difference["ties"], difference["losses"]) == (3, 37, 10)
+    assert difference["exact"]
+    assert difference["p"] == pytest.approx(2 * (1 + 13 + 78 + 286) / 2**13)
     shifted = compare(one + 2.5, other, mean_of(NUM_PROMPTS), DRAWS)
     assert not shifted["exact"] and shifted["p"] == 1 / 2001  # no draw is as far: never 0
 
@@ -97,9 +97,9 @@ def test_a_figure_of_several_sums_is_resampled_as_a_whole() -> None:
     totals = rng.integers(1, 20, NUM_PROMPTS).astype(float)
     one = np.stack([totals * 0.5, totals], 1)
     other = np.stack([totals * 0.25, totals], 1)
-    found = compare(one, other, lambda sums: sums[..., 0] / sums[..., 1], DRAWS)
-    assert [found[key] for key in ("value", "low", "high")] == pytest.approx([0.25] * 3)
-    assert found["wins"] is None and found["p"] < 0.001
+    difference = compare(one, other, lambda sums: sums[..., 0] / sums[..., 1], DRAWS)
+    assert [difference[key] for key in ("value", "low", "high")] == pytest.approx([0.25] * 3)
+    assert difference["wins"] is None and difference["p"] < 0.001
 
 
 def test_holm_keeps_order_and_never_falls() -> None:

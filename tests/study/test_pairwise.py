@@ -102,8 +102,8 @@ def test_what_a_judge_answers(text: str, verdict: str) -> None:
 
 def test_a_long_answer_is_bounded() -> None:
     assert len(read_verdict("x" * 9999)["reason"]) == 1000
-    found = read_verdict('{"reason": "' + "x" * 9999 + '", "verdict": "A", "sure": true}')
-    assert found == {"reason": "x" * 1000, "verdict": "A"}
+    verdict = read_verdict('{"reason": "' + "x" * 9999 + '", "verdict": "A", "sure": true}')
+    assert verdict == {"reason": "x" * 1000, "verdict": "A"}
 
 
 def test_the_reason_is_requested_first() -> None:

@@ -62,24 +62,24 @@ def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
 
 @pytest.mark.parametrize("text", ["", " \n", "one", "a a a a a a", "ü" * 9000])
 def test_any_text_has_general_measures(text: str) -> None:
-    found = general_measures(Response(text=text, cut=True))
-    assert found["cut"] == 1
-    assert found["empty"] == float(not text.strip())
-    assert 0 <= found["repetition"] < 1
-    assert found["repetition"] == pytest.approx(2 / 3 if text == "a a a a a a" else 0)
+    measures = general_measures(Response(text=text, cut=True))
+    assert measures["cut"] == 1
+    assert measures["empty"] == float(not text.strip())
+    assert 0 <= measures["repetition"] < 1
+    assert measures["repetition"] == pytest.approx(2 / 3 if text == "a a a a a a" else 0)
 
 
 def test_columns_have_a_row_for_each_prompt() -> None:
     rows = [answers("a b c d e", "x"), answers("", "a", cut=True)]
-    found = columns(rows, [scores(passed=(1, 0)), scores(passed=(0, 1))], [None, None], [1, 2])
-    assert list(found) == ["pass@1", "pass@2", "words", "cut", "empty", "repetition"]
-    assert found["pass@1"].tolist() == [[0.5]] * 2
-    assert found["pass@2"].tolist() == [[1.0]] * 2
-    assert found["words"].tolist() == [[3], [0.5]]
-    assert found["cut"].tolist() == [[0], [1]]
-    found = columns(rows, [scores(rougeL=(1, 0.5))] * 2, ["a b c d e", "z"], [1])
-    assert found["rougeL"].tolist() == [[0.75]] * 2
-    assert found["bleu"][0].tolist() == [5, 4, 3, 2, 6, 4, 3, 2, 6, 10]  # x, too; its reference counts again
+    table = columns(rows, [scores(passed=(1, 0)), scores(passed=(0, 1))], [None, None], [1, 2])
+    assert list(table) == ["pass@1", "pass@2", "words", "cut", "empty", "repetition"]
+    assert table["pass@1"].tolist() == [[0.5]] * 2
+    assert table["pass@2"].tolist() == [[1.0]] * 2
+    assert table["words"].tolist() == [[3], [0.5]]
+    assert table["cut"].tolist() == [[0], [1]]
+    table = columns(rows, [scores(rougeL=(1, 0.5))] * 2, ["a b c d e", "z"], [1])
+    assert table["rougeL"].tolist() == [[0.75]] * 2
+    assert table["bleu"][0].tolist() == [5, 4, 3, 2, 6, 4, 3, 2, 6, 10]  # x, too; its reference counts again
 
 
 def test_a_key_is_of_the_content_alone() -> None:
@@ -102,11 +102,11 @@ def test_every_pair_is_compared_on_the_same_draws() -> None:
     whole = texts(40, 3)
     cut = [" ".join(text.split()[:8]) for text in texts(40, 3)]
     measured = {name: policy(texts, references) for name, texts in (("a", whole), ("b", cut), ("same", whole))}
-    found = summarize(measured, seed=1)
-    assert {name: round(of["bleu"]["value"]) > 50 for name, of in found["policies"].items()} == {
+    summary = summarize(measured, seed=1)
+    assert {name: round(of["bleu"]["value"]) > 50 for name, of in summary["policies"].items()} == {
         "a": True, "b": False, "same": True,
     }  # fmt: skip
-    pairs = {(pair["policy"], pair["against"], pair["measure"]): pair for pair in found["pairs"]}
+    pairs = {(pair["policy"], pair["against"], pair["measure"]): pair for pair in summary["pairs"]}
     assert len(pairs) == 3 * len(measured["a"])
     worse = pairs["b", "a", "bleu"]
     same = pairs["same", "a", "bleu"]
@@ -115,7 +115,7 @@ def test_every_pair_is_compared_on_the_same_draws() -> None:
     assert worse["p"] < 0.01
     assert worse["wins"] is None
     assert worse["value"] == pytest.approx(
-        found["policies"]["b"]["bleu"]["value"] - found["policies"]["a"]["bleu"]["value"]
+        summary["policies"]["b"]["bleu"]["value"] - summary["policies"]["a"]["bleu"]["value"]
     )
     assert (same["value"], same["low"], same["high"], same["p"], same["resolvable"]) == (0, 0, 0, 1, 0)
     assert pairs["b", "a", "words"]["high"] < 0

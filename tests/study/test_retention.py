@@ -17,9 +17,9 @@ def test_texts_for_retention(tmp_path: Path) -> None:
     rows = [{"prompt": "ab", "solution": "cab"}, {"prompt": "a" * 9, "solution": "b"}]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = DataConfig(path=str(file), columns={"response": "solution"})
-    (kept,) = read_texts(data, tokenizer, 8)
+    (retention_text,) = read_texts(data, tokenizer, 8)
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "cab")]
-    assert [kept.prompt_ids.tolist(), kept.response_ids.tolist()] == expected
+    assert [retention_text.prompt_ids.tolist(), retention_text.response_ids.tolist()] == expected
     assert read_texts(None, tokenizer, 8) == []
     file.write_text('{"prompt": "ab", "response": " "}\n')
     with pytest.raises(UserError, match=r"compare\.retention record 1 \(texts\.jsonl:1\): field response"):
@@ -32,6 +32,6 @@ def test_retention_is_a_mean_over_all_tokens() -> None:
         return TokenStats(**{name: np.array(values, np.float32) for name, values in numbers.items()})
 
     texts = [stats([-1.0], [-0.5]), stats([-2.0, -3.0], [-2.0, -2.0])]
-    found = measure_retention(texts, has_reference=True)
-    assert found == {"perplexity": pytest.approx(np.exp(2)), "retention": pytest.approx(-0.5)}
+    retention = measure_retention(texts, has_reference=True)
+    assert retention == {"perplexity": pytest.approx(np.exp(2)), "retention": pytest.approx(-0.5)}
     assert measure_retention(texts, has_reference=False) == {"perplexity": pytest.approx(np.exp(2))}

@@ -149,7 +149,7 @@ def test_one_long_span_is_one_pair_and_a_shared_blank_is_none() -> None:
 def cut(ends: set[int], keep: list[bool]) -> list[tuple[int, int]]:
     """Ranges that do not overlap: some of the pieces between `ends`."""
     points = sorted(ends)
-    return [piece for piece, kept in zip(pairwise(points), keep, strict=False) if kept]
+    return [piece for piece, is_used in zip(pairwise(points), keep, strict=False) if is_used]
 
 
 ranges = st.builds(cut, st.sets(st.integers(0, 12), max_size=6), st.lists(st.booleans(), min_size=5, max_size=5))
@@ -227,7 +227,7 @@ def test_every_kind_of_error_once() -> None:
     ]
     errors = find_errors(records)
     assert list(errors) == list(ERROR_KINDS)
-    found = {kind: (e.count, e.examples) for kind, e in errors.items()}
+    examples_by_kind = {kind: (e.count, e.examples) for kind, e in errors.items()}
     expected = {
         "missed_good": (1, [(0, ["bb"])]),
         "missed_poor": (1, [(3, ["cc"])]),
@@ -243,7 +243,7 @@ def test_every_kind_of_error_once() -> None:
             ],
         ),
     }
-    assert found == expected
+    assert examples_by_kind == expected
 
 
 def test_examples_are_few_and_from_everywhere() -> None:

@@ -7,8 +7,8 @@ from t2g.study.tables import interval, markdown, t_quantile
 
 
 def half(values: list[float]) -> float:
-    found = interval(values)
-    return found["high"] - found["mean"]
+    bounds = interval(values)
+    return bounds["high"] - bounds["mean"]
 
 
 def test_half_intervals_by_hand() -> None:
@@ -27,9 +27,9 @@ def test_quantiles_of_student_hold_19_of_20() -> None:
 
 
 def test_an_interval_lies_around_the_mean_and_one_value_has_none() -> None:
-    found = interval([1.0, 2.0, 3.0])
-    assert found["mean"] == 2.0
-    assert (found["low"], found["high"]) == (pytest.approx(2 - 2.484, abs=1e-3), pytest.approx(2 + 2.484, abs=1e-3))
+    bounds = interval([1.0, 2.0, 3.0])
+    assert bounds["mean"] == 2.0
+    assert (bounds["low"], bounds["high"]) == (pytest.approx(2 - 2.484, abs=1e-3), pytest.approx(2 + 2.484, abs=1e-3))
     assert interval([7.0]) == {"mean": 7.0, "low": None, "high": None}
     assert interval([]) == {"mean": None, "low": None, "high": None}
 

@@ -59,9 +59,9 @@ def test_changes_are_means_over_tokens_not_over_responses() -> None:
 
 
 def test_a_kind_without_tokens_has_no_mean() -> None:
-    found = changes_by_mention([np.array([1, 0])], [np.array([0.0, 0.0])], [np.zeros(2)])
-    assert (found["criticised"], found["difference"], found["matched"]) == (None, None, None)
-    assert found["tokens"]["criticised"] == 0
+    changes = changes_by_mention([np.array([1, 0])], [np.array([0.0, 0.0])], [np.zeros(2)])
+    assert (changes["criticised"], changes["difference"], changes["matched"]) == (None, None, None)
+    assert changes["tokens"]["criticised"] == 0
 
 
 def test_criticised_tokens_are_held_against_others_that_the_base_thought_as_likely() -> None:
@@ -71,9 +71,9 @@ def test_criticised_tokens_are_held_against_others_that_the_base_thought_as_like
     unlikely = rng.random(4000) < np.where(label == -1, 0.8, 0.1)
     base = np.where(unlikely, -3.0, -0.1) + 0.01 * rng.standard_normal(4000)
     change = np.where(unlikely, -2.0, 0.0) - 0.5 * (label == -1)
-    found = changes_by_mention([label], [change], [base])
-    assert found["difference"] == pytest.approx(-0.5 - 2 * 0.7, abs=0.1)
-    assert found["matched"] == pytest.approx(-0.5, abs=0.02)
+    changes = changes_by_mention([label], [change], [base])
+    assert changes["difference"] == pytest.approx(-0.5 - 2 * 0.7, abs=0.1)
+    assert changes["matched"] == pytest.approx(-0.5, abs=0.02)
     apart = changes_by_mention([np.array([-1, 0])], [np.array([-1.0, 0.0])], [np.array([-3.0, -9.0])])
     assert apart["matched"] == -1.0  # the nearest that there is
 

@@ -45,9 +45,9 @@ def quotes(response: str, side: list[Span]) -> list[Any]:
     return [make_quote(response, span).model_dump() for span in side]
 
 
-def quoted(response: str, found: SpanFeedback, label: int) -> list[tuple[int, str]]:
+def quoted(response: str, feedback_of_code: SpanFeedback, label: int) -> list[tuple[int, str]]:
     """(line of the response, text) of every span with that label."""
-    spans = [span for span in found.spans if span.label == label]
+    spans = [span for span in feedback_of_code.spans if span.label == label]
     return [(response.count("\n", 0, span.start) + 1, response[span.start : span.end]) for span in spans]
 
 
@@ -68,10 +68,10 @@ def test_a_constant_has_the_fix_that_every_test_expects(returned: str, expected:
         f"\ndef test_{i}():\n    assert f({i}) == {value}\n" for i, value in enumerate(expected)
     )
     response = f"def f(x):\n    return {returned}\n"
-    found = feedback(response, judged(response, tests))
-    assert [span.fix for span in found.spans if span.label == -1] == [fix]
+    code_feedback = feedback(response, judged(response, tests))
+    assert [span.fix for span in code_feedback.spans if span.label == -1] == [fix]
     if fix:
-        assert judged(apply_fixes(response, found.spans), tests)["execution"]["passed"]
+        assert judged(apply_fixes(response, code_feedback.spans), tests)["execution"]["passed"]
 
 
 def test_a_constant_without_its_own_value_in_the_results_has_no_fix() -> None:
@@ -97,14 +97,14 @@ def test_each_case_that_a_program_gets_right_is_praised() -> None:
 def test_poor_spans_hit_the_seeded_lines(record: dict[str, Any]) -> None:
     response = record["solution"]
     judgement = judged(response, record["test"])
-    found = feedback(response, judgement)
-    assert found.num_located == found.num_quotes
-    poor = [line for line, _ in quoted(response, found, -1)]
+    code_feedback = feedback(response, judgement)
+    assert code_feedback.num_located == code_feedback.num_quotes
+    poor = [line for line, _ in quoted(response, code_feedback, -1)]
     assert bool(poor) == bool(record["faulty_lines"])
     assert set(poor) <= set(record["faulty_lines"])
-    assert {span.severity for span in found.spans if span.label == -1} <= {3}
-    assert found.execution["passed"] is (not record["faulty_lines"])
-    assert all(span.critique_range is not None for span in found.spans)
+    assert {span.severity for span in code_feedback.spans if span.label == -1} <= {3}
+    assert code_feedback.execution["passed"] is (not record["faulty_lines"])
+    assert all(span.critique_range is not None for span in code_feedback.spans)
 
 
 def test_a_program_in_a_fence() -> None:
@@ -138,9 +138,9 @@ def test_a_traceback_blames_its_innermost_line() -> None:
 def test_dense_labels_every_executed_line() -> None:
     response = "def f(x):\n    y = 3\n    if x > 0:\n        return x + 1\n    y = x\n    return y\n"
     response += "\ndef unused():\n    pass\n"
-    found = feedback(response, judged(response, labels="dense"))
-    assert {text for _, text in quoted(response, found, -1)} == {"y = 3", "if x > 0:", "y = x", "return y"}
-    assert [text for _, text in quoted(response, found, 1)] == ["return x + 1"]
+    code_feedback = feedback(response, judged(response, labels="dense"))
+    assert {text for _, text in quoted(response, code_feedback, -1)} == {"y = 3", "if x > 0:", "y = x", "return y"}
+    assert [text for _, text in quoted(response, code_feedback, 1)] == ["return x + 1"]
 
 
 def test_without_a_critique() -> None:

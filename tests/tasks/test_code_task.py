@@ -99,16 +99,16 @@ def test_notes_of_a_sampled_response_are_without_the_log_of_another() -> None:
 @pytest.mark.parametrize(("row", "passed"), [(ROWS[0], 0.0), (ROWS[1], 1.0)])
 def test_the_measure_is_whether_the_tests_pass(row: dict[str, Any], passed: float) -> None:
     answer = f"Here it is:\n```python\n{row['solution']}```\nIt takes a list."
-    got = TASK.measure(prompt(test=row["test"]), answer, sandbox=SandboxConfig())
-    assert got == {TASK.score_name: passed, "unsupported": 0.0}
+    measures = TASK.measure(prompt(test=row["test"]), answer, sandbox=SandboxConfig())
+    assert measures == {TASK.score_name: passed, "unsupported": 0.0}
     assert TASK.measure(prompt(), answer, sandbox=SandboxConfig()) is None
 
 
 @pytest.mark.parametrize(("timeout_s", "passed"), [(0.3, 0.0), (10.0, 1.0)])
 def test_the_measure_is_taken_within_the_limits_given(timeout_s: float, passed: float) -> None:
     slow = prompt(test="import time\n\ndef test_slow():\n    time.sleep(0.6)\n")
-    got = TASK.measure(slow, "x = 1", sandbox=SandboxConfig(timeout_s=timeout_s))
-    assert got == {TASK.score_name: passed, "unsupported": 0.0}
+    measures = TASK.measure(slow, "x = 1", sandbox=SandboxConfig(timeout_s=timeout_s))
+    assert measures == {TASK.score_name: passed, "unsupported": 0.0}
 
 
 def test_a_sandbox_that_did_not_start_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:

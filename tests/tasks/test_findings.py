@@ -70,9 +70,9 @@ def test_the_only_date_of_the_text_is_the_fix_of_another(summary: str, fixed: st
 
 
 def test_faithfulness_by_hand() -> None:
-    found = measure_faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2 children, and Rome 3 of 60.")
+    measures = measure_faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2 children, and Rome 3 of 60.")
     # details: Rome, 2 (two), Rome, 3, 60; long words: Rome, zinc, helped, children, Rome
-    assert found == {"invents": 1, "invented": 3 / 5, "details": 5, "novel": 3 / 5, "copied": 0}
+    assert measures == {"invents": 1, "invented": 3 / 5, "details": 5, "novel": 3 / 5, "copied": 0}
     assert measure_faithfulness("a b c d e f", "x a b c d e y z")["copied"] == 5 / 8
     assert measure_faithfulness("a b c d e f", "a b c x d e f")["copied"] == 0
     nothing = measure_faithfulness(TEXT, "")

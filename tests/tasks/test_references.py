@@ -34,16 +34,16 @@ def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     bare = Prompt(prompt_id="bare", prompt_text="p", task="code", payload={"test": "def test():\n    pass\n"})
-    kept = check_references([*map(prompt, RECORDS), bare], TASK, LIMITS, tmp_path)
-    assert {p.prompt_id: p.payload.get("tests_mode") for p in kept} == {
+    checked = check_references([*map(prompt, RECORDS), bare], TASK, LIMITS, tmp_path)
+    assert {p.prompt_id: p.payload.get("tests_mode") for p in checked} == {
         "plain": "separate", "patched": "together", "bare": None,
     }  # fmt: skip
     assert "1 of 4 reference solutions do not pass their tests" in caplog.text and "record wrong" in caplog.text
     judge = TASK.make_feedback_function(style=StyleConfig(), sandbox=LIMITS)
-    outcome = judge("p", PRINTED, payload=kept[1].payload)["execution"]
+    outcome = judge("p", PRINTED, payload=checked[1].payload)["execution"]
     assert (outcome["passed"], outcome["mode"]) == (True, "together")
-    assert TASK.measure(kept[1], PRINTED, sandbox=LIMITS) == {"passed": 1.0, "unsupported": 0.0}
-    assert judge("p", RECORDS["plain"][0], payload=kept[0].payload)["execution"]["mode"] == "separate"
+    assert TASK.measure(checked[1], PRINTED, sandbox=LIMITS) == {"passed": 1.0, "unsupported": 0.0}
+    assert judge("p", RECORDS["plain"][0], payload=checked[0].payload)["execution"]["mode"] == "separate"
 
 
 def test_nothing_left_is_an_error_and_other_modes_ask_no_reference(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def test_a_human_s_feedback_is_about_one_summary_only() -> None:
 def test_rouge_by_hand() -> None:
     question = prompt("p", ideal_human_summary="the red phone hums loudly")
     # stems: the red phone hum loudli / a red phone hums -> 3 of 4 and 5 words, 2 of 3 and 4 pairs
-    got = TASK.measure(question, "A red phone hums!", sandbox=SANDBOX)
-    assert got == {"rouge1": pytest.approx(6 / 9), "rouge2": pytest.approx(4 / 7), "rougeL": pytest.approx(6 / 9)}
-    assert TASK.score_name in got
+    measures = TASK.measure(question, "A red phone hums!", sandbox=SANDBOX)
+    assert measures == {"rouge1": pytest.approx(6 / 9), "rouge2": pytest.approx(4 / 7), "rougeL": pytest.approx(6 / 9)}
+    assert TASK.score_name in measures
     assert TASK.measure(question, "", sandbox=SANDBOX) == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
     assert TASK.measure(prompt("p"), "A red phone hums!", sandbox=SANDBOX) is None
 

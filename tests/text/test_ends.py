@@ -57,7 +57,7 @@ def test_a_target_ends_as_the_template_ends_a_turn(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "found"),
+    ("ending", "token"),
     [
         ("<|end|>\n", END),
         (" <|end|><|pad|>", END),  # Llama 2 writes a blank, Phi 3 a second token
@@ -67,11 +67,11 @@ def test_a_target_ends_as_the_template_ends_a_turn(folder: Path) -> None:
         ("text<|end|>", None),
     ],
 )
-def test_turn_ends_of_templates(ending: str, found: str | None, folder: Path) -> None:
+def test_turn_ends_of_templates(ending: str, token: str | None, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + ending + "{% endfor %}"
     end = find_turn_end(tokenizer)
-    assert end == (None if found is None else tokenizer.convert_tokens_to_ids(found))
+    assert end == (None if token is None else tokenizer.convert_tokens_to_ids(token))
     assert find_target_end(tokenizer) == (tokenizer.eos_token_id if end is None else end)
 
 

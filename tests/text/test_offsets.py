@@ -103,8 +103,8 @@ def test_decode_is_the_tokenizers_own_for_valid_text(tokenizer: Any, ids: list[i
 def test_any_text_comes_back(any_text_tokenizer: Any, text: str) -> None:
     tokenizer = any_text_tokenizer
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    own = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert decode(tokenizer, ids) == own
+    expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert decode(tokenizer, ids) == expected
     assert token_offsets(tokenizer, ids).tolist() == slow_offsets(tokenizer, ids)
 
 

@@ -35,8 +35,8 @@ def test_variables_and_system_prompt_reach_the_prompt(tmp_path: Path) -> None:
     assert render(load(tmp_path, system_prompt=SYSTEM)) == system + PROMPT
     both = load(tmp_path, system_prompt=SYSTEM, chat_template_kwargs={"enable_thinking": False})
     assert render(both) == system + PROMPT + closed
-    own = {"role": "system", "content": "Mine."}
-    assert render(both, own, USER) == f"<|im_start|>system\nMine.<|im_end|>\n{PROMPT}{closed}"
+    system_message = {"role": "system", "content": "Mine."}
+    assert render(both, system_message, USER) == f"<|im_start|>system\nMine.<|im_end|>\n{PROMPT}{closed}"
     on = both.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, enable_thinking=True)
     assert not on.endswith(closed)  # a caller's own value takes precedence, as in another server
 

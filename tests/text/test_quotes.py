@@ -17,8 +17,8 @@ TEXT = st.text("ab é“\"'\u0301\n\u00a0ﬁ", max_size=30) | st.text(max_size=3
 
 
 def places(text: str, quote: str) -> list[int]:
-    found = [i for i in range(len(text)) if text[i : i + len(quote)] == quote]
-    return sorted(found, key=lambda i: cuts_word(text, i, i + len(quote)))
+    positions = [i for i in range(len(text)) if text[i : i + len(quote)] == quote]
+    return sorted(positions, key=lambda i: cuts_word(text, i, i + len(quote)))
 
 
 def cuts_word(text: str, *edges: int) -> bool:
@@ -64,8 +64,8 @@ def test_a_tolerant_quote_is_found_where_trying_every_range_finds_it(
 ) -> None:
     quote = squeeze(text[min(bounds) : max(bounds)])
     if quote and quote not in text:
-        found = tolerant_places(text, quote)
-        assert locate(text, quote, occurrence) == (found[occurrence - 1] if occurrence <= len(found) else None)
+        ranges = tolerant_places(text, quote)
+        assert locate(text, quote, occurrence) == (ranges[occurrence - 1] if occurrence <= len(ranges) else None)
 
 
 def tolerant_places(text: str, quote: str) -> list[tuple[int, int]]:
@@ -74,8 +74,10 @@ def tolerant_places(text: str, quote: str) -> list[tuple[int, int]]:
     ranges = [(start, end) for i, start in enumerate(bounds) for end in bounds[i + 1 :]]
     parts = {(start, end): text[start:end] for start, end in ranges}
     edges = {place: part.strip(f" \n{INVISIBLE}") for place, part in parts.items()}
-    found = [place for place, part in parts.items() if part == edges[place] and squeeze(part) == squeeze(quote)]
-    return sorted(found, key=lambda place: cuts_word(text, *place))
+    located_ranges = [
+        place for place, part in parts.items() if part == edges[place] and squeeze(part) == squeeze(quote)
+    ]
+    return sorted(located_ranges, key=lambda place: cuts_word(text, *place))
 
 
 def squeeze(text: str) -> str:
@@ -89,9 +91,9 @@ def squeeze(text: str) -> str:
 
 @given(text=TEXT, quote=TEXT, occurrence=st.integers(1, 3))
 def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occurrence: int) -> None:
-    found = locate(text, quote, occurrence)
-    if found is not None:
-        start, end = found
+    located = locate(text, quote, occurrence)
+    if located is not None:
+        start, end = located
         assert 0 <= start < end <= len(text)
         assert squeeze(text[start:end]) == squeeze(quote)
 

@@ -11,8 +11,8 @@ SPANS = st.lists(
 
 
 def cut(text: str, *spans: tuple[int, int, int]) -> list[tuple[str, bool, bool]]:
-    found = segments(text, [Span(start=s, end=e, label=label) for s, e, label in spans])
-    return [(s.text, s.good, s.poor) for s in found]
+    cut_segments = segments(text, [Span(start=s, end=e, label=label) for s, e, label in spans])
+    return [(s.text, s.good, s.poor) for s in cut_segments]
 
 
 def test_nested_overlapping_and_equal_spans() -> None:
@@ -38,16 +38,16 @@ def test_characters_are_those_of_python() -> None:
 
 
 def test_a_span_opens_once_with_its_number() -> None:
-    found = segments(
+    cut_segments = segments(
         "abcd", [Span(start=1, end=4, label=1), Span(start=2, end=3, label=-1), Span(start=2, end=4, label=1)]
     )
-    assert [s.opens for s in found] == [(), ((0, 1),), ((1, -1), (2, 1)), ()]
+    assert [s.opens for s in cut_segments] == [(), ((0, 1),), ((1, -1), (2, 1)), ()]
 
 
 def test_a_fix_stands_where_its_span_ends() -> None:
     fixed = Span(start=1, end=3, label=-1, fix="x"), Span(start=2, end=9, label=-1, fix="")
-    found = segments("abcde", [*fixed, Span(start=0, end=1, label=1)])
-    assert [(s.text, s.is_struck, s.fixes) for s in found] == [
+    cut_segments = segments("abcde", [*fixed, Span(start=0, end=1, label=1)])
+    assert [(s.text, s.is_struck, s.fixes) for s in cut_segments] == [
         ("a", False, ()),
         ("b", True, ()),
         ("c", True, ("x",)),
@@ -58,15 +58,15 @@ def test_a_fix_stands_where_its_span_ends() -> None:
 @settings(deadline=None)
 @given(st.text(max_size=30), SPANS)
 def test_segments_agree_with_a_character_by_character_oracle(text: str, spans: list[Span]) -> None:
-    found = segments(text, spans)
-    assert "".join(s.text for s in found) == text
-    by_character = [(s.good, s.poor) for s in found for _ in s.text]
+    cut_segments = segments(text, spans)
+    assert "".join(s.text for s in cut_segments) == text
+    by_character = [(s.good, s.poor) for s in cut_segments for _ in s.text]
     expected = []
     for i in range(len(text)):
         labels = [s.label for s in spans if s.start <= i < s.end]
         expected.append((1 in labels, -1 in labels))
     assert by_character == expected
-    opened = sorted(i for s in found for i, _ in s.opens)
+    opened = sorted(i for s in cut_segments for i, _ in s.opens)
     assert opened == [i for i, s in enumerate(spans) if max(0, s.start) < min(len(text), s.end)]
 
 
@@ -85,7 +85,7 @@ def test_printable_keeps_the_length(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "shown"), [("a\0b", "a␀b"), ("\x1b[31m", "␛[31m"), ("\x7f\r", "␡␍"), ("a\n\tb", "a\n\tb")]
+    ("raw", "printed"), [("a\0b", "a␀b"), ("\x1b[31m", "␛[31m"), ("\x7f\r", "␡␍"), ("a\n\tb", "a\n\tb")]
 )
-def test_printable(raw: str, shown: str) -> None:
-    assert printable(raw) == shown
+def test_printable(raw: str, printed: str) -> None:
+    assert printable(raw) == printed

@@ -45,11 +45,11 @@ class FakeClient:
     def list_jobs(self) -> list[Any]:
         return [*self.jobs.values(), SimpleNamespace(submission_id=None, status=JobStatus("RUNNING"), metadata=None)]
 
-    def submit_job(self, **given: Any) -> str:
-        with zipfile.ZipFile(given["runtime_env"]["working_dir"]) as package:
-            self.submitted = given | {"files": package.namelist()}
-        self.add(given["submission_id"], "PENDING", **given["metadata"])
-        return given["submission_id"]
+    def submit_job(self, **options: Any) -> str:
+        with zipfile.ZipFile(options["runtime_env"]["working_dir"]) as package:
+            self.submitted = options | {"files": package.namelist()}
+        self.add(options["submission_id"], "PENDING", **options["metadata"])
+        return options["submission_id"]
 
     def stop_job(self, job_id: str) -> bool:
         self.stops += 1

@@ -42,13 +42,13 @@ def test_missing_inputs_are_reported_for_every_part() -> None:
 def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[Any] = []
+    calls: list[Any] = []
     here = {"CPU": 1, "memory": 4 * GIB}
     ray = SimpleNamespace(
-        init=lambda **how: said.append(how),
+        init=lambda **how: calls.append(how),
         is_initialized=lambda: False,
         cluster_resources=lambda: here,
-        shutdown=lambda: said.append("ended"),
+        shutdown=lambda: calls.append("ended"),
         nodes=list,
     )
     monkeypatch.setattr(placement, "ray", ray)
@@ -57,7 +57,7 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
         UserError, match=r"^this machine is too small: 2 CPUs needed \(rollout 2 x 0.5, learner 1 x 1\)"
     ):
         connect(ClusterConfig(object_store_gib=0.5), ROLES)
-    how, end = said
+    how, end = calls
     assert how["object_store_memory"] == GIB // 2 and end == "ended"
     assert 1 <= how["num_cpus"] <= len(os.sched_getaffinity(0))
 
@@ -155,8 +155,8 @@ def test_ranks_of_a_node_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_worker_needs_one_node_that_has_all_of_it(role: RoleConfig, sentence: str | None) -> None:
     few_gpus = {"Resources": {"CPU": 8, "GPU": 1, "memory": 64 * GIB}, "Labels": {"a": "b"}}
     more = {"Resources": {"CPU": 4, "GPU": 2, "memory": 8 * GIB}, "Labels": {}}
-    found = placement.describe_misfit({"learner": role}, [few_gpus, more])
-    assert found is None if sentence is None else re.match(sentence, str(found))
+    misfit = placement.describe_misfit({"learner": role}, [few_gpus, more])
+    assert misfit is None if sentence is None else re.match(sentence, str(misfit))
 
 
 @pytest.mark.parametrize(
@@ -197,23 +197,23 @@ def test_cores_are_those_that_this_process_and_its_container_may_use(
 
 
 def test_auto_reads_the_resources_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
+    calls: list[Any] = []
     nodes = [
         {"Alive": True, "Resources": {"CPU": 4.0}},
         {"Alive": True, "Resources": {"CPU": 8.0}},
         {"Alive": False, "Resources": {"CPU": 64.0}},
     ]
     ray = SimpleNamespace(
-        init=lambda **how: said.append(how["address"]),
+        init=lambda **how: calls.append(how["address"]),
         is_initialized=lambda: False,
         cluster_resources=lambda: {"GPU": 2.0, "CPU": 12.0},
         nodes=lambda: nodes,
-        shutdown=lambda: said.append("ended"),
+        shutdown=lambda: calls.append("ended"),
     )
     monkeypatch.setattr(placement, "ray", ray)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert placement.resources(None) == {"GPU": 2.0, "CPU": 8.0}, "of the largest node that lives"
-    assert said == ["head:6379", "ended"]
+    assert calls == ["head:6379", "ended"]
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ DASHBOARD = Path(__file__).parents[3] / "docker" / "grafana" / "dashboard.json"
 class FakeMetric:
     """Takes the place of Ray's Gauge and Counter."""
 
-    made: dict[str, "FakeMetric"]
+    metrics_by_name: dict[str, "FakeMetric"]
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
         self.name = name
         self.tag_keys = tag_keys
         self.values: list[tuple[float, dict[str, str]]] = []
-        self.made[name] = self
+        self.metrics_by_name[name] = self
 
     def set(self, value: float, tags: dict[str, str]) -> None:
         assert set(tags) == set(self.tag_keys)
@@ -37,7 +37,7 @@ def logged(*steps: dict[str, float]) -> dict[str, list[tuple[float, dict[str, st
     """What each name on the port was told."""
 
     class Fake(FakeMetric):
-        made: dict[str, FakeMetric] = {}  # noqa: RUF012  one for each call
+        metrics_by_name: dict[str, FakeMetric] = {}  # noqa: RUF012  one for each call
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(telemetry, "Gauge", Fake)
@@ -46,7 +46,7 @@ def logged(*steps: dict[str, float]) -> dict[str, list[tuple[float, dict[str, st
     for step, metrics in enumerate(steps, start=1):
         sink.log(step, metrics)
     sink.close()
-    return {name: metric.values for name, metric in Fake.made.items() if metric.values}
+    return {name: metric.values for name, metric in Fake.metrics_by_name.items() if metric.values}
 
 
 def test_gauges_are_set_and_counters_add_what_happened() -> None:

@@ -25,9 +25,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_builds_use_the_toolkit_of_the_packages(home: Path) -> None:
-    found = toolkit.build_environment()
-    assert found["CUDA_HOME"] == str(home)
-    assert Path(found["TORCH_EXTENSIONS_DIR"]).is_relative_to(Path.home())
+    environment = toolkit.build_environment()
+    assert environment["CUDA_HOME"] == str(home)
+    assert Path(environment["TORCH_EXTENSIONS_DIR"]).is_relative_to(Path.home())
 
 
 def test_what_the_user_has_set_stays(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

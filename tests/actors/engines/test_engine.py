@@ -42,8 +42,8 @@ def test_no_engine_has_an_executor_that_asks_ray_for_more(gpus: float, executor:
 
 
 def test_a_gpu_engine_takes_large_steps_and_its_user_may_choose_others() -> None:
-    def batched(**given: int) -> object:
-        return Engine("m", EngineConfig(gpus=1, engine_args=given), seed=1).arguments()["max_num_batched_tokens"]
+    def batched(**engine_args: int) -> object:
+        return Engine("m", EngineConfig(gpus=1, engine_args=engine_args), seed=1).arguments()["max_num_batched_tokens"]
 
     assert (batched(), batched(max_num_batched_tokens=16384)) == (8192, 16384)
 

@@ -101,8 +101,8 @@ def test_an_interrupted_request_is_sampled_again_and_a_whole_one_is_not(
 
 
 def test_a_request_that_always_fails_ends_after_three_tries_and_harms_no_other(ray: FakeRay, tmp_path: Path) -> None:
-    (lost, kept), attempts = sample(ray, tmp_path, ["repetition"], ["stop"])
+    (lost, sampled), attempts = sample(ray, tmp_path, ["repetition"], ["stop"])
     assert str(lost).startswith("prompt p0: ")
     assert str(lost).count("finish_reason=repetition") == 3
-    assert len(kept) == 2
+    assert len(sampled) == 2
     assert attempts == {0: 3 * SAMPLING.num_samples, 1: 2}

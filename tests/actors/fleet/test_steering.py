@@ -144,16 +144,16 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
 ) -> None:
     config = job(tmp_path)
     (config.run.folder / loading.FILE_NAME).unlink()
-    shown: list[int] = []
+    reported_steps: list[int] = []
 
     def train(_: PolicyTraining, steering: Steering, *_placements: Any, lost_at: float | None) -> TrainerState:
-        assert (lost_at is None) == (not shown)
-        if not shown:
+        assert (lost_at is None) == (not reported_steps)
+        if not reported_steps:
             steering.on_step(3, STARVED)
         else:
             steering.write_status()
-        shown.append(read_status(config.run.folder).step)
-        if len(shown) == 1:
+        reported_steps.append(read_status(config.run.folder).step)
+        if len(reported_steps) == 1:
             raise LearnerLost("a rank has died")
         return TrainerState(step=3, kl_coef=0.0)
 
@@ -162,4 +162,4 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
     training = PolicyTraining(config=config, data=None, stop=StopFlag(), **fleets)
     with pytest.raises(Stopped):
         training.run()
-    assert shown == [3, 3]
+    assert reported_steps == [3, 3]

@@ -29,8 +29,8 @@ class ReferenceGroup:
 
     @torch.no_grad()
     def forward(self, sequences: list[TrainSequence]) -> list[TokenStats]:
-        found = [Rows([s], CPU).token_outputs(self.model, 1.0).logprobs.numpy() for s in sequences]
-        return [TokenStats(old_logprobs=x, ref_logprobs=x, values=x, entropy=x) for x in found]
+        logprobs = [Rows([s], CPU).token_outputs(self.model, 1.0).logprobs.numpy() for s in sequences]
+        return [TokenStats(old_logprobs=x, ref_logprobs=x, values=x, entropy=x) for x in logprobs]
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +63,15 @@ def test_value_and_gradient_are_the_papers_in_any_microbatches(folders: tuple[Pa
         before = margins(reference, make_pairs())
     gains = DPO_BETA * (margins(model, make_pairs()) - before)
     expected = -torch.nn.functional.logsigmoid(gains).mean()
-    want = torch.autograd.grad(expected, list(model.parameters()))
+    expected_grads = torch.autograd.grad(expected, list(model.parameters()))
     shares = normalize_weights(sequences(reference))
     parts = [our_loss(model, shares[i : i + 4]) for i in range(0, len(shares), 4)] + [our_loss(model, ())]
     total = sum(loss for loss, _ in parts)
     torch.testing.assert_close(total, expected)
     for name, value in (("accuracy", (gains > 0).float().mean()), ("margin", gains.mean())):
         assert sum(metrics[f"policy/{name}"] for _, metrics in parts) == pytest.approx(value.item(), abs=1e-6)
-    for grad, want_grad in zip(torch.autograd.grad(total, list(model.parameters())), want, strict=True):
-        assert (grad - want_grad).norm() < 1e-4 * want_grad.norm() + 1e-6
+    for grad, expected_grad in zip(torch.autograd.grad(total, list(model.parameters())), expected_grads, strict=True):
+        assert (grad - expected_grad).norm() < 1e-4 * expected_grad.norm() + 1e-6
 
 
 def test_value_is_that_of_trl(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -107,12 +107,12 @@ def test_names_and_layout_of_a_model_are_those_of_its_files(architecture: str, t
     """transformers keeps experts in one tensor, where the files have a tensor for each."""
     model, _ = load(random_model(tmp_path, architecture))
     stored = load_file(tmp_path / "model.safetensors")
-    own = {name: weight.detach() for name, weight in model.named_parameters()} | get_buffers(model)
-    found: Weights = {}
-    for names in group_by_module(own):
-        found |= to_file_layout(model, {name: own[name] for name in names})
-    assert found.keys() == stored.keys()
-    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()} | get_buffers(model)
+    exported: Weights = {}
+    for names in group_by_module(weights):
+        exported |= to_file_layout(model, {name: weights[name] for name in names})
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
 
 def test_an_invalid_generation_config_is_copied_unchanged(tmp_path: Path) -> None:

@@ -54,15 +54,15 @@ def rank_main(rank: int, folder: str, whole: dict[str, torch.Tensor]) -> None:
     """The buckets three times; each rank writes what it was given, and where in memory it lay."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     weights = FullWeights(FakeEngine(whole, rank, 2))
-    found = []
+    all_buckets = []
     addresses = []
     for dtype, everywhere in (("float32", False), ("float32", True), ("bfloat16", False)):
         buckets = list[list[tuple[str, torch.Tensor]]]()
         for bucket in weights.buckets(40, dtype, everywhere=everywhere):
             buckets.append([(name, tensor.clone()) for name, tensor in bucket])
             addresses += [tensor.data_ptr() for name, tensor in bucket if dtype == "float32" and name == "embed.weight"]
-        found.append(buckets)
-    torch.save({"found": found, "addresses": addresses}, f"{folder}/{rank}.pt")
+        all_buckets.append(buckets)
+    torch.save({"buckets": all_buckets, "addresses": addresses}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -80,7 +80,7 @@ def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     names = [["embed.weight"], ["layers.0.a", "layers.0.b", "norm.weight"]]
     for (rank0, rank1), everywhere, dtype in zip(
-        zip(first["found"], second["found"], strict=True),
+        zip(first["buckets"], second["buckets"], strict=True),
         (False, True, False),
         (torch.float32, torch.float32, torch.bfloat16),
         strict=True,

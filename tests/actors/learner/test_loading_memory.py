@@ -66,6 +66,6 @@ def test_a_rank_never_holds_the_whole_model(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(input_ids=torch.arange(32)[None]).logits
     for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        assert found["peak"] < 0.95 * whole
-        torch.testing.assert_close(found["logits"], expected, rtol=1e-4, atol=1e-5)
+        measured = torch.load(tmp_path / f"{rank}.pt")
+        assert measured["peak"] < 0.95 * whole
+        torch.testing.assert_close(measured["logits"], expected, rtol=1e-4, atol=1e-5)

@@ -65,19 +65,19 @@ def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tm
     sources = lora.sources(named)
     assert sources.keys() == dict(base.named_parameters()).keys()
     merged = {}
-    for name, own in sources.items():
-        merged[name] = lora.checkpoint_weight(model, name, [named[n] for n in own])
+    for name, parameters in sources.items():
+        merged[name] = lora.checkpoint_weight(model, name, [named[n] for n in parameters])
     same = {name for name, weight in base.named_parameters() if torch.equal(weight, merged[name])}
-    matrices = {name for name, own in sources.items() if len(own) == 3}
+    matrices = {name for name, parameters in sources.items() if len(parameters) == 3}
     assert same == merged.keys() - matrices
     assert not any("embed" in name or "head" in name or "wte" in name for name in matrices)
     base.load_state_dict(merged, strict=False)  # tied weights have one name
     torch.testing.assert_close(logits(base), trained, atol=1e-4, rtol=1e-4)
 
     lora.write_adapter(model, {name: p.detach() for name, p in adapters.items()}, tmp_path / "adapter")
-    kept = PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
-    torch.testing.assert_close(logits(kept), trained, atol=1e-6, rtol=1e-6)
-    assert kept.peft_config["default"].base_model_name_or_path == str(folder)
+    adapter_model = PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
+    torch.testing.assert_close(logits(adapter_model), trained, atol=1e-6, rtol=1e-6)
+    assert adapter_model.peft_config["default"].base_model_name_or_path == str(folder)
 
 
 def test_every_linear_layer_but_the_head_has_an_adapter(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_a_merged_adapter_has_its_own_tokens_and_template(architecture: str, tmp
     assert merged.chat_template == tokenizer.chat_template
     assert merged("<|done|>")["input_ids"] == [len(tokenizer) - 1]
     ids = torch.arange(len(tokenizer))[None, -40:]
-    expected, found = (each(ids).logits for each in (tuned.eval(), load(tmp_path / "merged")))
-    assert (expected - found).abs().max() < 1e-4
+    expected, actual = (each(ids).logits for each in (tuned.eval(), load(tmp_path / "merged")))
+    assert (expected - actual).abs().max() < 1e-4
 
 
 def test_an_adapter_whose_tokens_have_no_rows_is_refused(tmp_path: Path) -> None:

@@ -31,5 +31,5 @@ def test_long_rows_and_gpus_have_sdpa_whose_numbers_are_those_of_eager_attention
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, 7:] = 0
     with torch.no_grad():
-        found, expected = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (model, other))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        actual, expected = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (model, other))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

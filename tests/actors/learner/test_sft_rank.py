@@ -72,9 +72,9 @@ def test_padded_equals_one_by_one(architecture: str, attention: str, tmp_path: P
     )
     expected, gradients = loss_and_gradients(model, [rows_of([example]) for example in examples])
     assert expected > 1
-    loss, found = loss_and_gradients(model, [rows_of(examples)])
+    loss, padded_gradients = loss_and_gradients(model, [rows_of(examples)])
     assert loss == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(padded_gradients, gradients, atol=1e-5, rtol=1e-4)
     if attention == "sdpa" and architecture != "gemma2":  # which has a window
         assert masks == [None] * 5  # of a row with a row: a GPU's flash attention takes none
 
@@ -103,14 +103,14 @@ def test_the_chunked_loss_equals_the_plain_loss_and_makes_no_whole_logits(
         logits = model(ids).logits[0, len(example.prompt_ids) - 1 : -1]
         losses = torch.nn.functional.cross_entropy(logits, ids[0, len(example.prompt_ids) :], reduction="none")
         expected = expected + (losses * torch.from_numpy(example.weights)).sum() / 100
-    want = torch.autograd.grad(expected, trained)
+    expected_gradients = torch.autograd.grad(expected, trained)
 
     with TensorMemory(min_numel=1, last_dim=model.config.vocab_size) as logits:
         loss = loss_of(model, rows_of(examples))
         gradients = torch.autograd.grad(loss, trained)
     assert logits.largest_numel <= model.get_output_embeddings().weight.numel()  # 64 rows; the batch has 128 and more
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    for gradient, expected_gradient in zip(gradients, want, strict=True):
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         assert expected_gradient.any()
         assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm() + 1e-5
 

@@ -96,8 +96,8 @@ def test_ranks_that_fall_silent_are_late_in_a_sentence() -> None:
 
 def test_a_failed_start_is_reported_without_a_trace() -> None:
     trace = "One of the worker actors failed to initialize due to error:\nTraceback\n  File\nActorDied: out of memory"
-    said = str(_explain(ControllerError(RuntimeError(trace)), SFTOptions()))
-    assert "failed to initialize due to error: ActorDied: out of memory; if it was short of memory, " in said
-    assert said.endswith("lower sft.tokens_per_microbatch (4096) or set sft.gradient_checkpointing=true")
-    assert "File" not in said
+    message = str(_explain(ControllerError(RuntimeError(trace)), SFTOptions()))
+    assert "failed to initialize due to error: ActorDied: out of memory; if it was short of memory, " in message
+    assert message.endswith("lower sft.tokens_per_microbatch (4096) or set sft.gradient_checkpointing=true")
+    assert "File" not in message
     assert str(_explain(ControllerError(ValueError("one line")), SFTOptions())).endswith("ValueError: one line")

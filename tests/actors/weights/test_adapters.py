@@ -34,10 +34,10 @@ def test_all_buckets_in_any_order_are_a_file_with_the_learners_bits(tmp_path: Pa
     adapters.add(second)
     adapters.add(first)
     adapters.write(tmp_path)
-    found = load_file(tmp_path / "adapter_model.safetensors")
+    stored = load_file(tmp_path / "adapter_model.safetensors")
     sent = dict(zip((*first.names, *second.names), (*first.tensors, *second.tensors), strict=True))
-    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(SHAPES, torch.bfloat16)
-    assert all(np.array_equal(found[name].view(torch.uint16).numpy(), sent[name]) for name in SHAPES)
+    assert {name: tensor.dtype for name, tensor in stored.items()} == dict.fromkeys(SHAPES, torch.bfloat16)
+    assert all(np.array_equal(stored[name].view(torch.uint16).numpy(), sent[name]) for name in SHAPES)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (2, 6)
 

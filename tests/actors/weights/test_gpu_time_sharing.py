@@ -42,11 +42,11 @@ class Fleet:
 
 
 def share(fleet: Any, log: list[str], timeout_s: float = 5) -> FleetGpuTimeSharing:
-    found = FleetGpuTimeSharing(fleet, timeout_s=timeout_s)
-    found.learner = SimpleNamespace(
+    sharing = FleetGpuTimeSharing(fleet, timeout_s=timeout_s)
+    sharing.learner = SimpleNamespace(
         offload_states=lambda: log.append("offload"), reload_states=lambda: log.append("reload")
     )
-    return found
+    return sharing
 
 
 def take(which: FleetGpuTimeSharing, *order: Any) -> None:

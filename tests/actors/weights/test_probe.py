@@ -87,17 +87,17 @@ def test_an_engine_that_kept_its_old_weights_is_seen_where_the_gap_is_too_small(
 
 def test_a_model_that_rounds_much_has_its_own_measure() -> None:
     """A mixture of experts: .4 at the most, where the floor is .25; but the median says that it is the same model."""
-    found = Gap(largest=0.9, p95=0.2, median=0.02)
-    assert "largest" in explain_refusal(found, tolerance=0.25, baseline_gap=None)
-    assert explain_refusal(found, tolerance=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
+    gap = Gap(largest=0.9, p95=0.2, median=0.02)
+    assert "largest" in explain_refusal(gap, tolerance=0.25, baseline_gap=None)
+    assert explain_refusal(gap, tolerance=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
     shifted = Gap(largest=0.9, p95=0.5, median=0.1)
     assert "median" in explain_refusal(shifted, tolerance=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01))
 
 
 def test_the_three_numbers_of_a_gap() -> None:
-    found = compute_gap(np.float32([-1, -2, -3]), np.float32([-1, -2.5, -3.25]))
-    assert (found.largest, found.median) == (0.5, 0.25)
-    assert found.p95 == pytest.approx(0.475)
+    gap = compute_gap(np.float32([-1, -2, -3]), np.float32([-1, -2.5, -3.25]))
+    assert (gap.largest, gap.median) == (0.5, 0.25)
+    assert gap.p95 == pytest.approx(0.475)
     for broken in ([-1, np.nan], [-1, -np.inf]):
         wrong = compute_gap(np.float32(broken), np.float32([-1, -2]))
         assert wrong.largest == wrong.median == np.inf

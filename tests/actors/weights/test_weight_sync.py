@@ -152,7 +152,7 @@ class FakeFleet:
 class Group:
     """Of one rendezvous: complete once its engines and the learner are there."""
 
-    made: ClassVar[dict[int, "Group"]] = {}
+    groups: ClassVar[dict[int, "Group"]] = {}
 
     def __init__(self, size: int) -> None:
         self.joined = threading.Barrier(size)
@@ -160,7 +160,7 @@ class Group:
 
     @classmethod
     def at(cls, rendezvous: Rendezvous) -> "Group":
-        return cls.made.setdefault(rendezvous.port, cls(len(rendezvous.members)))
+        return cls.groups.setdefault(rendezvous.port, cls(len(rendezvous.members)))
 
 
 class FakeLearner:
@@ -504,13 +504,13 @@ class Counted(FakeLearner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[weakref.ref[np.ndarray]] = []
+        self.references: list[weakref.ref[np.ndarray]] = []
         self.alive: list[int] = []
 
     def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
         for bucket in super().stream_weights(dtype, full=full, rendezvous=rendezvous):
-            self.made += map(weakref.ref, bucket.tensors)
-            self.alive.append(sum(made() is not None for made in self.made))
+            self.references += map(weakref.ref, bucket.tensors)
+            self.alive.append(sum(reference() is not None for reference in self.references))
             yield bucket
 
 
@@ -600,7 +600,9 @@ def test_each_gpu_of_an_engine_is_a_rank_of_the_process_group(monkeypatch: pytes
     """Two engines of two GPUs: the learner is rank 0, an engine's GPUs count on from the rank that it is told."""
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
     monkeypatch.setattr(fleet, "config", fleet.config.model_copy(update={"gpus": 2}), raising=False)
-    monkeypatch.setattr(Group, "at", classmethod(lambda cls, rendezvous: cls.made.setdefault(rendezvous.port, cls(3))))
+    monkeypatch.setattr(
+        Group, "at", classmethod(lambda cls, rendezvous: cls.groups.setdefault(rendezvous.port, cls(3)))
+    )
     assert push(fleet, config=NCCL).missed == ()
     assert [joins(worker.handle) for worker in fleet.workers] == [[(1, 5)], [(3, 5)]]
 
@@ -755,27 +757,27 @@ class Loaded(FakeWorker):
         self.weights = [1.0, 2.0, 4.0 + off]
 
 
-def first_push(kept: Path, worker: FakeWorker, version: int = 0) -> FakeFleet:
+def first_push(baseline_file: Path, worker: FakeWorker, version: int = 0) -> FakeFleet:
     fleet = FakeFleet(w0=worker)
-    asyncio.run(FleetWeightSync(FakeLearner(), fleet, CONFIG, baseline_file=kept).push(version))
+    asyncio.run(FleetWeightSync(FakeLearner(), fleet, CONFIG, baseline_file=baseline_file).push(version))
     return fleet
 
 
 def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_on_resume(tmp_path: Path) -> None:
-    kept = tmp_path / "probe.json"
+    baseline_file = tmp_path / "probe.json"
     worker = Loaded()
     learner = FakeLearner()
     fleet = FakeFleet(w0=worker)
-    asyncio.run(FleetWeightSync(learner, fleet, CONFIG, baseline_file=kept).push(0))
+    asyncio.run(FleetWeightSync(learner, fleet, CONFIG, baseline_file=baseline_file).push(0))
     assert learner.calls == ["get_manifest", "probe"]
     assert worker.log == []
     assert fleet.heard == [("w0", 0)]
-    written = json.loads(kept.read_text())
+    written = json.loads(baseline_file.read_text())
     assert set(written) == {"largest", "p95", "median"}
     assert written["largest"] == pytest.approx(1e-4, rel=1e-2)
-    resumed = first_push(kept, FakeWorker(), version=3)
+    resumed = first_push(baseline_file, FakeWorker(), version=3)
     assert resumed.baseline_gap == fleet.baseline_gap
-    assert json.loads(kept.read_text()) == written
+    assert json.loads(baseline_file.read_text()) == written
 
 
 def test_only_engines_without_the_files_weights_are_sent_version_0(tmp_path: Path) -> None:

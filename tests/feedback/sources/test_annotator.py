@@ -110,8 +110,8 @@ def test_human_feedback_is_shown_of_the_response_it_is_about() -> None:
     chat = ScriptedChat(GOOD)
     judge(annotator(chat), **record)
     judge(annotator(chat), "Another one: phone.", **record)
-    shown = ["The bag was blue." in messages[-1]["content"] for messages in chat.requests]
-    assert shown == [True, False]
+    has_feedback = ["The bag was blue." in messages[-1]["content"] for messages in chat.requests]
+    assert has_feedback == [True, False]
 
 
 def test_another_style_or_vote_is_another_version() -> None:

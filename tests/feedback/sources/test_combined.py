@@ -59,20 +59,22 @@ def judge(config: FeedbackConfig) -> SpanFeedback:
 
 
 def test_critiques_have_headings_and_spans_their_criterion() -> None:
-    found = judge(section(facts={"source": f"{__name__}:facts"}, style={"source": f"{__name__}:style", "weight": 0.5}))
-    assert found.critique == "facts:\nThe bag is right.\n\nstyle:\nThe bag is dull."
-    assert [(s.criterion, s.label, s.start, s.end) for s in found.spans] == [("facts", 1, 6, 9), ("style", -1, 6, 9)]
-    parts = [found.critique[slice(*s.critique_range)] for s in found.spans if s.critique_range]
+    feedback = judge(
+        section(facts={"source": f"{__name__}:facts"}, style={"source": f"{__name__}:style", "weight": 0.5})
+    )
+    assert feedback.critique == "facts:\nThe bag is right.\n\nstyle:\nThe bag is dull."
+    assert [(s.criterion, s.label, s.start, s.end) for s in feedback.spans] == [("facts", 1, 6, 9), ("style", -1, 6, 9)]
+    parts = [feedback.critique[slice(*s.critique_range)] for s in feedback.spans if s.critique_range]
     assert parts == ["The bag is right.", "The bag is dull."]
-    assert {name: found.critique[slice(*r.critique_range)] for name, r in found.criteria.items()} == {
+    assert {name: feedback.critique[slice(*r.critique_range)] for name, r in feedback.criteria.items()} == {
         "facts": parts[0], "style": parts[1],
     }  # fmt: skip
-    assert (found.status, found.source, found.num_quotes, found.num_located) == ("ok", "program", 2, 2)
-    assert found.version == f"facts: {__name__}:facts; style: {__name__}:style"
-    record = make_annotated_record(PROMPT, RESPONSE, found)
+    assert (feedback.status, feedback.source, feedback.num_quotes, feedback.num_located) == ("ok", "program", 2, 2)
+    assert feedback.version == f"facts: {__name__}:facts; style: {__name__}:style"
+    record = make_annotated_record(PROMPT, RESPONSE, feedback)
     back = read_record(json.loads(record.model_dump_json()))
-    assert back.to_feedback() == found
-    assert read_feedback(json.loads(json.dumps(asdict(found)))) == found
+    assert back.to_feedback() == feedback
+    assert read_feedback(json.loads(json.dumps(asdict(feedback)))) == feedback
 
 
 def test_a_single_criterion_only_names_its_spans() -> None:
@@ -87,31 +89,31 @@ def test_a_single_criterion_only_names_its_spans() -> None:
 @pytest.mark.parametrize("optional", [(), ("b",), ("a", "b")])
 def test_status_of_two_criteria(first: str, second: str, optional: tuple[str, ...]) -> None:
     required = [name for name in ("a", "b") if name not in optional]
-    found = combine_feedback({"a": answer(first, "a"), "b": answer(second, "b")}, required)
-    given = {"a": first, "b": second}
-    usable = [name for name, status in given.items() if status in ("ok", "empty")]
-    expected = "ok" if "ok" in given.values() else "empty"
-    if not usable or any(name not in usable and name not in optional for name in given):
-        lost = [status for name, status in given.items() if name not in usable]
-        counted = [status for name, status in given.items() if name not in optional and name not in usable] or lost
+    combined = combine_feedback({"a": answer(first, "a"), "b": answer(second, "b")}, required)
+    statuses = {"a": first, "b": second}
+    usable = [name for name, status in statuses.items() if status in ("ok", "empty")]
+    expected = "ok" if "ok" in statuses.values() else "empty"
+    if not usable or any(name not in usable and name not in optional for name in statuses):
+        lost = [status for name, status in statuses.items() if name not in usable]
+        counted = [status for name, status in statuses.items() if name not in optional and name not in usable] or lost
         expected = "failed" if "failed" in counted else "unparsable"
-    assert found.status == expected
-    assert {name: r.status for name, r in found.criteria.items()} == given
-    assert {s.criterion for s in found.spans} == {name for name in usable if given[name] == "ok"}
-    assert found.critique == "\n\n".join(f"{name}:\n{name} on red." for name in usable)
-    assert found.reason == "; ".join(f"{name}: {name} lost" for name in given if name not in usable)
+    assert combined.status == expected
+    assert {name: r.status for name, r in combined.criteria.items()} == statuses
+    assert {s.criterion for s in combined.spans} == {name for name in usable if statuses[name] == "ok"}
+    assert combined.critique == "\n\n".join(f"{name}:\n{name} on red." for name in usable)
+    assert combined.reason == "; ".join(f"{name}: {name} lost" for name in statuses if name not in usable)
 
 
 def test_another_type_of_one_criterion_is_a_sentence_and_the_other_counts_where_it_suffices() -> None:
     fine = {"source": f"{__name__}:facts"}
     wrong = {"source": f"{__name__}:number"}
     sentence = "number: the feedback function returned an invalid judgement: 5; it needs to be (critique, good pieces, "
-    found = judge(section(facts=fine, number=wrong))
-    assert found.status == "failed" and found.reason.startswith(sentence)
-    found = judge(section(facts=fine, number=wrong | {"required": False}))
-    assert found.status == "ok"
-    assert found.reason.startswith(sentence)
-    assert len(found.spans) == 1
+    feedback = judge(section(facts=fine, number=wrong))
+    assert feedback.status == "failed" and feedback.reason.startswith(sentence)
+    feedback = judge(section(facts=fine, number=wrong | {"required": False}))
+    assert feedback.status == "ok"
+    assert feedback.reason.startswith(sentence)
+    assert len(feedback.spans) == 1
 
 
 def test_sources_run_concurrently_and_an_error_ends_the_others() -> None:
@@ -215,9 +217,9 @@ def test_the_rules_of_annotation_hold_inside_the_mapping(tmp_path: Path) -> None
     assert (people.human_file, people.human_columns) == (f"{tmp_path}/d.jsonl", {"prompt": "q"})
     other = read("marks.jsonl").annotate.named_sources["people"]
     assert (other.human_file, other.human_columns) == (f"{tmp_path}/marks.jsonl", {})
-    kept = identity_values(read("null")).keys()
-    assert {"annotate.sources.people.source", "annotate.sources.words.llm.model"} <= kept
-    assert not {f"annotate.sources.{name}.{key}" for name in ("people", "words") for key in FREE} & kept
+    identity_keys = identity_values(read("null")).keys()
+    assert {"annotate.sources.people.source", "annotate.sources.words.llm.model"} <= identity_keys
+    assert not {f"annotate.sources.{name}.{key}" for name in ("people", "words") for key in FREE} & identity_keys
     assert all(can_change_on_resume(AnnotateJob, f"annotate.sources.any.{key}") for key in FREE)
     with pytest.raises(UserError, match="planted=1 adds responses that source=human lacks"):
         read("null", "annotate.planted=1")
@@ -239,11 +241,13 @@ def test_marks_of_fields_hold_inside_the_mapping(tmp_path: Path, monkeypatch: py
     (tmp_path / "p.yaml").write_text(POLICY)
     job = load(PolicyJob, tmp_path / "p.yaml", ["feedback.sources.facts.weight=2"], cwd=tmp_path)
     assert job.feedback.weights == {"facts": 2, "style": 0.5}
-    found = {key: value for key, value in paths(job) if value and key.startswith("feedback")}
-    assert found == {"feedback.sources.facts.human_file": (str(tmp_path / "marks.jsonl"),)}, "judge is a server's name"
-    kept = identity_values(job).keys()
-    assert {"feedback.sources.facts.source", "feedback.sources.style.weight"} <= kept
-    assert not {"feedback.sources.facts.concurrency", "feedback.sources.style.llm.url"} & kept
+    feedback_paths = {key: value for key, value in paths(job) if value and key.startswith("feedback")}
+    assert feedback_paths == {"feedback.sources.facts.human_file": (str(tmp_path / "marks.jsonl"),)}, (
+        "judge is a server's name"
+    )
+    identity_keys = identity_values(job).keys()
+    assert {"feedback.sources.facts.source", "feedback.sources.style.weight"} <= identity_keys
+    assert not {"feedback.sources.facts.concurrency", "feedback.sources.style.llm.url"} & identity_keys
     assert can_change_on_resume(PolicyJob, "feedback.sources.any.llm.concurrency")
     assert not can_change_on_resume(PolicyJob, "feedback.sources.any.llm.temperature")
     package = tmp_path / "pkg"

@@ -63,10 +63,10 @@ def test_by_id_and_by_text(tmp_path: Path) -> None:
     path = write(tmp_path / "human.jsonl", ROW, by_text)
     source = make_local_source(FeedbackConfig(source="human", human_file=str(path)), PromptsTask())
     assert isinstance(source, HumanFeedback)
-    found = judge(source, prompt("7", "anything"), "a phone")
-    assert spans(found) == [(2, 7, -1, 1)]
-    assert (found.status, found.source, found.num_located) == ("ok", "human", 1)
-    assert found.version.startswith("human.jsonl@")
+    feedback = judge(source, prompt("7", "anything"), "a phone")
+    assert spans(feedback) == [(2, 7, -1, 1)]
+    assert (feedback.status, feedback.source, feedback.num_located) == ("ok", "human", 1)
+    assert feedback.version.startswith("human.jsonl@")
     assert judge(source, prompt("8", "What?"), "yes").spans[0].severity == 3
 
 
@@ -110,7 +110,7 @@ def test_a_table_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("span_rows", "expected"),
     [
         ([{"start": 2, "end": 7, "label": -1}], [(2, 7, -1, 1)]),
         ([{"start": 0, "end": 1, "label": "good"}, {"start": 8, "end": 9, "label": "poor", "severity": 3}],
@@ -118,10 +118,10 @@ def test_a_table_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
         ([], []),
     ],
 )  # fmt: skip
-def test_offsets(tmp_path: Path, given: list[dict[str, Any]], expected: list[tuple[int, int, int, int]]) -> None:
-    row = {"prompt_id": "7", "response": "a phone a", "critique": "A phone is wrong.", "spans": given}
-    found = judge(human(write(tmp_path / "h.jsonl", row)), prompt("7", ""), "a phone a")
-    assert (spans(found), found.status) == (expected, "ok" if expected else "empty")
+def test_offsets(tmp_path: Path, span_rows: list[dict[str, Any]], expected: list[tuple[int, int, int, int]]) -> None:
+    row = {"prompt_id": "7", "response": "a phone a", "critique": "A phone is wrong.", "spans": span_rows}
+    feedback = judge(human(write(tmp_path / "h.jsonl", row)), prompt("7", ""), "a phone a")
+    assert (spans(feedback), feedback.status) == (expected, "ok" if expected else "empty")
 
 
 def span(start: Any, end: Any, label: Any = 1, **more: Any) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def span(start: Any, end: Any, label: Any = 1, **more: Any) -> dict[str, Any]:
 def test_a_broken_line_is_failed_feedback_that_names_it(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     path = write(tmp_path / "human.jsonl", ROW, ROW | {"prompt_id": "8"} | change)
     source = human(path)
-    found = judge(source, prompt("8", ""), "a phone")
-    assert (found.status, found.reason[: len(f"{path}:2: ")]) == ("failed", f"{path}:2: ")
-    assert reason in found.reason
+    feedback = judge(source, prompt("8", ""), "a phone")
+    assert (feedback.status, feedback.reason[: len(f"{path}:2: ")]) == ("failed", f"{path}:2: ")
+    assert reason in feedback.reason
     assert judge(source, prompt("7", ""), "a phone").status == "ok"
 
 
@@ -182,8 +182,8 @@ def test_of_two_judgements_by_one_person_the_first_counts(tmp_path: Path, caplog
     path = write(tmp_path / "human.jsonl", ann, ann | {"critique": "Other."}, bare, ROW, ROW)
     source = human(path)
     source.check_alignment()
-    found = judge(source, prompt("7", ""), "a phone")
-    assert (found.critique, found.agreement, spans(found)) == (ROW["critique"], 1.0, [(2, 7, -1, 1)])
+    feedback = judge(source, prompt("7", ""), "a phone")
+    assert (feedback.critique, feedback.agreement, spans(feedback)) == (ROW["critique"], 1.0, [(2, 7, -1, 1)])
     sentence = f"not used: 3 judgements of a response that the same person judged before, {path}:2, {path}:3, {path}:5"
     assert caplog.messages == [sentence]
 
@@ -213,9 +213,9 @@ def test_people_vote_as_models_do(
     config = FeedbackConfig(source="human", human_file=tuple(map(str, files)))
     for source in (joined, make_local_source(config, PromptsTask())):
         assert isinstance(source, HumanFeedback)
-        found = judge(source, prompt("7", "What?"), "a red phone")
-        assert spans(found) == expected
-        assert found.agreement == pytest.approx(agreement)
+        feedback = judge(source, prompt("7", "What?"), "a red phone")
+        assert spans(feedback) == expected
+        assert feedback.agreement == pytest.approx(agreement)
 
 
 def test_a_voted_record_is_current_as_long_as_each_line_is(tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def test_a_voted_record_is_current_as_long_as_each_line_is(tmp_path: Path) -> No
     bare = {**ANN, "critique": "No phone.", "spans": None}
     first = human(write(tmp_path / "h.jsonl", bare, BOB), aligner=Aligner())
     assert first.needs_aligner(question, "a red phone")
-    found = judge(first, question, "a red phone")
-    assert (spans(found), found.version[-9:]) == ([(6, 11, -1, 1)], ", judge#1")
-    record = make_annotated_record(question, "a red phone", found)
+    feedback = judge(first, question, "a red phone")
+    assert (spans(feedback), feedback.version[-9:]) == ([(6, 11, -1, 1)], ", judge#1")
+    record = make_annotated_record(question, "a red phone", feedback)
     assert first.is_current(record)
     assert not human(write(tmp_path / "h.jsonl", bare, {**BOB, "critique": "!"})).is_current(record)
     assert not human(write(tmp_path / "h.jsonl", bare)).is_current(record)
@@ -260,9 +260,9 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
     source.check_alignment()
     assert not source.needs_aligner(prompt("7", ""), "a phone")
     assert source.needs_aligner(prompt("8", ""), "a red phone")
-    found = judge(source, prompt("8", ""), "a red phone")
-    assert (spans(found), found.critique, found.source) == ([(6, 11, -1, 1)], "No phone.", "human")
-    assert found.version.endswith(", judge#1")
+    feedback = judge(source, prompt("8", ""), "a red phone")
+    assert (spans(feedback), feedback.critique, feedback.source) == ([(6, 11, -1, 1)], "No phone.", "human")
+    assert feedback.version.endswith(", judge#1")
     assert judge(source, prompt("7", ""), "a phone").status == "ok"
     assert aligner.critiques == ["No phone."]
     with pytest.raises(UserError, match=r"1 critiques have no spans, the first at .*human\.jsonl:2; set align to llm"):

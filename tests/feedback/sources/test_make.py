@@ -76,9 +76,9 @@ def test_a_critique_alone_needs_an_aligner(fields: dict[str, Any], sentence: str
 
 
 def test_programs() -> None:
-    own = make_local_source(FeedbackConfig(source="program"), get_task("code"))
+    built_in = make_local_source(FeedbackConfig(source="program"), get_task("code"))
     named = make_local_source(FeedbackConfig(source="t2g.tasks.tiny.task:feedback_function"), get_task("prompts"))
-    assert isinstance(own, ProgramFeedback) and isinstance(named, ProgramFeedback)
+    assert isinstance(built_in, ProgramFeedback) and isinstance(named, ProgramFeedback)
     with pytest.raises(UserError, match=r"task prompts has no program of its own; name one as pkg\.mod:function"):
         make_local_source(FeedbackConfig(source="program"), get_task("prompts"))
 

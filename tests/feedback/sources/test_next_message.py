@@ -46,8 +46,8 @@ def judged(prompt: Prompt = PROMPT, response: str = RESPONSE, task: str = "promp
 
 
 def test_without_an_aligner_the_reply_is_a_critique_without_spans() -> None:
-    made = judged()
-    assert (made.critique, made.spans, made.status, made.source, made.version) == (
+    feedback = judged()
+    assert (feedback.critique, feedback.spans, feedback.status, feedback.source, feedback.version) == (
         REPLY,
         (),
         "empty",
@@ -57,9 +57,9 @@ def test_without_an_aligner_the_reply_is_a_critique_without_spans() -> None:
 
 
 def test_a_function_finds_what_the_reply_is_about() -> None:
-    made = judged(align=f"{__name__}:locate")
-    assert made.spans == (Span(start=14, end=20, label=-1, severity=2, critique_range=(1, 7)),)
-    assert (made.critique, made.status, made.source, made.version) == (
+    feedback = judged(align=f"{__name__}:locate")
+    assert feedback.spans == (Span(start=14, end=20, label=-1, severity=2, critique_range=(1, 7)),)
+    assert (feedback.critique, feedback.status, feedback.source, feedback.version) == (
         REPLY,
         "ok",
         "next_message",
@@ -68,9 +68,9 @@ def test_a_function_finds_what_the_reply_is_about() -> None:
 
 
 def test_a_feedback_function_gives_its_spans_to_the_reply() -> None:
-    made = judged(align=f"{__name__}:judge")
-    assert made.critique == REPLY and made.execution == {"passed": False}
-    good, poor = made.spans  # the reply's sentence, not that of the function's critique
+    feedback = judged(align=f"{__name__}:judge")
+    assert feedback.critique == REPLY and feedback.execution == {"passed": False}
+    good, poor = feedback.spans  # the reply's sentence, not that of the function's critique
     assert (good.start, good.end, good.label, good.critique_range) == (0, 3, 1, None)
     assert (poor.start, poor.severity, poor.fix, poor.critique_range) == (14, 3, "len", (0, REPLY.index(" Use")))
 
@@ -79,11 +79,13 @@ def test_the_task_s_own_program_finds_the_spans() -> None:
     facts = world.sample_facts(np.random.default_rng(0), heldout=False)
     prompt = Prompt(prompt_id="1", prompt_text="p", task="tiny", payload={"facts": facts, "next_message": "No laptop!"})
     response = "I bought a submarine. I bought a submarine."
-    own = asyncio.run(make_local_source(AnnotateConfig(source="program"), get_task("tiny")).judge(prompt, response))
-    made = judged(prompt, response, task="tiny", align="program")
-    assert own.spans
-    assert [(s.start, s.end, s.label) for s in made.spans] == [(s.start, s.end, s.label) for s in own.spans]
-    assert made.critique == "No laptop!" and made.source == "next_message"
+    expected = asyncio.run(
+        make_local_source(AnnotateConfig(source="program"), get_task("tiny")).judge(prompt, response)
+    )
+    feedback = judged(prompt, response, task="tiny", align="program")
+    assert expected.spans
+    assert [(s.start, s.end, s.label) for s in feedback.spans] == [(s.start, s.end, s.label) for s in expected.spans]
+    assert feedback.critique == "No laptop!" and feedback.source == "next_message"
     with pytest.raises(UserError, match="task prompts has no program of its own"):
         judged(align="program")
 
@@ -91,22 +93,22 @@ def test_the_task_s_own_program_finds_the_spans() -> None:
 @pytest.mark.parametrize("payload", [{}, {"next_message": None}, {"next_message": " "}])
 def test_a_response_without_a_reply_has_failed_feedback(payload: dict[str, Any]) -> None:
     prompt = Prompt(prompt_id="7/2", prompt_text="A mean?", task="prompts", payload=payload)
-    made = asyncio.run(NextMessageFeedback().judge(prompt, RESPONSE))
-    assert made.status == "failed" and made.reason == "no message follows the response to prompt 7/2"
+    feedback = asyncio.run(NextMessageFeedback().judge(prompt, RESPONSE))
+    assert feedback.status == "failed" and feedback.reason == "no message follows the response to prompt 7/2"
 
 
 def test_a_function_may_align_other_critiques_too() -> None:
-    made = judged(source=f"{__name__}:text_alone", align=f"{__name__}:locate")
-    assert made.critique == REPLY
-    assert [(s.start, s.end) for s in made.spans] == [(14, 20)]
-    assert made.version == f"{__name__}:text_alone, {__name__}:locate"
-    assert made.source == "program"
+    feedback = judged(source=f"{__name__}:text_alone", align=f"{__name__}:locate")
+    assert feedback.critique == REPLY
+    assert [(s.start, s.end) for s in feedback.spans] == [(14, 20)]
+    assert feedback.version == f"{__name__}:text_alone, {__name__}:locate"
+    assert feedback.source == "program"
 
 
 def test_a_failed_aligner_fails_the_judgement_and_keeps_the_critique() -> None:
-    made = judged(align=f"{__name__}:raising")
-    assert made.status == "failed" and made.critique == REPLY
-    assert "raised KeyError" in made.reason
+    feedback = judged(align=f"{__name__}:raising")
+    assert feedback.status == "failed" and feedback.critique == REPLY
+    assert "raised KeyError" in feedback.reason
 
 
 def test_an_aligner_that_returns_a_text_alone_ends_the_run() -> None:

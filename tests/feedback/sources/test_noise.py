@@ -25,8 +25,8 @@ def feedback(*spans: Span, status: str = "ok") -> SpanFeedback:
     )  # type: ignore[arg-type]
 
 
-def noisy(given: SpanFeedback, *, seed: int = 0, text: str = TEXT, **noise: float) -> SpanFeedback:
-    return add_noise(given, NoiseConfig(**noise), response_text=text, rng=np.random.default_rng(seed))
+def noisy(clean: SpanFeedback, *, seed: int = 0, text: str = TEXT, **noise: float) -> SpanFeedback:
+    return add_noise(clean, NoiseConfig(**noise), response_text=text, rng=np.random.default_rng(seed))
 
 
 def test_without_noise_nothing_changes() -> None:
@@ -77,11 +77,11 @@ def test_rates_are_those_of_the_config() -> None:
 )
 def test_more_noise_changes_what_less_noise_changed(seed: int, low: float, high: float, kind: str) -> None:
     low, high = sorted((low, high))
-    given = feedback(*(Span(start=i, end=i + 1, label=1 if i % 2 else -1, severity=2) for i in range(8)))
-    untouched = [set(noisy(given, seed=seed, **{kind: rate}).spans) & set(given.spans) for rate in (low, high)]
+    clean = feedback(*(Span(start=i, end=i + 1, label=1 if i % 2 else -1, severity=2) for i in range(8)))
+    untouched = [set(noisy(clean, seed=seed, **{kind: rate}).spans) & set(clean.spans) for rate in (low, high)]
     if kind != "move":  # a moved span may land where another one was
         assert untouched[1] <= untouched[0]
-    for span in noisy(given, seed=seed, **{kind: high}).spans:
+    for span in noisy(clean, seed=seed, **{kind: high}).spans:
         assert 0 <= span.start < span.end <= len(TEXT)
 
 

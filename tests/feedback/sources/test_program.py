@@ -175,8 +175,8 @@ def test_messages_name_the_section_of_the_function(section: str, caplog: pytest.
     judge(make("with_score"))
     assert f"{section}.source={__name__}:with_score: the feedback function returned an invalid judgement" in caplog.text
     assert "a dict with the unknown key 'score'" in caplog.text
-    own = make_local_source(config(source="program", timeout_s=0.05), HangingTask())
-    assert judge(own).reason.endswith(f"no answer within {section}.timeout_s=0.05")
+    task_program = make_local_source(config(source="program", timeout_s=0.05), HangingTask())
+    assert judge(task_program).reason.endswith(f"no answer within {section}.timeout_s=0.05")
     assert f"{section}.source=program: the feedback function gave no answer" in caplog.text
 
 
@@ -202,7 +202,7 @@ def test_a_function_instead_of_its_path() -> None:
     assert (feedback.status, feedback.version) == ("ok", f"{__name__}:plain")
 
 
-def made(word: str) -> Any:
+def make_function(word: str) -> Any:
     def feedback_function(prompt: str, response: str, *, payload: dict[str, Any]) -> Any:
         return word, [payload["fact"]], []
 
@@ -210,8 +210,8 @@ def made(word: str) -> Any:
 
 
 def test_a_function_that_a_function_made_is_known_by_its_maker() -> None:
-    feedback = judge(ProgramFeedback(made("well")))
-    assert (feedback.critique, len(feedback.spans), feedback.version) == ("well", 1, f"{__name__}:made")
+    feedback = judge(ProgramFeedback(make_function("well")))
+    assert (feedback.critique, len(feedback.spans), feedback.version) == ("well", 1, f"{__name__}:make_function")
 
 
 class Aligner:
@@ -249,13 +249,13 @@ def test_the_spans_of_a_text_alone_are_the_aligners(function: Any) -> None:
     def judged(response: str) -> SpanFeedback:
         return asyncio.run(source.judge(PROMPT, response))
 
-    found = judged("a bag")
-    assert found.spans == (Span(start=2, end=5, label=-1, critique_range=None),)
-    assert found.status == "ok"
-    assert (found.critique, found.source, found.num_quotes) == ("The bag is wrong \ufffd", "program", 1)
-    assert found.version == f"{__name__}:{function.__name__}, m"
+    feedback = judged("a bag")
+    assert feedback.spans == (Span(start=2, end=5, label=-1, critique_range=None),)
+    assert feedback.status == "ok"
+    assert (feedback.critique, feedback.source, feedback.num_quotes) == ("The bag is wrong \ufffd", "program", 1)
+    assert feedback.version == f"{__name__}:{function.__name__}, m"
     lost = judged("a phone")
-    assert (lost.status, lost.reason, lost.critique) == ("failed", "no shared word", found.critique)
+    assert (lost.status, lost.reason, lost.critique) == ("failed", "no shared word", feedback.critique)
     assert (judged("").status, judged("blank").status) == ("empty", "empty")
     assert len(aligner.critiques) == 2
     assert "at most 65536" in judged("long").reason
@@ -460,8 +460,8 @@ def test_a_module_that_breaks_while_it_is_imported(tmp_path: Path) -> None:
 
 
 def test_the_factory_makes_it() -> None:
-    made = make_local_source(FeedbackConfig(source=f"{__name__}:plain"), PromptsTask())
-    assert judge(made).status == "ok"  # type: ignore[arg-type]
+    source = make_local_source(FeedbackConfig(source=f"{__name__}:plain"), PromptsTask())
+    assert judge(source).status == "ok"  # type: ignore[arg-type]
 
 
 def test_the_traceback_of_each_kind_of_error_lies_in_the_run_folder(tmp_path: Path) -> None:
@@ -470,9 +470,9 @@ def test_the_traceback_of_each_kind_of_error_lies_in_the_run_folder(tmp_path: Pa
 
     source = ProgramFeedback(feedback_function, log=tmp_path / "run" / "feedback.log")
     reasons = [asyncio.run(source.judge(PROMPT, text)).reason for text in ("key", "zero", "zero")]
-    kept = (tmp_path / "run" / "feedback.log").read_text()
-    assert kept.count("ZeroDivisionError: by nothing") == 1 and kept.count("Traceback") == 2
-    assert "in feedback_function" in kept
+    log_text = (tmp_path / "run" / "feedback.log").read_text()
+    assert log_text.count("ZeroDivisionError: by nothing") == 1 and log_text.count("Traceback") == 2
+    assert "in feedback_function" in log_text
     assert str(tmp_path) in reasons[0]
     assert str(tmp_path) not in reasons[2]
     assert "word …" in reasons[0], "no message is cut within a word"

@@ -132,13 +132,13 @@ def slow_confidence(lists: list[list[Span]], found: Span, num_annotators: int) -
 @given(st.lists(spans, min_size=1, max_size=5), st.integers(0, 2))
 def test_every_written_character_has_the_label_that_most_gave_it(lists: list[list[Span]], num_silent: int) -> None:
     num_annotators = len(lists) + num_silent
-    voted = vote([feedback(str(i), *found) for i, found in enumerate(lists)], num_annotators, TEXT)
+    voted = vote([feedback(str(i), *answer_spans) for i, answer_spans in enumerate(lists)], num_annotators, TEXT)
     for at, character in enumerate(TEXT):
-        given_labels = [label_at(found, at) for found in lists]
+        given_labels = [label_at(answer_spans, at) for answer_spans in lists]
         expected = next((label for label in (1, -1) if given_labels.count(label) > num_annotators / 2), 0)
-        got = [s.label for s in voted.spans if s.start <= at < s.end]
+        actual = [s.label for s in voted.spans if s.start <= at < s.end]
         if not character.isspace():
-            assert got == ([expected] if expected else [])
+            assert actual == ([expected] if expected else [])
     assert all(s.start < s.end and TEXT[s.start : s.end].strip() == TEXT[s.start : s.end] for s in voted.spans)
     for found in voted.spans:
         expected = slow_confidence(lists, found, num_annotators)

@@ -125,9 +125,9 @@ def test_a_lock_that_is_no_file_of_ours_is_not_followed(
             pass
 
     assert main(DemoJob, run, argv=["--config", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'lock'}: " in said
-    assert f"remove the {what} in its place" in said
+    error_output = capsys.readouterr().err
+    assert f"{tmp_path / 'lock'}: " in error_output
+    assert f"remove the {what} in its place" in error_output
     assert victim.read_text() == "kept"
 
 

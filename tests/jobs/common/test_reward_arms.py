@@ -90,18 +90,18 @@ def test_each_model_is_trained_once_with_each_seed(tmp_path: Path, monkeypatch: 
         return {"good_f1": job.run.seed / 10}
 
     monkeypatch.setattr(comparison_runs, "run_reward_job", run_reward_job)
-    made = comparison_runs.make_reward_models(plan, demo)
-    assert list(made) == ["plain", "no_critique", "dense"]
-    assert {seed: metrics["good_f1"] for seed, metrics in made["dense"].items()} == {1: 0.1, 2: 0.2, 3: 0.3}
-    assert comparison_runs.make_reward_models(plan, demo) == made
+    models = comparison_runs.make_reward_models(plan, demo)
+    assert list(models) == ["plain", "no_critique", "dense"]
+    assert {seed: metrics["good_f1"] for seed, metrics in models["dense"].items()} == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert comparison_runs.make_reward_models(plan, demo) == models
     assert len(trained) == len(set(trained)) == 9
 
 
 def test_decisive_metrics_look_at_the_tokens_of_the_sparse_gold(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)  # a token a byte
     gold = relabel(SPARSE, StyleConfig(labels="dense")).to_feedback()
-    said = read_record({"prompt": "p", "response": SPARSE.response, "critique": "c", "good": ["by Ann, in Li"]})
-    judged = judged_record(SPARSE.response, gold, said.to_feedback(), said.to_feedback(), tokenizer)
+    record = read_record({"prompt": "p", "response": SPARSE.response, "critique": "c", "good": ["by Ann, in Li"]})
+    judged = judged_record(SPARSE.response, gold, record.to_feedback(), record.to_feedback(), tokenizer)
     metrics = arm_metrics([judged], [SPARSE.to_feedback()], tokenizer)
     # dense gold: "by Ann" good, "in Lima" poor; a token covers when a non-blank character of it does
     assert metrics["labelled_share"] == pytest.approx((5 + 6) / 16)

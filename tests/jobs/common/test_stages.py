@@ -33,12 +33,12 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
 
 def test_the_world_of_code_has_a_world_and_a_base_policy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "supervise", lambda job, examples, title: {"examples": len(examples)})
-    given = [f"run.root={tmp_path}", "world.num_train=8", "world.num_heldout=200"]
-    demo = loading.load(DemoJob, TINY / "code.yaml", given)
-    made = make_stages(demo, Fleets())  # which starts none
-    assert list(made) == ["world", "base"]
-    assert made["base"]["examples"] == 8
-    assert 0.05 < made["world"]["references_passed"] < 0.25  # .13 of a thousand
+    overrides = [f"run.root={tmp_path}", "world.num_train=8", "world.num_heldout=200"]
+    demo = loading.load(DemoJob, TINY / "code.yaml", overrides)
+    results = make_stages(demo, Fleets())  # which starts none
+    assert list(results) == ["world", "base"]
+    assert results["base"]["examples"] == 8
+    assert 0.05 < results["world"]["references_passed"] < 0.25  # .13 of a thousand
     assert (tmp_path / "code" / "world" / "policy" / "model.safetensors").exists()
     with pytest.raises(UserError, match="task=tiny_code has no reward model"):
         run(demo)
@@ -60,8 +60,8 @@ def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_the_stages_stands_in_each_path_of_a_list(tmp_path: Path) -> None:
-    given = [f"run.root={tmp_path}", "data.path=['${artifacts}/world/train.jsonl',own.jsonl]"]
-    job = loading.load(PolicyJob, TINY / "policy.yaml", given)
+    overrides = [f"run.root={tmp_path}", "data.path=['${artifacts}/world/train.jsonl',own.jsonl]"]
+    job = loading.load(PolicyJob, TINY / "policy.yaml", overrides)
     assert job.data.paths == (f"{tmp_path}/demo/world/train.jsonl", "own.jsonl")
     assert job.eval_data.path == f"{tmp_path}/demo/world/heldout.jsonl"
 
@@ -73,8 +73,8 @@ def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
     stages.write_text("policy_sft: {gpus: auto, dtype: auto}\n")
     requests: list[Any] = []
     monkeypatch.setattr(placement, "resources", lambda address: requests.append(address) or {"GPU": 1})
-    given = [f"run.root={tmp_path}", f"artifacts={stages}", "cluster.address=head:6379"]
-    demo = demo_of(loading.load(PolicyJob, TINY / "policy.yaml", given))
+    overrides = [f"run.root={tmp_path}", f"artifacts={stages}", "cluster.address=head:6379"]
+    demo = demo_of(loading.load(PolicyJob, TINY / "policy.yaml", overrides))
     assert demo is not None
     assert (demo.policy_sft.gpus, demo.policy_sft.dtype) == (1, "bfloat16")
     assert requests == ["head:6379"]
@@ -83,11 +83,11 @@ def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
 def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[int] = []
+    calls: list[int] = []
 
     def make() -> dict[str, float]:
-        made.append(1)
-        if len(made) == 1:
+        calls.append(1)
+        if len(calls) == 1:
             raise RuntimeError("killed")
         return {"records": 7.0}
 
@@ -95,11 +95,11 @@ def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(
         load_or_run(tmp_path / "world", WorldConfig(seed=3), make)
     first = load_or_run(tmp_path / "world", WorldConfig(seed=3), make)
     assert load_or_run(tmp_path / "world", WorldConfig(seed=3), make) == first
-    assert (len(made), first["records"]) == (2, 7.0)
+    assert (len(calls), first["records"]) == (2, 7.0)
     assert first["seconds"] >= 0
     purpose = f"phase world: {stages.PURPOSES['world']} ..."
-    kept = "phase world: kept, it took 0 s in an earlier start"
-    assert capsys.readouterr().err.splitlines() == [purpose, purpose, "phase world: 0 s", kept]
+    skipped = "phase world: kept, it took 0 s in an earlier start"
+    assert capsys.readouterr().err.splitlines() == [purpose, purpose, "phase world: 0 s", skipped]
     with pytest.raises(UserError, match=r"world was made with other inputs: seed \(3 -> 4\)"):
         load_or_run(tmp_path / "world", WorldConfig(seed=4), make)
 
@@ -109,10 +109,10 @@ def test_a_demo_that_was_moved_goes_on_with_its_stages_and_no_other_contents(tmp
         return sft_job(loading.load(DemoJob, TINY / "demo.yaml", [f"run.root={tmp_path / root}", *overrides]))
 
     def make() -> dict[str, float]:
-        made.append(1)
+        calls.append(1)
         return {"loss": 0.5}
 
-    made: list[int] = []
+    calls: list[int] = []
     here = base("here")
     there = base("there")
     for file in (Path(here.model.policy) / "model.safetensors", Path(here.data.path)):
@@ -121,7 +121,7 @@ def test_a_demo_that_was_moved_goes_on_with_its_stages_and_no_other_contents(tmp
     first = load_or_run(here.run.folder, here, make)
     (tmp_path / "here").rename(tmp_path / "there")
     assert load_or_run(there.run.folder, there, make) == first
-    assert made == [1]
+    assert calls == [1]
 
     Path(there.data.path).write_text("{ }")
     with pytest.raises(UserError, match=r"base was made with other inputs: the content of data\.path") as error:

@@ -66,8 +66,12 @@ def test_windows_follow_the_facts_where_they_are_not_given() -> None:
     large = demo(20)
     assert (small.rollout.max_new_tokens, small.reward_engine.max_model_len) == (48, 384)
     assert (large.rollout.max_new_tokens, large.reward_engine.max_model_len) == (192, 1536)
-    given = demo(7, rollout={"max_new_tokens": 30})
-    assert (given.rollout.max_new_tokens, given.rollout.max_model_len, given.reward_sft.max_length) == (30, 180, 448)
+    artifacts = demo(7, rollout={"max_new_tokens": 30})
+    assert (artifacts.rollout.max_new_tokens, artifacts.rollout.max_model_len, artifacts.reward_sft.max_length) == (
+        30,
+        180,
+        448,
+    )
 
 
 def test_a_job_on_stages_has_their_windows_where_it_gives_none(tmp_path: Path) -> None:

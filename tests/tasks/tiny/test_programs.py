@@ -107,11 +107,11 @@ def test_without_faults_a_program_passes_but_where_it_looks_at_n() -> None:
 
 
 def test_hidden_tests_judge_the_program_in_a_response_as_the_shown_ones_do() -> None:
-    found = []
+    measures = []
     for row in records(20, NO_FAULTS):
-        found.append(measured(row, f"Here it is:\n```python\n{row['solution']}```\nDone."))
-        assert found[-1] == measured(row, row["solution"])
-    assert found.count({"passed": 1.0, "shown_only": 0.0}) > 10  # the others look at n
+        measures.append(measured(row, f"Here it is:\n```python\n{row['solution']}```\nDone."))
+        assert measures[-1] == measured(row, row["solution"])
+    assert measures.count({"passed": 1.0, "shown_only": 0.0}) > 10  # the others look at n
 
 
 def test_each_fault_shows() -> None:
@@ -124,9 +124,9 @@ def test_each_fault_shows() -> None:
 
 def test_the_shares_of_the_shipped_world() -> None:
     rows = records(1000, CONFIG.world)
-    found = [measured(row, row["solution"]) or {} for row in rows]
-    assert 0.08 < np.mean([one["passed"] for one in found]) < 0.18
-    assert 0.01 < np.mean([one["shown_only"] for one in found]) < 0.08
+    measures = [measured(row, row["solution"]) or {} for row in rows]
+    assert 0.08 < np.mean([one["passed"] for one in measures]) < 0.18
+    assert 0.01 < np.mean([one["shown_only"] for one in measures]) < 0.08
 
 
 def test_training_records_hide_no_tests_and_share_no_rules_with_held_out_ones(tmp_path: Path) -> None:

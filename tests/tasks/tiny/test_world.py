@@ -26,8 +26,8 @@ TASK = TinyTask()
 NO_FAULTS = WorldConfig(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
 
 
-def quotes(response: str, found: list[Span]) -> list[tuple[str, int]]:
-    quoted = [make_quote(response, span) for span in found]
+def quotes(response: str, spans: list[Span]) -> list[tuple[str, int]]:
+    quoted = [make_quote(response, span) for span in spans]
     return [(quote.quote, quote.occurrence) for quote in quoted]
 
 
@@ -239,8 +239,8 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense
 # -------------------------------------------------------------------------------------------------------------- measure
 def test_measure_by_hand() -> None:
     # 4 clauses: 2 facts right, 1 wrong, 1 invented: precision 2/4, recall 2/5, F1 = 2 x 2 / (4 + 5)
-    got = world.measure(FACTS, "by José, about a laptop, plays chess, since Monday.")
-    assert got == {
+    measures = world.measure(FACTS, "by José, about a laptop, plays chess, since Monday.")
+    assert measures == {
         "fact_precision": 0.5,
         "fact_recall": 2 / 5,
         "fact_f1": 4 / 9,
@@ -344,9 +344,9 @@ def test_model_folder_loads(tokenizers: Any, tmp_path: Path) -> None:
 
     policy, _ = tokenizers
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
-    made = assets.build_model(tmp_path, policy, seed=3, **small)
+    built = assets.build_model(tmp_path, policy, seed=3, **small)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.num_parameters() == made.num_parameters()
+    assert loaded.num_parameters() == built.num_parameters()
     assert loaded.config.eos_token_id == policy.eos_token_id
     assert float(loaded.lm_head.weight.detach().std()) == pytest.approx(0.08, rel=0.05)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == assets.CHAT_TEMPLATE
