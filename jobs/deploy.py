@@ -24,7 +24,7 @@ from t2g.deploy.check import path_warnings
 from t2g.deploy.doctor import Unreachable, findings
 from t2g.deploy.manifests import mount_of
 from t2g.deploy.status import format_status
-from t2g.deploy.submission import STAGES, Submission, read_config, submission, uploaded_path
+from t2g.deploy.submission import JOBS, Submission, read_config, submission, uploaded_path
 from t2g.errors import UserError
 from t2g.report.run_page import SUMMARY_FILE
 from t2g.resources.preflight import Findings, preflight
@@ -40,9 +40,9 @@ def submit(arguments: argparse.Namespace) -> int:
     from actors.cluster.job_server import JobServer
 
     root = Path.cwd()
-    config = read_config(arguments.stage, arguments.config, arguments.overrides, root)
+    config = read_config(arguments.job_kind, arguments.config, arguments.overrides, root)
     raise_findings(preflight(config))
-    job = submission(arguments.stage, config, uploaded_path(arguments.config, root), arguments.overrides)
+    job = submission(arguments.job_kind, config, uploaded_path(arguments.config, root), arguments.overrides)
     with JobServer.connect(arguments.address) as server:
         for job_id in server.running_attempts(config.run.name):
             raise UserError(f"run {config.run.name} goes on as job {job_id}: stop it first, or take another run.name")
@@ -139,7 +139,7 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Print what a run needs of a cluster, and what cannot work; exit code 1 if something cannot."""
-    schema = STAGES[arguments.stage].schema
+    schema = JOBS[arguments.job_kind].schema
     # With `auto` each process gets a GPU of its own, and the defaults of what the machine would decide.
     config = load(schema, arguments.config, arguments.overrides, have=lambda address: {"GPU": inf})
     problems, text = check_config(config, gpu=arguments.gpu, preflight_findings=preflight(config))
@@ -151,14 +151,14 @@ def render(arguments: argparse.Namespace) -> int:
     """Print manifests for KubeRay, all documents, made from the run's config."""
     if arguments.patch:
         raise UserError("--patch was removed: kustomize patches the manifests, see docker/kuberay/kustomization.yaml")
-    config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
+    config = load(JOBS[arguments.job_kind].schema, arguments.config, arguments.overrides, have=None)
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
-        config = read_config(arguments.stage, arguments.config, arguments.overrides, Path.cwd(), have=None)
+        config = read_config(arguments.job_kind, arguments.config, arguments.overrides, Path.cwd(), have=None)
     findings = preflight(config)
     nowhere = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
         raise_findings(findings, *nowhere)
-    options = ("target", "stage", "cpu", "image", "overrides")
+    options = ("target", "job_kind", "cpu", "image", "overrides")
     render_options = {name: getattr(arguments, name) for name in options}
     print(render_manifests(config, config_path=str(arguments.config), **render_options), end="")
     return 0
@@ -196,7 +196,7 @@ def _add_shared_options(commands: dict[str, argparse.ArgumentParser]) -> None:
         commands[name].add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
     for name in ("check", "render", "submit"):
         commands[name].add_argument(
-            "--stage", choices=[*STAGES], default="policy", help="what the config is of; policy"
+            "--job", "--stage", dest="job_kind", choices=[*JOBS], default="policy", help="what the config is of; policy"
         )
     for name in ("submit", "stop", "doctor"):
         commands[name].add_argument("--address", metavar="URL", help="of the cluster: http://HOST:8265")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path("configs")
 POLICY = CONFIGS / "tiny" / "policy.yaml"
-STAGES = CONFIGS / "tiny" / "gpu_check.yaml"
+ARTIFACTS = CONFIGS / "tiny" / "gpu_check.yaml"
 SFT = CONFIGS / "own" / "sft.yaml"
 BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("rollout", "feedback.engine", "learner")]
 ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
@@ -79,9 +79,9 @@ class Machine:
             steps.append({key: value for key, value in metrics.items() if FIGURES.match(key)})
         return steps
 
-    def stages(self) -> Path:
-        """Return the job that makes the world, with engines on the GPU if there is one."""
-        job = loading.load(DemoJob, STAGES)
+    def write_artifacts_config(self) -> Path:
+        """Write and return the job that makes the artifacts, with engines on the GPU if there is one."""
+        job = loading.load(DemoJob, ARTIFACTS)
         if self.gpus:
             engines = {
                 "rollout.gpus": 0.4,
@@ -90,11 +90,11 @@ class Machine:
                 "reward_engine.dtype": "bfloat16",
             }
             job = with_overrides(job, engines)
-        return loading.write(job, self.out / "stages-config")
+        return loading.write(job, self.out / "artifacts-config")
 
     def policy(self, name: str, *overrides: str) -> Figures:
         """Make two steps of PPO; return the last one, and the gap of engine and learner on the checkpoint."""
-        job_overrides = (f"artifacts={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
+        job_overrides = (f"artifacts={self.write_artifacts_config()}", "num_steps=2", "eval.num_prompts=16", *overrides)
         steps = self.job(name, "train_policy", POLICY, *job_overrides)
         probe = (self.out / name / "probe.json").read_bytes()
         return steps[-1] | {"probe_gap_nats": json.loads(probe)}
@@ -108,7 +108,7 @@ def collect_last_output(logs: Path = Path("/tmp/ray/session_latest/logs")) -> It
 
 
 def world(machine: Machine) -> Figures:
-    """Run the stages, PPO, and a reward model with guided decoding."""
+    """Make the artifacts, run PPO, and a reward model with guided decoding."""
     share = ("rollout.gpus=0.3", "learner.gpus=0.4", "feedback.engine.gpus=0.3", "learner.workers=1", *BFLOAT16)
     on_gpu = share if machine.gpus else ()
     figures = machine.policy("world", "learner.sync_transport=store", *on_gpu)
@@ -119,8 +119,12 @@ def world(machine: Machine) -> Figures:
 
 def rank(machine: Machine) -> Figures:
     """Compare supervised losses of a rank in float32 with those of a rank on the CPU."""
-    stages = machine.out / "stages"
-    overrides = ("task=tiny", f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}")
+    artifacts = machine.out / "artifacts"
+    overrides = (
+        "task=tiny",
+        f"model.policy={artifacts / 'base/model'}",
+        f"data.path={artifacts / 'world/train.jsonl'}",
+    )
     overrides += ("data.limit=400", "sft.num_epochs=1", "sft.optim.lr=1e-3", "sft.max_length=192", "sft.batch_size=32")
     overrides += ("sft.dtype=float32",)
     on_cpu = machine.job("rank-cpu", "train_sft", SFT, *overrides, "sft.gpus=0")
@@ -143,10 +147,10 @@ def engine(machine: Machine) -> Figures:
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.train_policy.policy_data import read_data
 
-    stages = machine.out / "stages"
+    artifacts = machine.out / "artifacts"
     inputs = (
-        f"model.policy={stages / 'base/model'}",
-        f"data.path={stages / 'world/train.jsonl'}",
+        f"model.policy={artifacts / 'base/model'}",
+        f"data.path={artifacts / 'world/train.jsonl'}",
         "eval_data=null",
     )
     on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()

@@ -1,6 +1,6 @@
 """An annotation run: its samples, the journal of its folder, and its output files.
 
-`jobs.annotate` makes one run, and `jobs.demo` makes one as a pipeline stage.
+`jobs.annotate` makes one run, and `jobs.demo` makes one as an artifact.
 """
 
 import asyncio

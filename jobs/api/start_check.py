@@ -4,7 +4,7 @@ Nothing is written. A folder that an earlier artifact of the job decides is chec
 """
 
 from jobs.common.run_folder import check_folder
-from jobs.demo.demo_arms import arm_job
+from jobs.demo.demo_methods import method_job
 from t2g.config import (
     AnnotateJob,
     AnyJob,
@@ -67,11 +67,11 @@ def _check_own(config: JobConfig, *leftovers: str) -> None:
 
 
 def _check_policy(job: PolicyJob) -> None:
-    from jobs.artifacts.stages import check_stages, demo_of
+    from jobs.artifacts.demo_artifacts import check_demo_artifacts, demo_of
     from jobs.train_policy.policy_results import find_steps_done, limit_smoke
 
     demo = demo_of(job)
-    if demo and not check_stages(demo, reward="reward_model" in job.feedback.models):
+    if demo and not check_demo_artifacts(demo, reward="reward_model" in job.feedback.models):
         return
     config = limit_smoke(job)
     if not find_steps_done(config, should_save=False):
@@ -79,22 +79,22 @@ def _check_policy(job: PolicyJob) -> None:
 
 
 def _check_demo(demo: DemoJob) -> None:
-    from jobs.artifacts.stages import check_stages
+    from jobs.artifacts.demo_artifacts import check_demo_artifacts
     from jobs.train_policy.policy_results import find_steps_done
 
-    if demo.task != "tiny" or not check_stages(demo):
+    if demo.task != "tiny" or not check_demo_artifacts(demo):
         return
-    arms = [arm_job(demo, arm) for arm in demo.arms]
-    if not find_steps_done(*arms, should_save=False):
-        for arm in arms:
-            _check_own(arm)
+    methods = [method_job(demo, method) for method in demo.arms]
+    if not find_steps_done(*methods, should_save=False):
+        for method in methods:
+            _check_own(method)
 
 
 def _check_comparison(job: CompareJob) -> None:
-    from jobs.artifacts.stages import check_stages, demo_of
+    from jobs.artifacts.demo_artifacts import check_demo_artifacts, demo_of
 
     demo = demo_of(job)
-    if demo is None or check_stages(demo, reward=False):
+    if demo is None or check_demo_artifacts(demo, reward=False):
         _check_own(job)
 
 

@@ -1,4 +1,4 @@
-"""A weight sync by stage, beside a plain copy of the same bytes; the rank has no optimizer, which no sync touches."""
+"""A weight sync by phase, beside a plain copy of the same bytes; the rank has no optimizer, which no sync touches."""
 
 import asyncio
 import itertools

@@ -53,7 +53,7 @@ def main(
         argv: Arguments without the program's name; None for those of this process.
         options: Further options of this job for argparse, {"--text": {"required": True}}; `run` gets them by name.
         read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config before any process is
-            started, and raises UserError. `data` is None if an earlier stage of the job still has to make the inputs.
+            started, and raises UserError. `data` is None if an earlier phase of the job still has to make the inputs.
         of_run: Returns the values of the config from the folder of a run, which may then stand in place of --config.
     """
 

@@ -46,7 +46,7 @@ def on_cluster(job: AnyJob) -> Iterator[None]:
 
 
 class Fleets(ExitStack):
-    """The fleets of a job. A start takes half a minute of CPU time, so successive stages share fleets."""
+    """The fleets of a job. A start takes half a minute of CPU time, so successive phases share fleets."""
 
     def __init__(self) -> None:
         super().__init__()

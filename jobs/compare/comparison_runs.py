@@ -1,7 +1,7 @@
 """The runs of a comparison, made unless they are finished, and its figures, from the files of the runs.
 
 Reward models are compared too: one for each style that the methods need, over seeds. All learn from the responses of
-the demo's stages, judged by the tiny world's feedback function, and are measured on the same held-out ones; a seed
+the demo's artifacts, judged by the tiny world's feedback function, and are measured on the same held-out ones; a seed
 decides the initial weights and the order of the records. The figures are described in `t2g.study.reward_eval`, of
 policies in `t2g.study.comparison` and `t2g.study.targeting`.
 """
@@ -19,14 +19,14 @@ from typing import Any
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from jobs.artifacts.stages import (
+from jobs.artifacts.demo_artifacts import (
     FOLLOWER,
     REVISER,
     base_model,
     corrector_job,
     load_or_run,
     make_corrector,
-    make_stages,
+    make_demo_artifacts,
     positions,
     reward_job,
 )
@@ -54,7 +54,7 @@ from t2g.study.baselines import POLICY
 from t2g.study.methods import MAX_WIDER, NOISY, ComparisonPlan, Scores, choose_lr, next_lr
 from t2g.study.result_lines import ResultLines
 from t2g.study.retention import measure_retention, read_texts
-from t2g.study.reward_eval import arm_metrics
+from t2g.study.reward_eval import measure_method
 from t2g.tasks.base import get_task
 from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
@@ -369,7 +369,7 @@ def make_comparison_artifacts(plan: ComparisonPlan, demo: DemoJob) -> dict[str, 
         feedback_models.update(policy_job.feedback.models)
     needs_reward_model = "reward_model" in feedback_models and not job.compare.rewards
     with Fleets() as fleets:
-        make_stages(demo, fleets, reward=needs_reward_model)
+        make_demo_artifacts(demo, fleets, reward=needs_reward_model)
 
     revises = any(method.procedure in ("reflection", "ilf") for method in plan.methods.values())
     correctors = {REVISER: job.compare.reviser if revises else None, FOLLOWER: job.model.policy}
@@ -442,7 +442,7 @@ def run_reward_job(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     plain = StyleConfig()
     sparse = [relabel(record, plain) for record in data.heldout]
     feedbacks = [record.to_feedback() for record in sparse]
-    return arm_metrics(judged, feedbacks, tokenizer)
+    return measure_method(judged, feedbacks, tokenizer)
 
 
 def write_dense(job: RewardJob, sparse: RewardJob) -> None:

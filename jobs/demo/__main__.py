@@ -1,9 +1,9 @@
-"""Run the whole pipeline on a tiny world: base policy, records, reward model, three arms of PPO.
+"""Run the whole pipeline on a tiny world: base policy, records, reward model, three methods of PPO.
 
     python -m jobs.demo --config configs/tiny/demo.yaml
 
-The arms share stages 1 and 2, prompts, seeds and engines, and differ in one field: where the rewards are paid. The
-feedback function annotates and the facts measure; every sample of PPO is judged by the reward model.
+The methods share records, reward model, prompts, seeds and engines, and differ in one field: where the rewards are
+paid. The feedback function annotates and the facts measure; every sample of PPO is judged by the reward model.
 """
 
 import json
@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from jobs.common.cli import main, print_outputs, stop_flag
-from jobs.demo.demo_arms import ARMS, arm_job
+from jobs.demo.demo_methods import METHODS_FOLDER, method_job
 from t2g.config import DemoJob, Placement, PolicyJob
 from t2g.errors import UserError
 from t2g.study.tables import markdown
@@ -28,19 +28,21 @@ PURPOSES: dict[Placement, str] = {  # for the log
 }
 
 
-def summarize(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return summary.json: held-out facts of the base and of each arm at equal samples."""
+def summarize(
+    demo: DemoJob, artifacts: dict[str, dict[str, Any]], methods: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return summary.json: held-out facts of the base and of each method at equal samples."""
     from t2g.runs.versions import collect_versions
 
-    first = arms[demo.arms[0]]
-    timing = {f"{name}_s": metrics["seconds"] for name, metrics in stages.items()}
-    timing |= {f"{name}_s": arm["timing"]["wall_s"] for name, arm in arms.items()}
+    first = methods[demo.arms[0]]
+    timing = {f"{name}_s": metrics["seconds"] for name, metrics in artifacts.items()}
+    timing |= {f"{name}_s": method["timing"]["wall_s"] for name, method in methods.items()}
     timing["stages_and_arms_s"] = sum(timing.values())
-    policies = {name: select_facts(arm["policy"]) for name, arm in arms.items()}
-    reward_model = dict(stages["reward"])
+    policies = {name: select_facts(method["policy"]) for name, method in methods.items()}
+    reward_model = dict(artifacts["reward"])
     reward_model.pop("seconds", None)
     return {
-        "references": {"fact_f1": stages["world"]["references_fact_f1"]},
+        "references": {"fact_f1": artifacts["world"]["references_fact_f1"]},
         "base": select_facts(first["base"]),
         "arms": policies,
         "reward_model": reward_model,
@@ -57,18 +59,18 @@ def select_facts(measured: dict[str, float]) -> dict[str, float]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Return a table of the held-out facts, with one row for the base and each arm."""
+    """Return a table of the held-out facts, with one row for the base and each method."""
     rows: list[tuple[str, ...]] = []
     for name, metrics in {"base": summary["base"], **summary["arms"]}.items():
         shares = [f"{metrics[fact]:.3f}" for fact in (*FACTS, "repeated")]
         rows.append((name, *shares, f"{metrics['length_mean']:.1f}"))
     text = markdown(("held-out posts", "fact F1", "precision", "recall", "repeated facts", "tokens"), rows)
-    return f"{text}\n\n{summary['samples']} sampled responses in each arm, {summary['steps']} steps"
+    return f"{text}\n\n{summary['samples']} sampled responses in each method, {summary['steps']} steps"
 
 
 def run(demo: DemoJob) -> None:
-    """Make the unfinished stages, then the arms."""
-    from jobs.artifacts.stages import make_stages
+    """Make the unfinished artifacts, then the runs of the methods."""
+    from jobs.artifacts.demo_artifacts import make_demo_artifacts
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import sole_process
     from jobs.train_policy.policy_data import read_data
@@ -77,35 +79,35 @@ def run(demo: DemoJob) -> None:
     from t2g.runs.progress import format_duration, log_duration
 
     if demo.task != "tiny":
-        raise UserError(f"task={demo.task} has no reward model to train arms with; jobs.compare compares methods on it")
+        raise UserError(f"task={demo.task} has no reward model to train with; jobs.compare compares methods on it")
     started = time.monotonic()
-    jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
+    jobs = {method: method_job(demo, method) for method in demo.arms}
     if report_steps_done(*jobs.values()):
         return
     with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
-        # Close engines that the arms cannot reuse: they hold GPUs and memory that the arms need.
-        keeps_engines = all(map(has_stage_engines, jobs.values()))
-        with nullcontext(fleets) if keeps_engines else Fleets() as stage_fleets:
-            stages = make_stages(demo, stage_fleets)
+        # Close engines that the methods cannot reuse: they hold GPUs and memory that the methods need.
+        keeps_engines = all(map(has_artifact_engines, jobs.values()))
+        with nullcontext(fleets) if keeps_engines else Fleets() as artifact_fleets:
+            artifacts = make_demo_artifacts(demo, artifact_fleets)
 
         data = read_data(jobs[demo.arms[0]])  # the same for all
         stop = stop_flag()
-        arms: dict[str, dict[str, Any]] = {}
-        for arm, job in jobs.items():
-            with log_duration(f"phase {arm}", PURPOSES[arm]):
+        methods: dict[str, dict[str, Any]] = {}
+        for method, job in jobs.items():
+            with log_duration(f"phase {method}", PURPOSES[method]):
                 summary = finished(job)
                 if not summary:
                     rollouts, feedback = fleets.for_policy(job, data.task)
                     training = PolicyTraining(config=job, data=data, rollouts=rollouts, feedback=feedback, stop=stop)
                     summary = training.run()
-                arms[arm] = summary
-    finish(demo, summarize(demo, stages, arms))
+                methods[method] = summary
+    finish(demo, summarize(demo, artifacts, methods))
     print(f"all phases: {format_duration(time.monotonic() - started)}")
     print_outputs(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
 
 
-def has_stage_engines(job: PolicyJob) -> bool:
-    """Return whether the rollout engines of an arm are those of the stages before it; see `Fleets`."""
+def has_artifact_engines(job: PolicyJob) -> bool:
+    """Return whether the rollout engines of a method are those that made the artifacts; see `Fleets`."""
     learner = job.learner
     return learner.sync_transport == "store" and learner.lora is None
 
@@ -121,15 +123,15 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     write_atomic(folder / SUMMARY_FILE, numbers.encode())
 
     records: dict[str, list[dict[str, Any]]] = {}
-    for arm in demo.arms:
-        metrics_file = folder / ARMS / arm / METRICS_FILE
-        records[arm] = list(read_records(metrics_file))
-    first = folder / ARMS / demo.arms[0]
+    for method in demo.arms:
+        metrics_file = folder / METHODS_FOLDER / method / METRICS_FILE
+        records[method] = list(read_records(metrics_file))
+    first = folder / METHODS_FOLDER / demo.arms[0]
     write_report(
         folder / REPORT_FILE,
         title="Text2Grad on the tiny world",
         summary=summary,
-        arms=records,
+        methods=records,
         examples=examples(first / SAMPLES_FILE),
         origin=find_origin(first),
     )

@@ -1,9 +1,9 @@
 """A run of a baseline (`t2g.study.baselines`): it has its own engines, and starts again if it is not finished.
 
 The reviser of ilf and reflection is the policy itself, called through `Task.revise_messages`, or another model. The
-tiny world needs another model, since its base policy never read a critique: `stages.make_corrector` trains it on the
-world's corrections (`tasks.tiny.revision`). There, both baselines can follow a critique before they begin, which PPO
-cannot.
+tiny world needs another model, since its base policy never read a critique: `demo_artifacts.make_corrector` trains it
+on the world's corrections (`tasks.tiny.revision`). There, both baselines can follow a critique before they begin, which
+PPO cannot.
 """
 
 import asyncio

@@ -38,11 +38,11 @@ class PolicyData:
         return {name: value for name, value in vars(self).items() if name != "environment"}
 
 
-def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
+def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyData:
     """Return the task, the tokenizer, the prompts and the held-out prompts.
 
     Args:
-        arms: Runs that train on the same data with objectives of their own.
+        methods: Runs that train on the same data with objectives of their own.
 
     Raises:
         UserError: The data, the tokenizer or the task cannot be used.
@@ -57,7 +57,7 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     records = load_records(config.data)
     prompts = make_prompts(records, task, tokenizer, room, too_long=config.data.too_long)
 
-    jobs = (config, *arms)
+    jobs = (config, *methods)
     for job in jobs:
         OutcomeRewards(job, task, prompts)  # checks them
     environment = Environment(config, task) if config.environment else None

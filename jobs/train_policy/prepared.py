@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from jobs.artifacts.stages import demo_of, make_stages
+from jobs.artifacts.demo_artifacts import demo_of, make_demo_artifacts
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.run_folder import sole_process
 from jobs.train_policy.policy_data import PolicyData, read_data, run_references
@@ -15,7 +15,7 @@ MakeArtifacts = Callable[[PolicyJob, DemoJob], None]
 def make_artifacts(config: PolicyJob, demo: DemoJob) -> None:
     """Make the artifacts that are missing, without a reward model if the job needs none. Ray must be connected."""
     with Fleets() as fleets:
-        make_stages(demo, fleets, reward="reward_model" in config.feedback.models)
+        make_demo_artifacts(demo, fleets, reward="reward_model" in config.feedback.models)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class RunConfig(Section):
         return Path(os.path.normpath(context.cwd / root))
 
     def make_part(self, *, root: Path, name: str, seed: int) -> Self:
-        """Return the settings of a part of this job, such as an arm: it has a folder of its own, and may go on."""
+        """Return the settings of a part of this job, such as a method: it has a folder of its own, and may go on."""
         resume = "readable" if self.resume == "readable" else "auto"
         return type(self)(root=root, name=name, seed=seed, accept=self.accept, resume=resume)
 

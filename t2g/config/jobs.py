@@ -277,7 +277,7 @@ WINDOWS = {
 
 
 class DemoJob(SyncedJob):
-    """jobs.demo: the whole pipeline on the tiny world; three arms share annotation and reward model."""
+    """jobs.demo: the whole pipeline on the tiny world; three methods share annotation and reward model."""
 
     run: RunConfig = RunConfig(name="demo")
     task: Literal["tiny", "tiny_code"] = Field(
@@ -286,9 +286,9 @@ class DemoJob(SyncedJob):
     )
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()
-    annotate: int = Field(4000, ge=1, description="responses sampled and annotated in stage 1")
+    annotate: int = Field(4000, ge=1, description="responses sampled and annotated")
     planted: float = Field(
-        0.5, ge=0, description="annotate.planted of stage 1: additional responses with planted faults"
+        0.5, ge=0, description="annotate.planted of the annotation: additional responses with planted faults"
     )
     reward_sft: SFTOptions = SFTOptions()
     reward_engine: RewardEngineConfig = RewardEngineConfig()
@@ -306,15 +306,15 @@ class DemoJob(SyncedJob):
         base_policy = format_sft(self.policy_sft)
         responses = count(self.annotate, "response")
         reward_model = format_sft(self.reward_sft)
-        arms = count(len(self.arms), "arm")
+        methods = count(len(self.arms), "method")
         names = ", ".join(self.arms)
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         return [
             f"world: {posts} to train on, {self.world.num_heldout} held out",
             f"base policy: {base_policy}",
-            f"stage 1: {responses} sampled, {self.planted:g} planted for each, then annotated",
-            f"stage 2: reward model, {reward_model}",
-            f"stage 3: {arms} ({names}), one by one, each",
+            f"phase 1: {responses} sampled, {self.planted:g} planted for each, then annotated",
+            f"phase 2: reward model, {reward_model}",
+            f"phase 3: {methods} ({names}), one by one, each",
             *steps,
         ]
 

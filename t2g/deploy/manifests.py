@@ -38,7 +38,7 @@ def render_manifests(
     *,
     config_path: str,
     target: Target,
-    stage: str = "policy",
+    job_kind: str = "policy",
     cpu: bool = False,
     image: str | None = None,
     overrides: Sequence[str] = (),
@@ -68,14 +68,14 @@ def render_manifests(
     if config.shares_gpus:
         raise UserError(f"cluster.gpu_sharing={config.cluster.gpu_sharing}: pods share no GPU; set it to none")
 
-    job = driver(stage, config, config_path, overrides)
+    job = driver(job_kind, config, config_path, overrides)
     parts = _render_parts(config, groups, job, image=image or IMAGES[cpu], mount=mount, cpu=cpu)
     documents = _documents(parts, target)
     dumped = yaml.dump_all(documents, Dumper=_NoAliases, sort_keys=False, width=120)
 
     options = ["--target", target]
-    if stage != "policy":
-        options += ["--stage", stage]
+    if job_kind != "policy":
+        options += ["--job", job_kind]
     if cpu:
         options.append("--cpu")
     if image:
@@ -177,7 +177,7 @@ def resource_name(run_name: str) -> str:
     return name[:MAX_NAME].rstrip("-")
 
 
-def driver(stage: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:
+def driver(job_kind: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:
     """Return the job that the head runs.
 
     It is quoted for the submitter's shell; `ray job submit` quotes it again for the head's shell.
@@ -193,7 +193,7 @@ def driver(stage: str, config: JobConfig, config_path: str, overrides: Sequence[
             f"configs/slf5k/policy.yaml, or one under {mount}"
         )
     root = [] if "root" in config.run.model_fields_set else [f"run.root={mount}/runs"]
-    return submission(stage, config, Path(config_path), [*overrides, *root])
+    return submission(job_kind, config, Path(config_path), [*overrides, *root])
 
 
 class _NoAliases(yaml.SafeDumper):

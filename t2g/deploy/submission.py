@@ -41,21 +41,21 @@ EXCLUDED = (
 NUM_NAMED = 5  # files in the error message
 
 
-class Stage(NamedTuple):
+class ClusterJob(NamedTuple):
     """A program that runs on a cluster (arguments of `python -m`), and the schema of its config."""
 
     program: str
     schema: type[JobConfig]
 
 
-STAGES = {
-    "annotate": Stage("jobs.annotate", AnnotateJob),
-    "sft": Stage("jobs.train_sft", SFTJob),
-    "reward": Stage("jobs.train_reward", RewardJob),
-    "policy": Stage("jobs.train_policy", PolicyJob),
-    "evaluate": Stage("jobs.evaluate", EvaluateJob),
-    "evaluate_policy": Stage("jobs.evaluate --what policy", PolicyEvaluationJob),
-    "compare": Stage("jobs.compare", CompareJob),
+JOBS = {
+    "annotate": ClusterJob("jobs.annotate", AnnotateJob),
+    "sft": ClusterJob("jobs.train_sft", SFTJob),
+    "reward": ClusterJob("jobs.train_reward", RewardJob),
+    "policy": ClusterJob("jobs.train_policy", PolicyJob),
+    "evaluate": ClusterJob("jobs.evaluate", EvaluateJob),
+    "evaluate_policy": ClusterJob("jobs.evaluate --what policy", PolicyEvaluationJob),
+    "compare": ClusterJob("jobs.compare", CompareJob),
 }
 
 
@@ -85,9 +85,9 @@ class Submission:
         return next(name for name in later_names if name not in taken)
 
 
-def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[str]) -> Submission:
+def submission(job_kind: str, config: JobConfig, file: Path, overrides: Sequence[str]) -> Submission:
     """Return the job that runs `config`, read from `file` (relative to the upload) and `overrides`."""
-    program = STAGES[stage].program
+    program = JOBS[job_kind].program
     wait_s = int(config.stop_deadline_s) + MARGIN_S
     return Submission(
         name=config.run.name,
@@ -97,7 +97,7 @@ def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[st
     )
 
 
-def read_config(stage: str, file: Path, overrides: Sequence[str], root: Path, **how: Any) -> Any:
+def read_config(job_kind: str, file: Path, overrides: Sequence[str], root: Path, **how: Any) -> Any:
     """Return the config as the job will read it: run.root must be absolute.
 
     Args:
@@ -107,7 +107,7 @@ def read_config(stage: str, file: Path, overrides: Sequence[str], root: Path, **
         UserError: See `loading.load`.
     """
     environ = {**os.environ, loading.JOB_ENV: "{}"}
-    return loading.load(STAGES[stage].schema, file, overrides, environ=environ, cwd=root, **how)
+    return loading.load(JOBS[job_kind].schema, file, overrides, environ=environ, cwd=root, **how)
 
 
 def uploaded_path(file: Path, root: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The annotation stage: which responses need feedback, their records, and a summary of all records.
+"""The annotation: which responses need feedback, their records, and a summary of all records.
 
 Written against `t2g.interfaces`: a feedback source may be a program, a person or a model. Files, signals and engines
 belong to the job.

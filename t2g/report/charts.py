@@ -61,24 +61,24 @@ class Chart(NamedTuple):
     legend: list[tuple[str, str]]  # names and classes of the lines
 
 
-def charts(arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric: str | None) -> Iterator[Chart]:
+def charts(methods: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric: str | None) -> Iterator[Chart]:
     """Yield each chart with points.
 
     The first charts are the held-out metric against samples and against the training reward: a line that falls on its
-    right shows reward hacking. The charts of OVER_STEPS follow, with a line for each arm, or for each metric of a
-    single arm, then those of outcome rewards and of the feedback function's metrics.
+    right shows reward hacking. The charts of OVER_STEPS follow, with a line for each method, or for each metric of a
+    single method, then those of outcome rewards and of the feedback function's metrics.
     """
     if metric is not None:
-        yield from _held_out_charts(arms, metric, base.get(metric))
+        yield from _held_out_charts(methods, metric, base.get(metric))
     logged = dict[str, None]()
-    for steps in arms.values():
+    for steps in methods.values():
         for step in steps:
             logged |= dict.fromkeys(step)
-    for plot in (*OVER_STEPS, *_criterion_plots(logged, len(arms)), *_number_plots(logged)):
-        if len(arms) == 1:
-            lines = _lines_of_metrics(plot, arms)
+    for plot in (*OVER_STEPS, *_criterion_plots(logged, len(methods)), *_number_plots(logged)):
+        if len(methods) == 1:
+            lines = _lines_of_metrics(plot, methods)
         else:
-            plot, lines = _lines_of_arms(plot, arms)
+            plot, lines = _lines_of_methods(plot, methods)
         lines = [line for line in lines if line.ys]
         y_range: tuple[float, ...] = ()
         if plot.unit.startswith("share"):
@@ -88,10 +88,10 @@ def charts(arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric
             yield Chart(plot.title, svg, None, legend_entries(lines))
 
 
-def _held_out_charts(arms: Mapping[str, Sequence[Step]], metric: str, level: float | None) -> Iterator[Chart]:
+def _held_out_charts(methods: Mapping[str, Sequence[Step]], metric: str, level: float | None) -> Iterator[Chart]:
     """Yield the held-out metric against samples, with the base policy as a dashed line, and against the reward."""
     key = m.EVAL + metric
-    lines = [series(name, steps, m.SAMPLES, key) for name, steps in arms.items()]
+    lines = [series(name, steps, m.SAMPLES, key) for name, steps in methods.items()]
     values = _values(lines)
     if level is not None:
         values.append(level)
@@ -103,7 +103,7 @@ def _held_out_charts(arms: Mapping[str, Sequence[Step]], metric: str, level: flo
         yield Chart(f"Held-out {metric}", svg, level_name, legend_entries(lines))
 
     by_reward = []
-    for name, steps in arms.items():
+    for name, steps in methods.items():
         pairs = m.pair_evaluations(steps, key)
         by_reward.append(_line(name, pairs))
     svg = line_chart(by_reward, x_label="mean training reward of a response", y_label=metric)
@@ -111,10 +111,10 @@ def _held_out_charts(arms: Mapping[str, Sequence[Step]], metric: str, level: flo
         yield Chart(f"Held-out {metric} by training reward", svg, None, legend_entries(by_reward))
 
 
-def _criterion_plots(logged: Iterable[str], num_arms: int) -> list[Plot]:
-    """Return the plots of rewards by criterion: one for each criterion if there are several arms."""
+def _criterion_plots(logged: Iterable[str], num_methods: int) -> list[Plot]:
+    """Return the plots of rewards by criterion: one for each criterion if there are several methods."""
     keys = [key for key in logged if key.startswith(m.CRITERION_REWARD)]
-    if num_arms > 1:
+    if num_methods > 1:
         return [Plot(f"Reward of {_short_name(key)}", (key,)) for key in keys]
     if keys:
         return [Plot("Reward by criterion", tuple(keys))]
@@ -129,20 +129,20 @@ def _number_plots(logged: Iterable[str]) -> Iterator[Plot]:
                 yield Plot(f"{title} {key.removeprefix(prefix)}", (key,))
 
 
-def _lines_of_metrics(plot: Plot, arms: Mapping[str, Sequence[Step]]) -> list[Series]:
-    """Return a line for each metric of a single arm."""
-    [(arm, steps)] = arms.items()
+def _lines_of_metrics(plot: Plot, methods: Mapping[str, Sequence[Step]]) -> list[Series]:
+    """Return a line for each metric of a single method."""
+    [(method, steps)] = methods.items()
     lines = []
     for key in plot.metrics:
-        name = _short_name(key) if len(plot.metrics) > 1 else arm
+        name = _short_name(key) if len(plot.metrics) > 1 else method
         lines.append(series(name, steps, m.STEP, key, by_label=True))
     return lines
 
 
-def _lines_of_arms(plot: Plot, arms: Mapping[str, Sequence[Step]]) -> tuple[Plot, list[Series]]:
-    """Return a line for each arm, of the plot's first metric, and the plot with this metric in its title."""
+def _lines_of_methods(plot: Plot, methods: Mapping[str, Sequence[Step]]) -> tuple[Plot, list[Series]]:
+    """Return a line for each method, of the plot's first metric, and the plot with this metric in its title."""
     first = plot.metrics[0]
-    lines = [series(name, steps, m.STEP, first) for name, steps in arms.items()]
+    lines = [series(name, steps, m.STEP, first) for name, steps in methods.items()]
     if len(plot.metrics) > 1:
         plot = plot._replace(title=f"{plot.title}: {_short_name(first)}")
     return plot, lines
@@ -177,7 +177,7 @@ def share_range(values: Iterable[float]) -> tuple[float, float]:
 
 
 def series(name: str, steps: Sequence[Step], x_metric: str, y_metric: str, by_label: bool = False) -> Series:
-    """Return the line of an arm. Step 0 has no samples; a step without a value on either axis has no point.
+    """Return the line of a method. Step 0 has no samples; a step without a value on either axis has no point.
 
     Args:
         by_label: A share of good tokens is green, a share of poor tokens red.

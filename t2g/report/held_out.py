@@ -1,4 +1,4 @@
-"""Held-out metrics of a report: the values before training and at the end of each arm, with intervals where known."""
+"""Held-out metrics of a report: the values before training and after each method, with intervals where known."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -20,15 +20,15 @@ class MetricEstimate(NamedTuple):
 
 
 class MetricRow(NamedTuple):
-    """A held-out metric before training, and at the end of each arm."""
+    """A held-out metric before training, and at the end of each method."""
 
     name: str
     base: MetricEstimate
-    arms: dict[str, MetricEstimate]
+    methods: dict[str, MetricEstimate]
 
     @property
     def has_error(self) -> bool:
-        estimates = [self.base, *self.arms.values()]
+        estimates = [self.base, *self.methods.values()]
         return any(estimate.error is not None for estimate in estimates)
 
 
@@ -67,7 +67,7 @@ def metric_rows(
     for name in names:
         has_error = name == first
         before = estimate(base, name, has_error=has_error)
-        after = {arm: estimate(values, name, has_error=has_error) for arm, values in finals.items()}
+        after = {method: estimate(values, name, has_error=has_error) for method, values in finals.items()}
         rows.append(MetricRow(name, before, after))
     return rows
 

@@ -1,4 +1,4 @@
-"""Write report.html of a run of jobs.train_policy, finished or not, or of several runs or arms.
+"""Write report.html of a run of jobs.train_policy, finished or not, or of several runs or methods.
 
 All figures come from the files of the run folder: nothing is computed here.
 """
@@ -101,7 +101,7 @@ def report_run(folder: Path) -> Path:
         path,
         title=f"Text2Grad: {run_name(folder)}",
         summary=run.summary,
-        arms={"policy": run.steps},
+        methods={"policy": run.steps},
         examples=run.examples,
         origin=run.origin,
         alarms=run.alarms,
@@ -117,11 +117,11 @@ def report_beside(folders: Sequence[Path]) -> Path:
     """
     names = _distinct_names(folders)
     runs = [_read_run(folder) for folder in folders]
-    arms = {}
+    methods = {}
     alarms = []
     figures = []
     for folder, name, run in zip(folders, names, runs, strict=True):
-        arms[name] = run.steps
+        methods[name] = run.steps
         alarms += [(f"{name}, {when}", text) for when, text in run.alarms]
         figures.append(flatten(run.summary | {"config": _read_config(folder)}))
     path = folders[0] / BESIDE_FILE
@@ -129,7 +129,7 @@ def report_beside(folders: Sequence[Path]) -> Path:
         path,
         title=" and ".join(names),
         summary={},
-        arms=arms,
+        methods=methods,
         examples=_shared_examples(runs),
         alarms=alarms,
         beside=_differences(figures),
@@ -251,13 +251,13 @@ def write_report(
     *,
     title: str,
     summary: Mapping[str, Any],
-    arms: Mapping[str, Sequence[Step]],
+    methods: Mapping[str, Sequence[Step]],
     examples: Sequence[Example],
     origin: Mapping[str, str] = {},
     alarms: Sequence[tuple[str, str]] = (),
     beside: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
-    """Write the report of one run or of several arms, atomically replacing an older one.
+    """Write the report of one run or of several methods, atomically replacing an older one.
 
     A typical example is at the top, other examples are below the charts. The first chart is of the held-out metric that
     eval/score repeats.
@@ -266,15 +266,15 @@ def write_report(
         summary: Its numbers and strings are the figures at the top. Also read, if present: `base`, held-out metrics
             before training without the prefix `eval/`, which override those of step 0; `reward_model`, name -> share;
             `timing`, name -> seconds; `versions`.
-        arms: name -> metrics by step, as in metrics.jsonl.
+        methods: name -> metrics by step, as in metrics.jsonl.
         examples: See `examples`.
         origin: See `find_origin`.
         alarms: (step, message).
-        beside: Not None if the arms are runs with configs of their own: name -> the value of each run, of what differs.
-            An example then has one response of each run.
+        beside: Not None if the methods are runs with configs of their own: name -> the value of each run, of what
+            differs. An example then has one response of each run.
     """
-    base = _base_metrics(arms, must_share=beside is not None) | summary.get("base", {})
-    finals = {name: last_held_out(steps) for name, steps in arms.items()}
+    base = _base_metrics(methods, must_share=beside is not None) | summary.get("base", {})
+    finals = {name: last_held_out(steps) for name, steps in methods.items()}
     metric = headline(base, finals)
     rows = metric_rows(base, finals, first=metric)
     has_errors = any(row.has_error for row in rows)
@@ -283,13 +283,13 @@ def write_report(
     history = {"origin": origin, "versions": summary.get("versions", {})}
     figures = {name: value for name, value in summary.items() if _is_plain(value)}
     timing = _timing_values(summary.get("timing", {}))
-    responses = _example_values(examples) if beside is None else _beside_values(examples, [*arms])
+    responses = _example_values(examples) if beside is None else _beside_values(examples, [*methods])
     render_page(
         path,
         "template.html",
         **labels,
         figures=figures,
-        charts=list(charts(arms, base, metric)),
+        charts=list(charts(methods, base, metric)),
         alarms=alarms[-MAX_ALARMS:],
         beside=beside,
         **history,
@@ -300,14 +300,14 @@ def write_report(
     )
 
 
-def _base_metrics(arms: Mapping[str, Sequence[Step]], *, must_share: bool) -> dict[str, float]:
-    """Return the held-out metrics at step 0 of the first arm that has this step.
+def _base_metrics(methods: Mapping[str, Sequence[Step]], *, must_share: bool) -> dict[str, float]:
+    """Return the held-out metrics at step 0 of the first method that has this step.
 
     Args:
-        must_share: Only values that all arms share.
+        must_share: Only values that all methods share.
     """
     bases = []
-    for steps in arms.values():
+    for steps in methods.values():
         if steps and not steps[0].get(m.STEP):
             base = m.select_held_out(steps[0])
             bases.append(base.items())
@@ -337,7 +337,7 @@ def _timing_values(timing: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _example_values(examples: Sequence[Example]) -> dict[str, Any]:
-    """Return what the page shows of the responses of one run, or of the arms of one run."""
+    """Return what the page shows of the responses of one run, or of the methods of one run."""
     opening = typical_example(examples)
     further = [example for example in examples if example is not opening]
     pairs = [ends(example) for example in further if len(example) > 1]

@@ -124,7 +124,7 @@ def parse_warning(metrics: Mapping[str, float]) -> str | None:
     return f"None of the reward model's {num_answers} answers {failures[0]}: check task and style."
 
 
-def arm_metrics(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], tokenizer: Any) -> dict[str, float]:
+def measure_method(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], tokenizer: Any) -> dict[str, float]:
     """Return `reward_metrics` of the judged records, labelled_share and decisive_* metrics.
 
     labelled_share is the share of the held-out tokens with a gold label. decisive_* are token metrics on the tokens

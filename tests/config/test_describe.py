@@ -72,9 +72,9 @@ def test_a_reward_model_has_a_role_and_evaluation_is_described() -> None:
     assert "together: 1.5 CPU" in text
 
 
-def test_demo_counts_per_arm() -> None:
+def test_demo_counts_per_method() -> None:
     text = DemoJob(num_steps=10, rollout=ROLLOUT, learner=LEARNER).describe()
-    assert "stage 3: 3 arms (span, scalar, shuffled), one by one, each" in text
+    assert "phase 3: 3 methods (span, scalar, shuffled), one by one, each" in text
     assert "run: 10 steps, 240 samples in all" in text
     assert "world: 4,000 posts to train on, 256 held out" in text
 

@@ -123,7 +123,7 @@ def test_a_saved_config_reads_back_and_has_the_same_identity(tmp_path: Path) -> 
     assert loading.identity_values(saved)["objective.rewards.poor"] == [0.0, -1.0, -1.0]
 
 
-def test_a_demo_derives_what_its_arms_derive() -> None:
+def test_a_demo_derives_what_its_methods_derive() -> None:
     alone = DemoJob.model_validate({"rollout": {"samples_per_prompt": 1}})
     assert alone.objective.advantages == "gae"
     assert DemoJob().objective.advantages == "group"

@@ -44,7 +44,7 @@ def runs(kind: str) -> list[str]:
 
 
 @by_kind
-def test_the_base_is_pinned_and_the_same_in_all_stages(kind: str) -> None:
+def test_the_base_is_pinned_and_the_same_in_all_build_stages(kind: str) -> None:
     bases = {rest.split()[0] for name, rest in instructions(kind) if name == "FROM"}
     assert len(bases) == 1
     assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", bases.pop())

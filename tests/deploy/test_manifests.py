@@ -252,7 +252,7 @@ def test_a_relative_run_root_means_nothing_on_a_pod(capsys: pytest.CaptureFixtur
     assert "run.root: got 'here', but a Ray job needs an absolute path" in capsys.readouterr().err
 
 
-STAGES: dict[str, tuple[str, list[str], list[tuple[str, int]]]] = {
+JOBS: dict[str, tuple[str, list[str], list[tuple[str, int]]]] = {
     "annotate": ("own/annotate.yaml", ["annotate.responses=policy", "model.policy=a/b"], [("rollout", 1)]),
     "sft": ("own/sft.yaml", ["sft.workers=4"], [("learner", 1)]),
     "reward": ("own/reward.yaml", [], [("learner", 1), ("reward", 0)]),
@@ -263,20 +263,20 @@ STAGES: dict[str, tuple[str, list[str], list[tuple[str, int]]]] = {
 }
 
 
-def test_every_stage_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None:
-    assert STAGES.keys() == submission.STAGES.keys()
+def test_every_job_kind_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None:
+    assert JOBS.keys() == submission.JOBS.keys()
     rendered = []
-    for stage, (name, overrides, groups) in STAGES.items():
+    for job_kind, (name, overrides, groups) in JOBS.items():
         file = f"configs/{name}"
         have = {"GPU": 4, "memory": 256 * 2**30}
-        schema = submission.STAGES[stage].schema
+        schema = submission.JOBS[job_kind].schema
         config = loading.load(schema, ROOT / file, overrides, environ={}, cwd=ROOT, have=lambda _, have=have: have)
-        main = render(config, config_path=file, cpu=False, stage=stage)
+        main = render(config, config_path=file, cpu=False, job_kind=job_kind)
         rendered.append(main)
-        program = submission.STAGES[stage].program
+        program = submission.JOBS[job_kind].program
         worker_groups = cluster_spec(main)["workerGroupSpecs"]
         assert f"exec python -m {program} " in main["spec"]["entrypoint"]
-        assert [(group["groupName"], group["replicas"]) for group in worker_groups] == groups, stage
+        assert [(group["groupName"], group["replicas"]) for group in worker_groups] == groups, job_kind
         assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in worker_groups)
     assert not any(map(schema_errors, rendered))  # last: where the schemas are not, the rest is tested
 

@@ -51,15 +51,15 @@ def fleets(cluster: None) -> Iterator[Fleets]:
 
 @pytest.mark.parametrize(("method", "samples"), [("reflection", 0), ("ilf", 24), ("dpo", 24)])
 def test_a_baseline_runs_and_is_kept(job: PolicyJob, fleets: Fleets, method: str, samples: int) -> None:
-    arm = job.model_copy(update={"run": job.run.model_copy(update={"name": method})})
-    data = read_data(arm)
-    feedback = fleets.feedback(arm.feedback, data.task, arm)
-    summary = run_baseline(arm, data, feedback, StopFlag(), procedure=method)
+    method_job = job.model_copy(update={"run": job.run.model_copy(update={"name": method})})
+    data = read_data(method_job)
+    feedback = fleets.feedback(method_job.feedback, data.task, method_job)
+    summary = run_baseline(method_job, data, feedback, StopFlag(), procedure=method)
     assert (summary["steps"], summary["samples"]) == (2, samples)
-    folder = arm.run.folder
+    folder = method_job.run.folder
     first, last = read_records(folder / METRICS_FILE)
     assert (first["step"], last["step"]) == (0, 2)
     assert summary["base"]["score"] == first["eval/score"]
     assert summary["policy"]["score"] == last["eval/score"]
     assert (folder / "policy" / "model.safetensors").exists() == (method != "reflection")
-    assert finished(arm, procedure=method, reviser=None) == summary
+    assert finished(method_job, procedure=method, reviser=None) == summary

@@ -99,16 +99,16 @@ def check_what_it_wrote(folder: Path) -> None:
     assert "<span" in (folder / "report.html").read_text()
 
 
-def check_its_loss(died: list[psutil.Process], arm: Path) -> None:
+def check_its_loss(died: list[psutil.Process], run_folder: Path) -> None:
     """The engine's core ended with it; every step has its samples, each once, and weights that the probe agrees on."""
     assert len(died) == 2
     assert not psutil.wait_procs(died, timeout=10)[1]
-    metrics = read(arm / "metrics.jsonl")
+    metrics = read(run_folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [*range(NUM_STEPS + 1)]
     assert all(m["feedback/source/reward_model"] == 1.0 and m["sync/probe_gap"] < 1e-3 for m in metrics[1:])
     assert sum(m.get("rollout/restarts", 0) for m in metrics[1:]) == 1
     assert [m for m in metrics if 0 < m.get("rollout/recovery_s", 0) < DEADLINE_S]
-    samples, dropped = (read(arm / name) for name in ("samples.jsonl", "dropped.jsonl"))
+    samples, dropped = (read(run_folder / name) for name in ("samples.jsonl", "dropped.jsonl"))
     trained = [s for s in samples if s["split"] == "train" and "token_rewards" in s]
     keys = [(s["step"], s["prompt_id"], s["sample_index"]) for s in trained + dropped]
     assert len(keys) == len(set(keys)) == NUM_STEPS * 2 * 4

@@ -119,7 +119,7 @@ class World:
 def make_job(folder: Path) -> PolicyJob:
     return PolicyJob.model_validate(
         {
-            "run": {"root": folder, "name": "arm", "seed": 3},
+            "run": {"root": folder, "name": "method", "seed": 3},
             "model": {"policy": "base"},
             "data": {"path": "d.jsonl"},
             "eval_data": {"path": "e.jsonl"},

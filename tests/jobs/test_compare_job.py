@@ -119,14 +119,14 @@ def test_a_source_that_is_changed_does_not_give_the_marks(tmp_path: Path) -> Non
         (["compare.rewards={{seeds: [1]}}", "feedback.reward_model=${{rewards}}"], False),
     ],
 )
-def test_the_stages_have_a_reward_model_where_a_run_asks_one(
+def test_the_artifacts_have_a_reward_model_where_a_run_asks_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], needs_reward: bool
 ) -> None:
-    def make_stages(demo: Any, fleets: Any, *, reward: bool) -> None:
+    def make_demo_artifacts(demo: Any, fleets: Any, *, reward: bool) -> None:
         raise Stopped(f"reward={reward}")
 
     (tmp_path / "asks.yaml").write_text("about: A reward model.\noverrides: {feedback.source: reward_model}\n")
-    monkeypatch.setattr(comparison_runs, "make_stages", make_stages)
+    monkeypatch.setattr(comparison_runs, "make_demo_artifacts", make_demo_artifacts)
     monkeypatch.setattr(prepared, "on_cluster", lambda job: nullcontext())
     with pytest.raises(Stopped, match=f"reward={needs_reward}"):
         run(the_job(tmp_path, *(text.format(folder=tmp_path) for text in overrides)), None)
@@ -255,7 +255,7 @@ def test_one_rate_is_not_searched(tmp_path: Path) -> None:
     assert session(plan_of(tmp_path, "compare.lr_grid=[0.1]")).find_lr("span") == ({}, 0.1)
 
 
-def test_an_arm_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_a_run_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"span-1 was made with other inputs: learner\.policy\.lr"):
         session(finished_plan(tmp_path)).run_methods(["span"], {"span": 0.1}, SimpleNamespace(measure=lambda *_: None))
 

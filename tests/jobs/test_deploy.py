@@ -117,7 +117,7 @@ def test_check_fails_on_what_cannot_run_and_tells_it_from_what_is_elsewhere(
     assert "problem: feedback.source=check_functions:judge cannot be called with" in capsys.readouterr().out
     assert command(*base, "feedback={source: 'nowhere_at_all:judge'}") == 0, "another machine may have it"
     assert "not here: feedback.source=nowhere_at_all:judge cannot be imported" in capsys.readouterr().out
-    sft = ["check", "--stage", "sft", "--config", "configs/own/sft.yaml", "sft={gpus: 1, workers: 1}", "--gpu", "24"]
+    sft = ["check", "--job", "sft", "--config", "configs/own/sft.yaml", "sft={gpus: 1, workers: 1}", "--gpu", "24"]
     assert command(*sft, "model.policy=Qwen/Qwen2.5-1.5B-Instruct", "data.path=/mnt/t2g/x.jsonl") == 1
     output = capsys.readouterr().out
     assert "sft: about " in output and "GiB on a GPU of 24; lower sft.tokens_per_microbatch" in output

@@ -84,8 +84,8 @@ def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.Monkey
     judge = world.feedback.engine
     assert (world.learner.sync_transport, world.feedback.source) == ("store", "reward_model")
     assert (judge.gpus, judge.dtype, judge.max_new_tokens) == (0.3, "bfloat16", 256), "the rest as in the file"
-    stages = loading.load(DemoJob, world.artifacts, environ={})
-    assert stages.rollout.gpus == stages.reward_engine.gpus == 0.4, "vLLM for GPUs has no CPU engines"
+    demo = loading.load(DemoJob, world.artifacts, environ={})
+    assert demo.rollout.gpus == demo.reward_engine.gpus == 0.4, "vLLM for GPUs has no CPU engines"
     assert world.rollout.gpus + world.learner.gpus + world.feedback.engine.gpus == pytest.approx(1), "on one GPU"
     assert (on_cpu.sft.gpus, on_gpu.sft.gpus) == (0, 1)
     assert on_cpu.sft.dtype == on_gpu.sft.dtype == "float32"

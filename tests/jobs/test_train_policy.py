@@ -10,7 +10,7 @@ from fakes import letter_tokenizer
 from actors.learner.export import EXPORT_FILE
 from actors.learner.zero3 import lr_factor
 from jobs.common import fleets
-from jobs.demo.__main__ import arm_job
+from jobs.demo.__main__ import method_job
 from jobs.demo.__main__ import run as run_demo
 from jobs.train_policy import prepared
 from jobs.train_policy.policy_data import read_data, run_references
@@ -105,10 +105,10 @@ def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: p
 def test_the_artifacts_have_a_reward_model_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    def make_stages(demo: Any, fleets: Any, *, reward: bool) -> None:
+    def make_demo_artifacts(demo: Any, fleets: Any, *, reward: bool) -> None:
         raise Stopped(f"reward={reward}")
 
-    monkeypatch.setattr(prepared, "make_stages", make_stages)
+    monkeypatch.setattr(prepared, "make_demo_artifacts", make_demo_artifacts)
     monkeypatch.setattr(prepared, "on_cluster", lambda job: nullcontext())
     tiny = Path(__file__).parents[2] / "configs" / "tiny" / "policy.yaml"
     with pytest.raises(Stopped, match=f"reward={source == 'reward_model'}"):
@@ -132,7 +132,7 @@ def test_a_late_record_without_tests_is_refused_before_anything_runs(
     )  # fmt: skip
     pays = with_overrides(job, {"objective.outcome_rewards": [{"source": "task"}]})
     assert len(read_data(job).prompts) == 9
-    for read in (lambda: read_data(pays), lambda: read_data(job, [job, pays])):  # of an arm of a comparison as well
+    for read in (lambda: read_data(pays), lambda: read_data(job, [job, pays])):  # of a method of a comparison as well
         with pytest.raises(
             UserError, match=r"outcome_rewards: source task pays passed, and 1 of 9 prompts .* the first is prompt q8; "
         ):
@@ -142,45 +142,47 @@ def test_a_late_record_without_tests_is_refused_before_anything_runs(
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
 
 
-@pytest.mark.parametrize("arms", [["span"], ["span", "scalar"]])
+@pytest.mark.parametrize("methods", [["span"], ["span", "scalar"]])
 def test_fewer_steps_than_are_done_leave_nothing_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arms: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, methods: list[str]
 ) -> None:
     def started(job: Any) -> None:
         raise Stopped
 
     monkeypatch.setattr(fleets, "on_cluster", started)
     monkeypatch.setattr(prepared, "on_cluster", started)
-    steps = dict(zip(arms, (20, 30), strict=False))
-    for arm, step in steps.items():
-        store = CheckpointStore(tmp_path / "demo" / "arms" / arm / "checkpoints", keep=2)
+    steps = dict(zip(methods, (20, 30), strict=False))
+    for method, step in steps.items():
+        store = CheckpointStore(tmp_path / "demo" / "arms" / method / "checkpoints", keep=2)
         for saved_step in (10, step):
             store.write(saved_step, lambda folder: None, {"step": saved_step})
 
     def configs(num_steps: int, *overrides: str) -> list[Any]:
         all_overrides = [f"run.root={tmp_path}", f"num_steps={num_steps}", *overrides]
-        if len(arms) == 1:
+        if len(methods) == 1:
             name = ["run.root=" + str(tmp_path / "demo" / "arms"), "run.name=span"]
             return [loading.load(PolicyJob, TINY / "policy.yaml", [*all_overrides, *name], environ={})]
         demo = loading.load(DemoJob, TINY / "demo.yaml", [*all_overrides, "arms=[span,scalar]"], environ={})
-        return [demo, *(arm_job(demo, arm) for arm in demo.arms)]
+        return [demo, *(method_job(demo, method) for method in demo.arms)]
 
     def start(num_steps: int, *overrides: str) -> None:
         config = configs(num_steps, *overrides)[0]
-        run(config, None) if len(arms) == 1 else run_demo(config)
+        run(config, None) if len(methods) == 1 else run_demo(config)
 
-    for job in configs(40)[-len(arms) :]:
+    for job in configs(40)[-len(methods) :]:
         identity.save_identity(job.run.folder, Identity.from_config(job))
         loading.write(job, job.run.folder)
 
     start(19)
     lines = capsys.readouterr().out.splitlines()
-    messages = [(arm, f"is already at step {step}: num_steps=19 leaves nothing to do") for arm, step in steps.items()]
-    assert lines == [f"{tmp_path / 'demo' / 'arms' / arm} {words}" for arm, words in messages]
-    for others in ([20], [19, "run.resume=never"], [19, "run.smoke=true"]) if len(arms) == 1 else ([20],):
+    messages = [
+        (method, f"is already at step {step}: num_steps=19 leaves nothing to do") for method, step in steps.items()
+    ]
+    assert lines == [f"{tmp_path / 'demo' / 'arms' / method} {words}" for method, words in messages]
+    for others in ([20], [19, "run.resume=never"], [19, "run.smoke=true"]) if len(methods) == 1 else ([20],):
         with pytest.raises(Stopped):
             start(*others)
-    if len(arms) == 1:
+    if len(methods) == 1:
         with pytest.raises(UserError, match=r"other inputs: rollout.temperature"):
             start(19, "rollout.temperature=0.5")
     newest = tmp_path / "demo" / "arms" / "span" / "checkpoints" / "step-00000020" / "state.json"

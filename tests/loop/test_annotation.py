@@ -1,4 +1,4 @@
-"""The annotation stage without files: samples, requests, keys of records, the held-out split and the summary."""
+"""The annotation without files: samples, requests, keys of records, the held-out split and the summary."""
 
 import asyncio
 import datetime

@@ -93,7 +93,7 @@ def write(path: Path, **changes: Any) -> str:
     content: dict[str, Any] = {
         "title": "A run",
         "summary": {"steps": 2, "samples": 128, "base": {"f1": 0.5}, "timing": {"ppo": 75.0}, "versions": {"t2g": "1"}},
-        "arms": {
+        "methods": {
             "policy": [{"step": 0, "eval/f1": 0.5}, {"step": 1, "samples": 64.0, "policy/kl": 0.25, "eval/f1": 0.625}]
         },
         "examples": [],
@@ -125,13 +125,13 @@ def assert_offline(page: Page) -> None:
     assert all(re.fullmatch(r"width: [\d.]+%", style) for style in styles)
 
 
-def test_one_arm_and_three_arms(tmp_path: Path) -> None:
+def test_one_method_and_three_methods(tmp_path: Path) -> None:
     one = write(tmp_path / "one.html")
-    arms = {
+    methods = {
         name: [{"step": 1, "samples": 64.0, "eval/f1": f1}]
         for name, f1 in (("span", 0.75), ("scalar", 0.625), ("odd", 0.5))
     }
-    three = write(tmp_path / "three.html", arms=arms, reward_model={"good_f1": 0.875, "records": 200})
+    three = write(tmp_path / "three.html", methods=methods, reward_model={"good_f1": 0.875, "records": 200})
     for text in (one, three):
         page = Page(text)
         assert_offline(page)
@@ -200,9 +200,9 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
         "versions": {ATTACK: ATTACK},
         "timing": {ATTACK: 1.0},
     }
-    arms = {ATTACK: [{"step": 1, f"eval/{ATTACK}": 0.5}]}
+    methods = {ATTACK: [{"step": 1, f"eval/{ATTACK}": 0.5}]}
     examples = [[sample(ATTACK, ATTACK, judged)] * 2]
-    text = write(tmp_path / "r.html", title=ATTACK, summary=summary, arms=arms, examples=examples)
+    text = write(tmp_path / "r.html", title=ATTACK, summary=summary, methods=methods, examples=examples)
     page = Page(text)
     assert_offline(page)
     assert "49" not in page.text
@@ -220,7 +220,7 @@ def test_control_and_bidirectional_characters_are_shown_everywhere(tmp_path: Pat
         tmp_path / "r.html",
         title=odd,
         summary=summary,
-        arms={odd: first, odd + "2": second},
+        methods={odd: first, odd + "2": second},
         examples=examples,
         alarms=[(odd, odd)],
         origin=origin,
@@ -309,14 +309,14 @@ def test_a_page_has_links_to_its_headings(tmp_path: Path) -> None:
     assert links == headings
     assert [title for _, title in links][:3] == ["Alarms", "Training", "Held-out results"]
     assert page.count("<h2") == len(headings), "every heading has a link"
-    short = write(tmp_path / "short.html", summary={}, arms={}, alarms=[("step 1", "KL")])
+    short = write(tmp_path / "short.html", summary={}, methods={}, alarms=[("step 1", "KL")])
     assert "<nav" not in short and "<h2>Alarms</h2>" in short
 
 
 def test_the_score_has_its_interval_over_prompts(tmp_path: Path) -> None:
     base = {"f1": 0.5, "score": 0.5, "score_se": 0.02, "wrong": 1.0}
     last = {"step": 1, "samples": 64.0, "eval/f1": 0.75, "eval/score": 0.75, "eval/score_se": 0.01, "eval/wrong": 0.5}
-    text = Page(write(tmp_path / "r.html", base=base, arms={"policy": [last]})).text
+    text = Page(write(tmp_path / "r.html", base=base, methods={"policy": [last]})).text
     assert text.count("0.500± 0.039") == 2 and text.count("0.750± 0.020+0.250") == 2, "on its card and in the table"
     assert "score_se" not in text and text.count("±") == 5 and "half the 95 % interval" in text
 
@@ -331,7 +331,7 @@ def test_the_axis_of_a_small_share_ends_near_it(values: tuple[float, ...], ends:
 
 def test_small_shares_fill_their_chart(tmp_path: Path) -> None:
     steps = [{"step": step, "samples": 8 * step, "policy/clip_share": 0.02 * step} for step in (1, 2)]
-    page = write(tmp_path / "r.html", arms={"policy": steps})
+    page = write(tmp_path / "r.html", methods={"policy": steps})
     chart = page[page.index("PPO-clipped tokens") :]
     assert re.findall(r'text-anchor="end">([\d.]+)<', chart)[:5] == ["0.00", "0.01", "0.02", "0.03", "0.04"]
 
@@ -344,7 +344,7 @@ def test_bars_of_a_reward_model_have_no_color_of_a_judgement(tmp_path: Path) -> 
 
 
 def test_a_run_without_anything_yet(tmp_path: Path) -> None:
-    text = write(tmp_path / "r.html", summary={}, arms={})
+    text = write(tmp_path / "r.html", summary={}, methods={})
     assert_offline(Page(text))
     assert "<h2>" not in text
 
@@ -378,9 +378,9 @@ def test_rows_of_the_table() -> None:
     rows = metric_rows(base, finals, first="f1")
     f1, length = rows
     assert (f1.name, f1.base.value) == ("f1", 0.5)
-    assert {arm: figure.value for arm, figure in f1.arms.items()} == {"a": 0.75, "b": None}
+    assert {method: figure.value for method, figure in f1.methods.items()} == {"a": 0.75, "b": None}
     assert (length.name, length.base.value) == ("length", None)
-    assert {arm: figure.value for arm, figure in length.arms.items()} == {"a": 8.0, "b": None}
+    assert {method: figure.value for method, figure in length.methods.items()} == {"a": 8.0, "b": None}
     assert [row.name for row in metric_rows(base, finals, first="score")] == ["score", "f1", "length"]
 
 

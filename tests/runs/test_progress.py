@@ -112,7 +112,7 @@ def test_lines_of_ones_own_are_printed_as_they_are(display: Display) -> None:
     assert out.file.getvalue().splitlines()[0] == "step 3 | [bold]reward[/] " + "x" * 200
 
 
-def test_a_terminal_has_a_bar_and_nested_stages(display: Display) -> None:
+def test_a_terminal_has_a_bar_and_nested_phases(display: Display) -> None:
     out = display.on(terminal=True)
     with show_progress("train", 3) as train:
         train.advance(2)
@@ -125,7 +125,7 @@ def test_a_terminal_has_a_bar_and_nested_stages(display: Display) -> None:
     assert "evaluate: done in 0 s" in text and "train: 2 of 3, ended after 0 s" in text
 
 
-def test_a_stage_that_fails_is_not_done(display: Display) -> None:
+def test_a_phase_that_fails_is_not_done(display: Display) -> None:
     out = display.on(terminal=False)
     with pytest.raises(RuntimeError, match="lost"), show_progress("train", 3):
         raise RuntimeError("lost")

@@ -435,16 +435,16 @@ def test_the_alarm_rings_again_but_only_inside_its_function() -> None:
 
 def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
     code = (
-        "import os, sys\nfrom t2g.sandbox.box import isolation\nstage, shown = sys.argv[1:]\n"
+        "import os, sys\nfrom t2g.sandbox.box import isolation\nfolder, shown = sys.argv[1:]\n"
         "proc = os.open('/proc', os.O_RDONLY)\n"
         "if not isolation.new_user_namespace(proc) or not isolation.unshare(isolation.MOUNT):\n    sys.exit('none')\n"
-        "assert isolation.make_minimal_root(stage, [shown], 2**20) and os.listdir(shown) == ['kept']\n"
+        "assert isolation.make_minimal_root(folder, [shown], 2**20) and os.listdir(shown) == ['kept']\n"
         "isolation.drop_privileges()\nopen('file', 'w').close()\n"
         "os.rename(os.path.dirname(shown), 'elsewhere')\n"
     )
-    with tempfile.TemporaryDirectory(dir="/tmp") as stage, tempfile.TemporaryDirectory(dir="/tmp") as visible:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, tempfile.TemporaryDirectory(dir="/tmp") as visible:
         (Path(visible) / "lib" / "kept").mkdir(parents=True)
-        command = [sys.executable, "-c", code, stage, f"{visible}/lib"]
+        command = [sys.executable, "-c", code, folder, f"{visible}/lib"]
         env = {"PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
     if done.stderr.strip() == "none":

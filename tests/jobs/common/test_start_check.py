@@ -111,7 +111,7 @@ def test_fewer_steps_than_are_done_are_no_other_inputs(folder: Path) -> None:
         check_start(with_overrides(job, {"num_steps": 12}))
 
 
-def test_stages_of_a_demo_and_measurements(folder: Path) -> None:
+def test_artifacts_of_a_demo_and_measurements(folder: Path) -> None:
     demo = DemoJob.model_validate({"run": {"root": str(folder), "name": "demo"}})
     world = demo.run.folder / "world"
     save_result(world, Identity.from_config(demo.world), "stage.json", {})

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.artifacts.stages import demo_of
+from jobs.artifacts.demo_artifacts import demo_of
 from t2g.config import CompareJob, DemoJob, WorldConfig, loading
 from t2g.feedback.parse import format_answer, make_quote
 from t2g.sandbox import SandboxConfig
@@ -76,8 +76,8 @@ def test_windows_follow_the_facts_where_they_are_not_given() -> None:
 
 def test_a_job_on_stages_has_their_windows_where_it_gives_none(tmp_path: Path) -> None:
     job = loading.load(CompareJob, TINY / "compare_facts.yaml", [f"run.root={tmp_path}", "rollout.max_new_tokens=90"])
-    stages = demo_of(job)
-    assert stages is not None and stages.world.num_facts == 10
+    demo = demo_of(job)
+    assert demo is not None and demo.world.num_facts == 10
     assert (job.rollout.max_new_tokens, job.rollout.max_model_len) == (90, 256)
     assert (job.feedback.engine.max_model_len, job.feedback.engine.max_spans) == (768, 24)
     assert job.model.policy == str(tmp_path / "facts10" / "base" / "model")

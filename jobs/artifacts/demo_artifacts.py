@@ -1,4 +1,4 @@
-"""Stages 0 to 2 on a tiny world: posts, base policy, annotated records, reward model. Each is made once and kept.
+"""Artifacts of a tiny world: posts, base policy, annotated records, reward model. Each is made once and kept.
 
     <run>/world/        train.jsonl, heldout.jsonl, tokenizers and random weights
     <run>/base/model/   the policy after supervised training on faulty references
@@ -9,8 +9,8 @@
 
 The world of code has the first two alone: its feedback is what the tests say, and no model learns to say it.
 
-`stage.json`, with settings, metrics and seconds, is written when a stage is whole. A second run reads that file, makes
-a stage without one again, and refuses other settings by name.
+`stage.json`, with settings, metrics and seconds, is written when an artifact is complete. A second run reads that file,
+makes an artifact without one again, and refuses other settings by name.
 """
 
 import time
@@ -52,7 +52,7 @@ from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
 
-STAGE_FILE = "stage.json"
+RESULT_FILE = "stage.json"
 CORRECTOR_EPOCHS = 5.0
 FEEDBACK_FUNCTION = "t2g.tasks.tiny.task:feedback_function"
 WORLD = "world"
@@ -71,8 +71,8 @@ PURPOSES = {  # for the log
 }
 
 
-def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[str, dict[str, Any]]:
-    """Make the unfinished stages; return the metrics of all by stage, with `seconds`. Ray must be connected.
+def make_demo_artifacts(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[str, dict[str, Any]]:
+    """Make the unfinished artifacts; return the metrics of all by name, with `seconds`. Ray must be connected.
 
     Args:
         reward: Whether to train the reward model as well.
@@ -94,11 +94,11 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
     return metrics
 
 
-def check_stages(demo: DemoJob, *, reward: bool = True) -> bool:
-    """Return whether all stages of `make_stages` are finished. Nothing is made or written.
+def check_demo_artifacts(demo: DemoJob, *, reward: bool = True) -> bool:
+    """Return whether all artifacts of `make_demo_artifacts` are finished. Nothing is made or written.
 
     Raises:
-        UserError: A stage was made with other settings.
+        UserError: An artifact was made with other settings.
     """
     settings: dict[str, Section] = {WORLD: demo.world, BASE: sft_job(demo)}
     if demo.task != "tiny_code":
@@ -106,8 +106,8 @@ def check_stages(demo: DemoJob, *, reward: bool = True) -> bool:
         if reward:
             settings[REWARD] = reward_job(demo)
     for name, section in settings.items():
-        stage_identity = Identity.from_config(section)
-        earlier_result = identity.load_result(demo.run.folder / name, stage_identity, STAGE_FILE, should_save=False)
+        job_identity = Identity.from_config(section)
+        earlier_result = identity.load_result(demo.run.folder / name, job_identity, RESULT_FILE, should_save=False)
         if earlier_result is None:
             return False
     return True
@@ -119,7 +119,7 @@ def sft_job(demo: DemoJob) -> SFTJob:
     examples = str(world / "train.jsonl")
     repairs = str(world / "repairs.jsonl")
     path = (examples, repairs) if demo.world.num_repairs else examples
-    return SFTJob(**_stage(demo, BASE), model=model, data=DataConfig(path=path), sft=demo.policy_sft)
+    return SFTJob(**_shared_settings(demo, BASE), model=model, data=DataConfig(path=path), sft=demo.policy_sft)
 
 
 def annotate_job(demo: DemoJob) -> AnnotateJob:
@@ -129,7 +129,7 @@ def annotate_job(demo: DemoJob) -> AnnotateJob:
     data = DataConfig(path=posts, limit=demo.annotate)
     rollout = with_overrides(demo.rollout, {"samples_per_prompt": 1})
     annotate = AnnotateConfig(source=FEEDBACK_FUNCTION, responses="policy", planted=demo.planted)
-    return AnnotateJob(**_stage(demo, ANNOTATED), model=model, data=data, rollout=rollout, annotate=annotate)
+    return AnnotateJob(**_shared_settings(demo, ANNOTATED), model=model, data=data, rollout=rollout, annotate=annotate)
 
 
 def reward_job(demo: DemoJob) -> RewardJob:
@@ -138,7 +138,7 @@ def reward_job(demo: DemoJob) -> RewardJob:
     data = DataConfig(path=str(annotated / "train.jsonl"))
     eval_data = DataConfig(path=str(annotated / "heldout.jsonl"))
     return RewardJob(
-        **_stage(demo, REWARD),
+        **_shared_settings(demo, REWARD),
         model=ModelConfig(policy=weights),
         data=data,
         eval_data=eval_data,
@@ -148,7 +148,7 @@ def reward_job(demo: DemoJob) -> RewardJob:
 
 
 def make_corrector(demo: DemoJob, name: str) -> dict[str, Any]:
-    """Train the reviser or the follower, after `make_stages`; return metrics with `seconds`.
+    """Train the reviser or the follower, after `make_demo_artifacts`; return metrics with `seconds`.
 
     It learns from corrections that the world's facts give (`t2g.tasks.tiny.revision`): no policy of this size could
     revise by itself, or follow a critique.
@@ -161,7 +161,7 @@ def corrector_job(demo: DemoJob, name: str) -> SFTJob:
     window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as `study.baselines.revising_rollout`
     sft = with_overrides(demo.policy_sft, {"max_length": window, "num_epochs": CORRECTOR_EPOCHS})
     records = demo.run.folder / ANNOTATED / "train.jsonl"
-    return SFTJob(**_stage(demo, name), model=base_model(demo), data=DataConfig(path=str(records)), sft=sft)
+    return SFTJob(**_shared_settings(demo, name), model=base_model(demo), data=DataConfig(path=str(records)), sft=sft)
 
 
 def base_model(demo: DemoJob) -> ModelConfig:
@@ -177,8 +177,8 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
     return load_demo(config, placement.resources)
 
 
-def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
-    """Return the settings that all stages share."""
+def _shared_settings(demo: DemoJob, name: str) -> dict[str, Any]:
+    """Return the settings that the jobs of all artifacts share."""
     run = demo.run.make_part(root=demo.run.folder, name=name, seed=demo.run.seed)
     return {"run": run, "cluster": demo.cluster, "task": demo.task}
 
@@ -186,7 +186,7 @@ def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
 def load_or_run(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Return the result of `make` with its `seconds`, from now or an earlier run. UserError for other settings."""
     run_identity = Identity.from_config(settings)
-    earlier_result = identity.load_result(folder, run_identity, STAGE_FILE)
+    earlier_result = identity.load_result(folder, run_identity, RESULT_FILE)
     if earlier_result is not None:
         duration = format_duration(earlier_result["seconds"])
         print_line(f"phase {folder.name}: kept, it took {duration} in an earlier start")
@@ -195,7 +195,7 @@ def load_or_run(folder: Path, settings: Section, make: Callable[[], Mapping[str,
     with log_duration(f"phase {folder.name}", PURPOSES.get(folder.name, "")):
         metrics = dict(make())
         metrics["seconds"] = time.monotonic() - started
-    identity.save_result(folder, run_identity, STAGE_FILE, metrics)
+    identity.save_result(folder, run_identity, RESULT_FILE, metrics)
     return metrics
 
 

@@ -1,20 +1,20 @@
-"""The arms of `jobs.demo`: runs of PPO on its stages that differ in where the rewards are paid."""
+"""The methods of `jobs.demo`: runs of PPO on its artifacts that differ in where the rewards are paid."""
 
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, with_overrides
 
-ARMS = "arms"  # folder of their runs
+METHODS_FOLDER = "arms"  # as in older runs
 
 
-def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
-    """Return the job of one arm: the demo's settings with its placement of the rewards."""
-    from jobs.artifacts.stages import WORLD, base_model, reward_model
+def method_job(demo: DemoJob, method: Placement) -> PolicyJob:
+    """Return the job of one method: the demo's settings with its placement of the rewards."""
+    from jobs.artifacts.demo_artifacts import WORLD, base_model, reward_model
 
     folder = demo.run.folder
-    run = demo.run.make_part(root=folder / ARMS, name=arm, seed=demo.run.seed)
+    run = demo.run.make_part(root=folder / METHODS_FOLDER, name=method, seed=demo.run.seed)
     posts = DataConfig(path=str(folder / WORLD / "train.jsonl"))
     heldout_posts = DataConfig(path=str(folder / WORLD / "heldout.jsonl"))
     feedback = FeedbackConfig(reward_model=reward_model(demo), engine=demo.reward_engine)
-    objective = with_overrides(demo.objective, {"rewards.placement": arm})
+    objective = with_overrides(demo.objective, {"rewards.placement": method})
     return PolicyJob(
         run=run,
         cluster=demo.cluster,

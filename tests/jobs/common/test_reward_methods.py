@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs import differing
-from jobs.artifacts.stages import demo_of, load_or_run, reward_job
+from jobs.artifacts.demo_artifacts import demo_of, load_or_run, reward_job
 from jobs.compare import comparison_runs
 from jobs.compare.comparison_runs import make_reward_job, relabel, write_dense
 from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
@@ -15,7 +15,7 @@ from t2g.feedback.parse import Quote
 from t2g.feedback.records import load_annotated, read_record, write_annotated
 from t2g.study.comparison import REWARD_COLUMNS, tables
 from t2g.study.methods import ComparisonPlan
-from t2g.study.reward_eval import arm_metrics, judged_record
+from t2g.study.reward_eval import judged_record, measure_method
 from t2g.tasks.tiny.assets import build_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny" / "reward_study.yaml"
@@ -102,7 +102,7 @@ def test_decisive_metrics_look_at_the_tokens_of_the_sparse_gold(tmp_path: Path) 
     gold = relabel(SPARSE, StyleConfig(labels="dense")).to_feedback()
     record = read_record({"prompt": "p", "response": SPARSE.response, "critique": "c", "good": ["by Ann, in Li"]})
     judged = judged_record(SPARSE.response, gold, record.to_feedback(), record.to_feedback(), tokenizer)
-    metrics = arm_metrics([judged], [SPARSE.to_feedback()], tokenizer)
+    metrics = measure_method([judged], [SPARSE.to_feedback()], tokenizer)
     # dense gold: "by Ann" good, "in Lima" poor; a token covers when a non-blank character of it does
     assert metrics["labelled_share"] == pytest.approx((5 + 6) / 16)
     assert (metrics["good_precision"], metrics["good_recall"]) == (pytest.approx(5 / 10), 1.0)
