@@ -58,8 +58,8 @@ def edition(kind: str, vllm_wheel: str) -> str:
 
 
 def pin_files(kind: str) -> tuple[str, ...]:
-    own = (f"docker/constraints-{kind}.txt", *(("docker/overrides-cpu.txt",) if kind == "cpu" else ()))
-    return (*own, UV_PINS)
+    pins = (f"docker/constraints-{kind}.txt", *(("docker/overrides-cpu.txt",) if kind == "cpu" else ()))
+    return (*pins, UV_PINS)
 
 
 def constraints(text: str, vllm_wheel: str) -> str:
@@ -136,8 +136,17 @@ def build(kind: str, vllm_wheel: str) -> None:
     arguments = install_command(kind, os.environ.get("PIP_FIND_LINKS", ""), vllm_wheel)
     run("installing the pinned packages", ".venv/bin/uv", *arguments)
     # A separate call: an editable project has no hash. Its build needs only setuptools, which is in .venv now.
-    own = ("pip", "install", "--python", ".venv/bin/python", "--no-deps", "--no-build-isolation", "--editable", ".")
-    run("installing this project", ".venv/bin/uv", *own)
+    project = (
+        "pip",
+        "install",
+        "--python",
+        ".venv/bin/python",
+        "--no-deps",
+        "--no-build-isolation",
+        "--editable",
+        ".",
+    )
+    run("installing this project", ".venv/bin/uv", *project)
     run("compiling", ".venv/bin/python", "-c", COMPILE)
     if kind == "gpu":
         print("Compiling DeepSpeed's CPU Adam (up to ten minutes on two cores) ...", flush=True)
@@ -152,13 +161,13 @@ def main(kind: str) -> None:
             f"{VENV} is a link to {VENV.readlink()}, and a set-up would change that folder; remove the link."
         )
     vllm_wheel = os.environ.get("VLLM_WHEEL", "")
-    wanted = fingerprint(kind, ROOT, vllm_wheel)
-    if _text(STAMP) == wanted:
+    new_stamp = fingerprint(kind, ROOT, vllm_wheel)
+    if _text(STAMP) == new_stamp:
         return
     # Opened for writing, though nothing is written: network file systems lock no file that is open for reading only.
     with (ROOT / "pyproject.toml").open("r+") as file:
         lock(file, LOCK_TIMEOUT_S)
-        if _text(STAMP) == wanted:
+        if _text(STAMP) == new_stamp:
             return
         missing = preflight.problems(kind, ROOT)
         if missing:
@@ -166,7 +175,7 @@ def main(kind: str) -> None:
         start = time.monotonic()
         print(f"Setting up the {kind.upper()} set in .venv (some GB, once) ...", flush=True)
         build(kind, vllm_wheel)
-        STAMP.write_text(wanted)
+        STAMP.write_text(new_stamp)
         BUILDING.unlink()
         print(f"Set up in {time.monotonic() - start:.0f} s.", flush=True)
 

@@ -143,16 +143,16 @@ FIELDS = st.tuples(st.integers(0, 19), st.integers(1, 6), st.sampled_from([1, -1
 def test_without_confidence_a_span_is_absent_and_a_common_one_is_a_factor(
     fields: list[tuple[tuple[int, int, int, int], bool]], unit: str, overlap: str, share: float
 ) -> None:
-    kept: list[Span] = []
+    present: list[Span] = []
     every: list[Span] = []
     for (start, length, label, severity), is_kept in fields:
         end = min(start + length, len(RESPONSE))
         span = Span(start=start, end=end, label=label, severity=severity)  # type: ignore[arg-type]
         every.append(span if is_kept else replace(span, confidence=0.0))
         if is_kept:
-            kept.append(span)
+            present.append(span)
     rule = {"unit": unit, "overlap": overlap, "poor": (-0.5, -1.0, -2.0)}
-    paid = pay(kept, **rule)
+    paid = pay(present, **rule)
     assert pay(every, **rule) == paid
-    scaled = pay([replace(span, confidence=share) for span in kept], **rule)
+    scaled = pay([replace(span, confidence=share) for span in present], **rule)
     assert scaled == pytest.approx([share * reward for reward in paid])

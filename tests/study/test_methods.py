@@ -127,11 +127,11 @@ def test_recipes_with_a_teacher_keep_it_whatever_the_teacher_of_the_job() -> Non
         job = loading.load(PolicyJob, ROOT / "configs" / "tiny" / "policy.yaml", environ={})
         job = with_overrides(job, {"objective.teacher": teacher})
         objectives = {name: with_overrides(job, read_method(name).overrides).objective for name in TEACHER_RECIPES}
-        made = {}
+        teachers = {}
         for name, objective in objectives.items():
             rule = objective.teacher
-            made[name] = None if rule is None else (rule.use, rule.weight, rule.critique)
-        assert made == TEACHER_RECIPES
+            teachers[name] = None if rule is None else (rule.use, rule.weight, rule.critique)
+        assert teachers == TEACHER_RECIPES
         assert objectives["rlsd_span"].scaling is not None and objectives["rlsd_span"].scaling.bound == 4
         assert objectives["opsa"].advantages == "unlikely" and not objectives["opsa"].trains_rewards
 

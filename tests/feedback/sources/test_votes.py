@@ -114,16 +114,16 @@ def label_at(annotation: list[Span], at: int) -> int:
     return min(labels, default=0)
 
 
-def slow_confidence(lists: list[list[Span]], found: Span, num_annotators: int) -> float:
+def slow_confidence(lists: list[list[Span]], voted_span: Span, num_annotators: int) -> float:
     """Return the mean over the non-blank characters of a voted span of what its annotators give."""
     shares: list[float] = []
-    for at in range(found.start, found.end):
+    for at in range(voted_span.start, voted_span.end):
         if TEXT[at].isspace():
             continue
         total = 0.0
-        for own in lists:
-            if label_at(own, at) == found.label:
-                covering = [s.confidence for s in own if s.start <= at < s.end and s.label == found.label]
+        for answer_spans in lists:
+            if label_at(answer_spans, at) == voted_span.label:
+                covering = [s.confidence for s in answer_spans if s.start <= at < s.end and s.label == voted_span.label]
                 total += max(covering)
         shares.append(total / num_annotators)
     return sum(shares) / len(shares)
@@ -140,9 +140,9 @@ def test_every_written_character_has_the_label_that_most_gave_it(lists: list[lis
         if not character.isspace():
             assert actual == ([expected] if expected else [])
     assert all(s.start < s.end and TEXT[s.start : s.end].strip() == TEXT[s.start : s.end] for s in voted.spans)
-    for found in voted.spans:
-        expected = slow_confidence(lists, found, num_annotators)
-        assert found.confidence == pytest.approx(expected)
+    for voted_span in voted.spans:
+        expected = slow_confidence(lists, voted_span, num_annotators)
+        assert voted_span.confidence == pytest.approx(expected)
     assert voted.agreement is None if len(lists) == 1 else 0 <= voted.agreement <= 1  # type: ignore[operator]
 
 
