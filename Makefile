@@ -10,7 +10,7 @@ RUFF := $(RUN) ruff check --config pyproject.toml $(CODE) && $(RUN) ruff format 
 LIGHT := $(RUFF) && $(RUN) lint-imports && $(RUN) pyrefly check -c pyproject.toml --progress-bar no
 PYTEST := $(RUN) python -m pytest -c pyproject.toml --confcutdir=tests
 # One process a file, so that the fixtures of a module run once. The longest files first: so all end together.
-UNIT := $(PYTEST) tests --ignore=tests/integration -n 3 --dist loadfile
+UNIT := $(PYTEST) tests --ignore=tests/integration --ignore=tests/hosts -n 3 --dist loadfile
 REAL := $(PYTEST) tests/integration -n 2 --no-loadscope-reorder
 
 # Nothing here reports to anybody, and without a network nothing waits for an answer.
@@ -91,3 +91,4 @@ test: setup
 test-all: test
 	@$(UNIT) -m slow $(ARGS)
 	@$(PYTEST) tests/integration -m slow $(ARGS)
+	@$(PYTEST) tests/hosts -m slow $(ARGS)

@@ -1,0 +1,234 @@
+"""Runs on several hosts, which are namespaces of this machine: hosts that are lost, come back, or are cut off.
+
+The ranks are real ZeRO-3, which speak gloo between hosts. The engines are stubs, whose samples follow from the seed.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from heads import until
+from models import random_model
+from network_hosts import Host, HostError, Network, find_left, find_obstacle, list_namespaces, make_network
+from stub_engines import SLOW
+
+pytestmark = pytest.mark.slow
+OBSTACLE = find_obstacle()
+if OBSTACLE:
+    pytest.skip(f"no hosts of their own here: {OBSTACLE}", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).parent / "ray")
+HEAD_PORT = 6379
+START_TRIES = 4
+JOIN_S = 120  # `ray start` on a busy machine
+RUN_S = 600
+RETURN_S = 20.0  # until a lost host is started again
+RECOVERY_S = 120.0  # from its return to the next step
+CUT_S = 15.0
+NUM_STEPS = 6
+NUM_PROMPTS = 8
+KEPT = ("policy/loss", "policy/grad_norm", "policy/kl", "reward/token_mean")
+CONFIG = ROOT / "configs" / "own" / "policy.yaml"
+SETTINGS = f"""
+num_steps={NUM_STEPS}
+run.seed=3
+eval_data=null
+feedback.source=stub_run:judge
+checkpoint.every=1
+rollout.workers={{min: 1, initial: 2, max: 2}}
+rollout.cpus=1
+rollout.memory_gib=0.2
+rollout.prompts_per_step=4
+rollout.samples_per_prompt=2
+rollout.max_model_len=128
+rollout.max_new_tokens=16
+rollout.health={{check_interval_s: 1, check_timeout_s: 10, max_failures: 3}}
+learner.workers=2
+learner.cpus=2
+learner.memory_gib=0.5
+learner.threads=1
+learner.num_epochs=1
+learner.policy.lr=1.0e-3
+learner.policy.schedule=constant
+learner.probe_tolerance=1.0e+9
+log.tensorboard=false
+"""
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    """A head without processes of a run; the folder is shared by all hosts."""
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(32))
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environ = plain | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}",
+    }
+    with make_network(tmp_path, environ) as network:
+        head = network.add("head", 1)
+        options = ("--head", f"--port={HEAD_PORT}", f"--node-ip-address={head.address}", "--include-dashboard=false")
+        start_ray(head, *options, "--num-cpus=0")
+        yield network
+        namespaces = network.list_namespaces()
+    assert find_left(namespaces) == []
+
+
+def start_ray(host: Host, *options: str) -> None:
+    """Run `ray start`, again where Ray's own limit of 30 s was exceeded, as on a busy machine."""
+    command = (RAY, "start", *options, "--object-store-memory=100000000", "--disable-usage-stats")
+    for _ in range(START_TRIES - 1):
+        with suppress(HostError):
+            host.run(*command, timeout_s=JOIN_S)
+            return
+    host.run(*command, timeout_s=JOIN_S)
+
+
+def add_worker(network: Network, name: str, number: int, cpus: int, role: str) -> None:
+    """Start a host and its Ray."""
+    host = network.add(name, number)
+    join = f"--address={network.hosts['head'].address}:{HEAD_PORT}"
+    memory = f"--memory={2**32}"
+    start_ray(
+        host, join, f"--node-ip-address={host.address}", f"--num-cpus={cpus}", memory, "--labels", f"rl/role={role}"
+    )
+
+
+def write_inputs(folder: Path) -> None:
+    """Write a policy, with which a step takes three seconds, and prompts."""
+    random_model(folder / "policy", "llama", seed=1)
+    (folder / "policy" / SLOW).touch()
+    records = [{"prompt": f"Say what is wrong, {index}."} for index in range(NUM_PROMPTS)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+class Run:
+    """A run whose driver is on the head."""
+
+    def __init__(self, network: Network, name: str, **values: object) -> None:
+        shared = network.folder
+        self.folder = shared / "runs" / name
+        if not (shared / "policy").exists():
+            write_inputs(shared)
+        head = network.hosts["head"]
+        settings: dict[str, object] = {
+            "run.root": shared / "runs",
+            "run.name": name,
+            "cluster.address": f"{head.address}:{HEAD_PORT}",
+            "cluster.env": f"{{PYTHONPATH: '{network.environ['PYTHONPATH']}'}}",
+            "model.policy": shared / "policy",
+            "data.path": shared / "prompts.jsonl",
+        }
+        settings |= values
+        words = [f"{key}={value}" for key, value in settings.items()]
+        self._log = head.logs
+        command = (ROOT / "tests" / "stub_run.py", "--config", CONFIG, *SETTINGS.strip().splitlines(), *words)
+        self.driver = head.python(*command)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def wait_for_step(self, step: int, *, timeout_s: float) -> None:
+        """Wait until a step is logged."""
+
+        def is_logged() -> bool:
+            assert self.driver.poll() in (None, 0), self._log.read_text()[-6000:]
+            return any(line["step"] >= step for line in self.metrics())
+
+        until(is_logged, f"step {step}", timeout_s=timeout_s, log=self._log)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Wait for the end of the run; return its metrics, one line a step."""
+        code = self.driver.wait(timeout=RUN_S)
+        assert code == 0, self._log.read_text()[-6000:]
+        metrics = self.metrics()
+        assert [line["step"] for line in metrics if line["step"] > 0] == list(range(1, NUM_STEPS + 1))
+        return metrics
+
+
+def test_a_host_is_lost_with_a_rank_and_an_engine_and_the_run_goes_on_when_it_is_back(network: Network) -> None:
+    """Two hosts have room for one rank and one engine each, and for nothing else."""
+    for number, name in enumerate(("a", "b"), start=2):
+        add_worker(network, name, number, cpus=3, role="both")
+    run = Run(network, "lost")
+    run.wait_for_step(2, timeout_s=RUN_S)
+    network.kill("b")
+    time.sleep(RETURN_S)
+    add_worker(network, "b", 3, cpus=3, role="both")
+    returned = time.monotonic()
+    done = run.metrics()[-1]["step"]
+    run.wait_for_step(done + 1, timeout_s=RUN_S)
+    recovery_s = time.monotonic() - returned
+    metrics = run.finish()
+    print(f"{recovery_s:.0f} s from the host's return to the next step")
+    assert recovery_s < RECOVERY_S
+    assert sum("recovery/learner_s" in line for line in metrics) == 1
+    assert sum(line.get("rollout/restarts", 0) for line in metrics) >= 1
+
+
+def test_a_cut_of_a_host_changes_no_number(network: Network) -> None:
+    """Ranks on two hosts, engines on a third: nobody dies, and all samples follow from the seed."""
+    for number, name in enumerate(("a", "b"), start=2):
+        add_worker(network, name, number, cpus=2, role="learner")
+    add_worker(network, "c", 4, cpus=2, role="rollout")
+    labels = {"learner.labels": "{rl/role: learner}", "rollout.labels": "{rl/role: rollout}"}
+    whole = Run(network, "whole", **labels).finish()
+    for name in ("c", "b"):
+        run = Run(network, f"cut-{name}", **labels)
+        run.wait_for_step(2, timeout_s=RUN_S)
+        network.cut(name)
+        time.sleep(CUT_S)
+        network.connect(name)
+        reconnected = time.monotonic()
+        metrics = run.finish()
+        print(f"{time.monotonic() - reconnected:.0f} s from the end of the cut of {name} to the end of the run")
+        assert not any("recovery/learner_s" in line for line in metrics), "no rank was lost"
+        for line, other in zip(metrics, whole, strict=True):
+            for key in KEPT:
+                assert line[key] == pytest.approx(other[key], abs=1e-6), (line["step"], key)
+
+
+def test_hosts_end_with_the_process_that_made_them(tmp_path: Path) -> None:
+    """Also by Ctrl-C in a test, and by a signal that no program sees."""
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from network_hosts import make_network\n"
+        "with make_network(Path(sys.argv[1]), dict(os.environ)) as network:\n"
+        "    for number, name in enumerate(('a', 'b'), start=1):\n"
+        "        network.add(name, number).start('sleep', 600)\n"
+        "    print('made', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"made\n"
+            children = psutil.Process(process.pid).children(recursive=True)
+            namespaces = list_namespaces(child.pid for child in children)
+            assert len(namespaces) == 3, "two hosts and a bridge"
+            process.send_signal(sent)
+            process.wait(timeout=30)
+        _, left = psutil.wait_procs(children, timeout=30)
+        assert left == []
+        assert find_left(namespaces) == []
