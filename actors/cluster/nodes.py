@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.state import list_placement_groups
 
 from actors.cluster.fanout import first_line
+from actors.cluster.shortage import NAME_END
 from t2g.config import ProcessConfig
 from t2g.deploy.doctor import Node, PendingGroup, Unreachable
 from t2g.errors import UserError
@@ -62,7 +63,7 @@ def pending_groups() -> list[PendingGroup]:
     for group in list_placement_groups(detail=True, limit=10_000):
         if group.state not in WAITING:
             continue
-        name = group.name or group.placement_group_id[:12]
+        name = group.name.partition(NAME_END)[0] or group.placement_group_id[:12]
         bundles = tuple(bundle["unit_resources"] for bundle in group.bundles)
         selectors = tuple(bundle.get("label_selector", {}) for bundle in group.bundles)
         pending.append(PendingGroup(name=name, bundles=bundles, selectors=selectors))
