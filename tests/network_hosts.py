@@ -182,13 +182,13 @@ def make_network(folder: Path, environ: Mapping[str, str]) -> Iterator[Network]:
 
 def list_namespaces(pids: Iterable[int]) -> set[str]:
     """Return the network namespaces of processes, without that of this one. Processes that have ended have none."""
-    own = Path("/proc/self/ns/net").readlink()
-    found: set[Path] = set()
+    own_namespace = Path("/proc/self/ns/net").readlink()
+    namespaces: set[Path] = set()
     for pid in pids:
         with suppress(OSError):
             namespace = Path(f"/proc/{pid}/ns/net").readlink()
-            found.add(namespace)
-    return {str(namespace) for namespace in found - {own}}
+            namespaces.add(namespace)
+    return {str(namespace) for namespace in namespaces - {own_namespace}}
 
 
 def find_left(namespaces: set[str]) -> list[int]:

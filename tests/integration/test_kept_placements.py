@@ -96,15 +96,16 @@ def tick_until(fleet: Fleet, holds: Callable[[], bool]) -> None:
 
 @pytest.mark.slow  # four nodes, and the detection of a lost one
 def test_ranks_get_their_place_back_before_an_engine_that_was_lost_with_them(nodes: Cluster) -> None:
-    lost, kept = add_node(nodes, 3), add_node(nodes, 3)
+    lost_node = add_node(nodes, 3)
+    kept_node = add_node(nodes, 3)
     placements = KeptPlacements()
     ranks = start_ranks(placements, timeout_s=PATIENCE_S)
     fleet = make_fleet(ray.remote(Telling), {}, ENGINE, placement_timeout_s=PATIENCE_S)
     try:
         fleet.wait_ready()
-        assert sorted(find_homes(ranks)) == sorted([lost.node_id, kept.node_id])
+        assert sorted(find_homes(ranks)) == sorted([lost_node.node_id, kept_node.node_id])
 
-        nodes.remove_node(lost, allow_graceful=False)
+        nodes.remove_node(lost_node, allow_graceful=False)
         tick_until(fleet, lambda: any(worker.handle is None for worker in list_workers(fleet)))
         ranks.close()
         fleet.yield_placements()
@@ -115,14 +116,14 @@ def test_ranks_get_their_place_back_before_an_engine_that_was_lost_with_them(nod
         with pytest.raises(UserError, match=error):
             start_ranks(placements, timeout_s=8)
 
-        small = add_node(nodes, 2)  # either a rank or engines
+        small_node = add_node(nodes, 2)  # either a rank or engines
         ranks = start_ranks(placements, timeout_s=PATIENCE_S)
-        assert sorted(find_homes(ranks)) == sorted([small.node_id, kept.node_id])
+        assert sorted(find_homes(ranks)) == sorted([small_node.node_id, kept_node.node_id])
 
-        another = add_node(nodes, 1)
+        new_node = add_node(nodes, 1)
         tick_until(fleet, lambda: len(fleet.serving()) == 2)
         engines = [ray.get(worker.starting)[0] for worker in fleet.serving()]
-        assert sorted(engines) == sorted([kept.node_id, another.node_id])
+        assert sorted(engines) == sorted([kept_node.node_id, new_node.node_id])
     finally:
         ranks.close()
         placements.close()
