@@ -13,6 +13,9 @@ PYTEST := $(RUN) python -m pytest -c pyproject.toml --confcutdir=tests
 UNIT := $(PYTEST) tests --ignore=tests/integration --ignore=tests/hosts -n 3 --dist loadfile
 REAL := $(PYTEST) tests/integration -n 2 --no-loadscope-reorder
 
+# Some images forbid it, and every process of a run, of which the tests start hundreds, would compile this code again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Nothing here reports to anybody, and without a network nothing waits for an answer.
 export DO_NOT_TRACK := 1
 export VLLM_NO_USAGE_STATS := 1
