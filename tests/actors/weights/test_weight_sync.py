@@ -24,7 +24,8 @@ from t2g.errors import Diverged, LearnerLost, MissedSync, RunStopped
 NUM_BUCKETS = 3
 SHAPES = {f"m{i}.weight": (2,) for i in range(NUM_BUCKETS)}
 BUCKETS = [("bucket", i) for i in range(NUM_BUCKETS)]
-CONFIG = LearnerConfig(step_timeout_s=5)
+DEADLINE_S = 60  # of what takes milliseconds on a machine that is not busy
+CONFIG = LearnerConfig(step_timeout_s=DEADLINE_S)
 HASTE = {"step_timeout_s": 1.5}
 
 
@@ -76,7 +77,7 @@ class FakeWorker:
         assert round_id == self.rounds[-1]
         self.log.append(("join", rendezvous.port, rank, len(rendezvous.members)))
         self.group = Group.at(rendezvous)
-        await asyncio.to_thread(self.group.joined.wait, 5)
+        await asyncio.to_thread(self.group.joined.wait, DEADLINE_S)
 
     async def _load(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         assert round_id == self.rounds[-1]
@@ -199,7 +200,7 @@ class FakeLearner:
         self.streaming = True
         if rendezvous is not None and rendezvous.id != self.met:
             self.met = rendezvous.id
-            Group.at(rendezvous).joined.wait(5)
+            Group.at(rendezvous).joined.wait(DEADLINE_S)
         try:
             for index, name in enumerate(SHAPES):
                 self.policy_version += index == self.updates_after
@@ -215,12 +216,13 @@ class FakeLearner:
         self.calls.append("probe")
         if self.lost_at == NUM_BUCKETS:
             raise LearnerLost("learner rank 1 died during compute_probe_logprobs")
-        assert self.scored is None or self.scored.wait(5), "no worker was asked meanwhile"
+        assert self.scored is None or self.scored.wait(DEADLINE_S), "no worker was asked meanwhile"
         return np.full(len(ids) - 1, 7 + 1e-4, np.float32)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests with a worker that hangs: on a busy machine one that works would be late as well."""
     monkeypatch.setattr(rounds, "GRACE_S", 0.2)
 
 
@@ -269,8 +271,10 @@ def test_engines_with_requests_are_not_paused_for_the_gather(max_staleness: int,
     fleet.config = fleet.config.model_copy(update={"max_staleness": max_staleness})  # type: ignore[misc]
     result = push(fleet, Slow())
     assert fleet.workers[0].handle.log == [num_gathered, *BUCKETS, "close"]
-    assert (result.timings["pause"] < 0.3) == (max_staleness > 0)
-    assert result.seconds > 0.3
+    if max_staleness == 0:
+        assert result.timings["pause"] >= 0.3
+    else:
+        assert result.seconds - result.timings["pause"] >= 0.3
 
 
 def test_a_worker_has_at_most_two_buckets_aboard() -> None:
@@ -288,10 +292,11 @@ def test_a_worker_that_refuses_a_bucket_drops_out_and_the_others_go_on() -> None
     assert result.missed == ("w1",)
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_worker_that_hangs_is_waited_for_no_longer_than_the_grace() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 0), hangs=True))
     result = push(fleet)
-    assert result.seconds < 10 and result.missed == ("w1",)
+    assert result.seconds < DEADLINE_S / 2 and result.missed == ("w1",)
     assert fleet.workers[0].handle.log == ONCE
     (name, reason), verified = fleet.heard
     assert name == "w1" and reason.startswith("timed out: a bucket of weights took more than ")
@@ -304,7 +309,7 @@ def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its
 
     async def replaced() -> Any:
         pushed = asyncio.create_task(FleetWeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=HASTE)).push(3))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while fleet.workers:
                 await asyncio.sleep(0.05)
             fleet.workers.append(FakeSyncWorker("w0", FakeWorker()))
@@ -491,7 +496,7 @@ def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_beh
         await sync.push(3)
         catching_up = [asyncio.create_task(sync.catch_up(joiner)) for joiner in joiners]
         await asyncio.sleep(0.1)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(DEADLINE_S / 2):
             await sync.push(4)
             await asyncio.gather(*catching_up)
 
@@ -530,7 +535,7 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
             asyncio.create_task(sync.catch_up(FakeSyncWorker("w1", FakeWorker(hangs_at_open=True)))) if joins else None
         )
         await asyncio.sleep(0.1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S / 2):
             await sync.push(4)
             if joining:
                 await joining
@@ -539,6 +544,7 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
     assert learner.alive == [1, 2, 3, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
     fleet = FakeFleet(w0=FakeWorker())
     joiner = FakeSyncWorker("w1", FakeWorker(hangs_at_open=True))
@@ -546,7 +552,7 @@ def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
     async def join() -> None:
         sync = FleetWeightSync(FakeLearner(), fleet, CONFIG)
         await sync.push(3)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(DEADLINE_S / 2):
             await sync.catch_up(joiner)
 
     asyncio.run(join())
@@ -580,6 +586,7 @@ def joins(worker: FakeWorker) -> list[tuple[int, int]]:
     return [entry[2:] for entry in worker.log if entry[0] == "join"]
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_with_nccl_a_group_has_the_learner_and_the_participants_of_the_round() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True))
     learner = FakeLearner()
@@ -706,13 +713,13 @@ def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> Non
     assert "close" not in joiner.handle.log
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_with_nccl_an_engine_that_hangs_in_a_broadcast_has_no_more_time_once_another_broke_it_off() -> None:
     fleet = FakeFleet(w0=FakeWorker(breaks=(1, 1)), w1=FakeWorker(breaks=(1, 1), hangs=True))
-    patient = NCCL.model_copy(update={"step_timeout_s": 60})
 
     async def in_time() -> Any:
-        async with asyncio.timeout(10):
-            return await FleetWeightSync(FakeLearner(), fleet, patient).push(3)
+        async with asyncio.timeout(DEADLINE_S / 2):
+            return await FleetWeightSync(FakeLearner(), fleet, NCCL).push(3)
 
     assert asyncio.run(in_time()).missed == ("w1",)
     assert [name for name, heard in fleet.heard if heard == 3] == ["w0"]
