@@ -1,12 +1,12 @@
 """An annotator whose model says what a script tells it to."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from fake_endpoint import KEY_VARIABLE, answer, span
+from loop_clock import LoopClock
 
 from t2g.config import FeedbackConfig, StyleConfig
 from t2g.feedback.sources.chat_client import Chat, ChatCompletion, ChatRequest
@@ -36,21 +36,23 @@ class ScriptedChat(Chat):
     """Gives scripted answers or errors; records the requests."""
 
     model = name = "scripted"
+    clock: LoopClock | None = None  # of the event loop; without one an answer takes real time
 
     def __init__(self, *script: str | ChatCompletion | Exception | Callable[[int], str], delay_s: float = 0.0) -> None:
         self.script = script
         self.delay_s = delay_s
         self.requests: list[Sequence[Message]] = []
         self.schemas: list[Mapping[str, Any]] = []
-        self.times: list[float] = []  # time.monotonic() at each
+        self.times: list[float] = []  # of the event loop at each
         self.answered = asyncio.Event()
 
     async def complete(self, question: ChatRequest) -> ChatCompletion:
         scripted = self.script[min(len(self.requests), len(self.script) - 1)]
         self.requests.append(question.messages)
         self.schemas.append(question.schema)
-        self.times.append(time.monotonic())
-        await asyncio.sleep(self.delay_s)
+        self.times.append(asyncio.get_running_loop().time())
+        wait = self.clock.wait if self.clock else asyncio.sleep
+        await wait(self.delay_s)
         self.answered.set()
         if isinstance(scripted, Exception):
             raise scripted

@@ -19,3 +19,10 @@ class LoopClock:
         """Set the clock forward, from any thread."""
         self._skipped_s += seconds
         self._loop.call_soon_threadsafe(lambda: None)  # the loop looks at its deadlines
+
+    async def wait(self, seconds: float) -> None:
+        """Let this time pass in the loop, at once: what is due earlier happens first."""
+        waiting = asyncio.ensure_future(asyncio.sleep(seconds))
+        await asyncio.sleep(0)  # the loop has its deadline now
+        self.skip(seconds)
+        await waiting

@@ -7,7 +7,6 @@ Other modules have the transport (t2g.feedback.sources.endpoint, actors.engines.
 import asyncio
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -130,6 +129,7 @@ class LLMFeedback(FeedbackSource):
         """Return the feedback of one annotator, with follow-ups about the faults of an answer."""
         # For all attempts. Waiting for a slot does not count: a rate limit is no failure.
         left_s = self._config.timeout_s
+        now = asyncio.get_running_loop().time  # the clock of the deadline
         chat_request = ChatRequest(
             messages=request.messages,
             schema=build_answer_schema(request),
@@ -141,13 +141,13 @@ class LLMFeedback(FeedbackSource):
         failure: ChatError | None = None  # failure of the last attempt
         for _ in range(self._llm.max_tries):
             async with self.client.slot():
-                started = time.monotonic()
+                started = now()
                 try:
                     completion = await self._complete(chat_request, left_s)
                     failure = None
                 except ChatError as error:
                     failure = error
-                left_s -= time.monotonic() - started
+                left_s -= now() - started
             if failure:
                 if not failure.is_transient:
                     break
