@@ -85,7 +85,7 @@ def test_a_job_that_is_killed_again_and_again_makes_each_record_once(endpoint: F
     config.write_text(json.dumps(job | {"annotate": annotate}))
     journal = tmp_path / "run" / JOURNAL_FILE
 
-    for number, until in ((signal.SIGKILL, 8), (signal.SIGTERM, 18), (signal.SIGKILL, 28)):
+    for number, until in ((signal.SIGKILL, 10), (signal.SIGTERM, 24)):
         known = {row["prompt_id"] for row in read(journal)}
         num_requests = len(endpoint.requests)
         process = start(config, tmp_path)
