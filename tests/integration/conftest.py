@@ -30,8 +30,8 @@ NUM_CPUS = 4  # in Ray's books: most of what tests share waits most of the time
 # Files whose tests share nothing, in the order in which the process takes them that has not the cluster: the longest
 # first, and no long one second, since a process takes the next file while it is in the one before.
 ALONE = (
-    "test_demo_job", "test_vllm_plugin", "test_deploy_live", "test_python_run", "test_end_to_end", "test_transports",
-    "test_engine_refusals",
+    "test_demo_job", "test_several_nodes", "test_vllm_plugin", "test_deploy_live", "test_python_run",
+    "test_end_to_end", "test_transports", "test_engine_refusals",
 )  # fmt: skip
 FIRST = "test_chaos"  # that process begins with it: it connects to clusters of its own
 
