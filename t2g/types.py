@@ -213,6 +213,15 @@ class JudgedResponse(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriterionRewards:
+    """The spans' rewards of one criterion of a response, before its weight; see `ScoredRollout` for the arrays."""
+
+    token_rewards: np.ndarray  # [R] float32
+    per_token_rewards: np.ndarray  # [R] float32
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoredRollout:
     """A rollout with its feedback projected onto the sampled tokens."""
 
@@ -225,6 +234,8 @@ class ScoredRollout:
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response
     criterion_rewards: dict[str, float] = field(default_factory=dict)  # sum of token_rewards by criterion, if several
+    # With objective.normalize_criteria: the criteria that judged the response; "" is a single source.
+    criteria: dict[str, CriterionRewards] = field(default_factory=dict)
 
     @property
     def rewards(self) -> np.ndarray:

@@ -214,6 +214,12 @@ class NoiseConfig(Section):
     drop: float = Field(0.0, ge=0, le=1, description="drop the span")
     drop_poor: float = Field(0.0, ge=0, le=1, description="drop a poor span, if above drop; 0.6 means a recall of 40 %")
     move: float = Field(0.0, ge=0, le=1, description="move the span elsewhere in the response")
+    confidence: bool = Field(
+        False,
+        exclude_if=lambda is_given: not is_given,
+        description="give each span its confidence: the probability that it was neither flipped nor moved, by a signal "
+        "that ranks 5 of 6 pairs of an intact and a changed span correctly",
+    )
 
 
 OffsetUnit = Literal["characters", "utf16", "bytes"]

@@ -126,6 +126,12 @@ class ObjectiveConfig(FollowingSection):
         (), description="numbers for the whole response, times their weights, added at the last token: "
         "[{source: task}, {source: pkg.mod:function, weight: 0.5}]"
     )  # fmt: skip
+    normalize_criteria: bool = Field(
+        False,
+        exclude_if=lambda is_on: not is_on,
+        description="divide each criterion's rewards and each outcome reward by its own deviation among the samples of "
+        "the prompt, before weights apply (GDPO, arXiv 2601.05242): criteria of other scales have equal influence",
+    )
     truncation_penalty: float = Field(
         0.0,
         le=0,
@@ -242,6 +248,13 @@ class ObjectiveConfig(FollowingSection):
             raise ValueError(
                 f"objective.lam={self.lam:g} needs values that follow each other, which advantages=group_normalised "
                 "lacks: set advantages=group, or lam=1"
+            )
+        has_groups = self.advantages in ("group", "group_normalised")
+        if self.normalize_criteria and not (has_groups and self.values == "position"):
+            raise ValueError(
+                "objective.normalize_criteria has a scale for each prompt, which only its own samples share; "
+                f"advantages is {self.advantages} and values is {self.values}: set advantages=group or "
+                "group_normalised and values=position, or normalize_criteria=false"
             )
         if self.local_coef > 0 and self.span_coef == 0:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from t2g.algo.criteria import normalize_criterion
 from t2g.config import ObjectiveConfig, RewardRuleConfig
 from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets, token_rewards
@@ -62,8 +63,9 @@ def assign_credit(
             not judged; such a response has no advantages, and the others are not compared with it. The same holds for
             a judgement whose quotes do not occur in the text.
         groups: For each response its prompt, or any other value that is equal for responses to compare.
-        objective: How spans become advantages, by default as in `t2g train`: rewards, span_coef, gamma, advantages
-            (group or group_normalised), values, lam, local_coef, local_cap, local_keeps_sign and whiten are read.
+        objective: How spans become advantages, by default as in `t2g train`: rewards, span_coef, normalize_criteria
+            (the spans are a criterion), gamma, advantages (group or group_normalised), values, lam, local_coef,
+            local_cap, local_keeps_sign and whiten are read.
         sentence_end: Pattern whose matches end a sentence, for rewards.placement=step and values=sentence; a newline
             for code.
         replaced: Arguments of earlier versions, which are refused with their successor.
@@ -88,9 +90,16 @@ def assign_credit(
 
     token_rewards = pad_rows([row.paid for row in rows])
     mask = pad_rows([np.full(len(row.paid), row.is_judged) for row in rows])
-    step = StepRewards(mask=mask, rewards=objective.span_coef * token_rewards, gamma=objective.gamma)
-    compared = compare_with_group(step, _number_groups(groups, rows), _pad_states(rows, objective), objective)
+    numbers = _number_groups(groups, rows)
+    paid = token_rewards
     span_values = pad_rows([row.per_token for row in rows])
+    if objective.normalize_criteria:
+        is_judged = mask.any(1)
+        normalized = normalize_criterion(paid, mask, numbers, objective.gamma, is_judged)
+        paid = normalized.rewards.float()
+        span_values = normalized.scales[:, None].float() * span_values
+    step = StepRewards(mask=mask, rewards=objective.span_coef * paid, gamma=objective.gamma)
+    compared = compare_with_group(step, numbers, _pad_states(rows, objective), objective)
     advantages = add_span_credit(compared.advantages, span_values, mask, objective)
     return Credit(token_rewards=token_rewards, advantages=advantages)
 

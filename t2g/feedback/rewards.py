@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -12,7 +12,7 @@ import numpy as np
 
 from t2g.config import Placement, RewardRuleConfig
 from t2g.tasks.base import stable_id
-from t2g.types import LABELS, Span
+from t2g.types import LABELS, CriterionRewards, Span, SpanFeedback
 
 PER_TOKEN = RewardRuleConfig(unit="token")
 
@@ -62,6 +62,45 @@ def token_rewards(
         weight = np.float32(weights.get(criterion, 1.0))
         total += weight * pay(offsets, criterion_spans, text, rule)
     return total
+
+
+def reward_criteria(
+    feedback: SpanFeedback,
+    reward_spans: Callable[..., np.ndarray],
+    *,
+    rule: RewardRuleConfig,
+    weights: Mapping[str | None, float],
+) -> dict[str, CriterionRewards]:
+    """Return the rewards of each criterion that judged a response; "" is a single source.
+
+    Args:
+        reward_spans: `token_rewards` of the response, which takes spans and a rule.
+        weights: Criterion -> factor of its rewards; {}: a single source.
+    """
+    by_criterion: dict[str, CriterionRewards] = {}
+    for name, weight in (weights or {"": 1.0}).items():
+        result = feedback.criteria.get(str(name))
+        is_missing = not result.usable if result else bool(weights and feedback.criteria)
+        if is_missing:
+            continue
+        spans = [span for span in feedback.spans if not weights or span.criterion == name]
+        by_criterion[str(name)] = CriterionRewards(
+            token_rewards=reward_spans(spans, rule=rule),
+            per_token_rewards=reward_spans(spans, rule=rule.model_copy(update={"unit": "token"})),
+            weight=weight,
+        )
+    return by_criterion
+
+
+def sum_criteria(
+    feedback: SpanFeedback, reward_spans: Callable[..., np.ndarray], *, rule: RewardRuleConfig
+) -> dict[str, float]:
+    """Return the sum of the token rewards of each criterion; {} for a single source. See `reward_criteria`."""
+    sums: dict[str, float] = {}
+    for name in feedback.criteria:
+        spans = [span for span in feedback.spans if span.criterion == name]
+        sums[name] = float(reward_spans(spans, rule=rule).sum())
+    return sums
 
 
 def score_spans(

@@ -3,18 +3,21 @@
 Pure functions of the scored responses; `t2g.loop.steps` makes training samples of the result.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from t2g.algo.advantages import add_local_credit, combine_rewards, compare_samples, gae, punish_unlikely, whiten
+from t2g.algo.criteria import normalize_criterion, normalize_outcome
 from t2g.algo.group_values import constant_groups
 from t2g.config import ObjectiveConfig
 from t2g.feedback.rewards import apply_placement, count_paid_spans
-from t2g.types import Rollout, ScoredRollout, TokenStats
+from t2g.types import CriterionRewards, Rollout, ScoredRollout, TokenStats
 
 
 class StepAdvantages(NamedTuple):
@@ -32,6 +35,14 @@ class StepRewards(NamedTuple):
     gamma: torch.Tensor | float  # discount from each token to the next
 
 
+class _FeedbackRewards(NamedTuple):
+    """What the feedback and the outcome sources pay, without penalties and KL."""
+
+    spans: torch.Tensor  # [B, R], at the tokens where they are paid
+    span_values: torch.Tensor  # [B, R], on the spans' own tokens
+    outcomes: torch.Tensor  # [B] float64
+
+
 def compute_advantages(
     scored: Sequence[ScoredRollout],
     stats: Sequence[TokenStats],
@@ -46,17 +57,16 @@ def compute_advantages(
     """
     if objective.advantages == "unlikely":
         return _punish_unlikely(scored, objective)
-    placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
-    step = _mix_rewards(scored, placed, stats, objective, kl_coef=kl_coef)
+    feedback_rewards = _collect_rewards(scored, objective, seed)
+    step = _mix_rewards(scored, feedback_rewards, stats, objective, kl_coef=kl_coef)
     if objective.uses_critic:
         values = pad_sampled(scored, [token_stats.values for token_stats in stats])
         advantages, returns = gae(step.rewards, values, step.mask, step.gamma, objective.lam)
         advantages = whiten(advantages, step.mask, objective.whiten)
     else:
-        state_ids = _state_ids(scored, placed, objective)
+        state_ids = _state_ids(scored, objective, seed)
         advantages, returns = compare_with_group(step, number_prompts(scored), state_ids, objective)
-    local_values = [_local_values(response, objective, seed) for response in scored]
-    advantages = add_span_credit(advantages, pad_sampled(scored, local_values), step.mask, objective)
+    advantages = add_span_credit(advantages, feedback_rewards.span_values, step.mask, objective)
     return StepAdvantages(advantages=advantages, returns=returns)
 
 
@@ -116,8 +126,8 @@ def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveCon
     num_groups = int((sizes > 1).sum())
     if num_groups == 0:
         return None
-    placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
-    step = _mix_rewards(scored, placed, None, objective, kl_coef=0.0)
+    feedback_rewards = _collect_rewards(scored, objective, seed)
+    step = _mix_rewards(scored, feedback_rewards, None, objective, kl_coef=0.0)
     returns, _ = gae(step.rewards, torch.zeros_like(step.rewards), step.mask, step.gamma, 1.0)
     is_constant = constant_groups(returns, step.mask, groups)
     num_single = int((sizes == 1).sum())
@@ -125,9 +135,7 @@ def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveCon
     return num_constant / num_groups
 
 
-def _state_ids(
-    scored: Sequence[ScoredRollout], placed: Sequence[np.ndarray], objective: ObjectiveConfig
-) -> torch.Tensor | None:
+def _state_ids(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, seed: int) -> torch.Tensor | None:
     """Return the state before each sampled token, [B, R] int64; None with `objective.values=position`."""
     match objective.values:
         case "position":
@@ -136,6 +144,7 @@ def _state_ids(
             counts = [_count_sentences(response) for response in scored]
         case "span":
             unit = objective.rewards.unit
+            placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
             counts = [count_paid_spans(rewards, unit) for rewards in placed]
     return pad_sampled(scored, _within_turns(scored, counts)).long()
 
@@ -191,16 +200,68 @@ def _turn_ids(rollout: Rollout) -> np.ndarray:
     return ends.cumsum()[:-1]
 
 
-def _local_values(scored: ScoredRollout, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+def _collect_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, seed: int) -> _FeedbackRewards:
+    if objective.normalize_criteria:
+        return _normalize_rewards(scored, objective, seed)
+    placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
+    values = [_move_values(response, response.per_token_rewards, objective, seed) for response in scored]
+    outcome_rewards = [response.outcome_reward for response in scored]
+    return _FeedbackRewards(
+        spans=pad_sampled(scored, placed),
+        span_values=pad_sampled(scored, values),
+        outcomes=torch.tensor(outcome_rewards, dtype=torch.float64),
+    )
+
+
+def _normalize_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, seed: int) -> _FeedbackRewards:
+    """Return the rewards with `objective.normalize_criteria`: each criterion on its own scale, times its weight."""
+    mask = pad_sampled(scored, [np.ones(len(response.token_rewards)) for response in scored])
+    gamma = pad_sampled(scored, [_discounts(response.rollout, objective) for response in scored])
+    groups = number_prompts(scored)
+    spans = torch.zeros_like(mask)
+    span_values = torch.zeros_like(mask)
+    names = dict.fromkeys(chain.from_iterable(response.criteria for response in scored))
+    for name in names:
+        rows = [_move_criterion(response, name, objective, seed) for response in scored]
+        rewards = pad_sampled(scored, [row.token_rewards for row in rows])
+        values = pad_sampled(scored, [row.per_token_rewards for row in rows])
+        is_judged = torch.tensor([name in response.criteria for response in scored])
+        weights = torch.tensor([row.weight for row in rows])
+        weight = weights[is_judged][0]
+        normalized = normalize_criterion(rewards, mask, groups, gamma, is_judged)
+        spans += weight * normalized.rewards.float()
+        span_values += weight * normalized.scales[:, None].float() * values
+
+    outcomes = torch.zeros(len(scored), dtype=torch.float64)
+    for entry in objective.outcome_rewards:
+        numbers = [response.feedback.outcomes.get(entry.source, math.nan) for response in scored]
+        outcomes += entry.weight * normalize_outcome(torch.tensor(numbers, dtype=torch.float64), groups)
+    return _FeedbackRewards(spans=spans, span_values=span_values, outcomes=outcomes)
+
+
+def _move_criterion(scored: ScoredRollout, name: str, objective: ObjectiveConfig, seed: int) -> CriterionRewards:
+    """Return the rewards of one criterion after `rewards.placement`; 0 for a response that lacks it."""
+    criterion = scored.criteria.get(name)
+    if criterion is None:
+        zeros = np.zeros_like(scored.token_rewards)
+        return CriterionRewards(token_rewards=zeros, per_token_rewards=zeros, weight=0.0)
+    return CriterionRewards(
+        token_rewards=_move_rewards(scored, criterion.token_rewards, objective, seed),
+        per_token_rewards=_move_values(scored, criterion.per_token_rewards, objective, seed),
+        weight=criterion.weight,
+    )
+
+
+def _move_values(scored: ScoredRollout, values: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
     """Return the values of the spans on their own tokens, [R]; the control "shuffled" moves them as well."""
     if objective.rewards.placement == "shuffled":
-        return _move_rewards(scored, scored.per_token_rewards, objective, seed)
-    return scored.per_token_rewards
+        return _move_rewards(scored, values, objective, seed)
+    return values
 
 
 def _mix_rewards(
     scored: Sequence[ScoredRollout],
-    placed: Sequence[np.ndarray],
+    feedback_rewards: _FeedbackRewards,
     stats: Sequence[TokenStats] | None,
     objective: ObjectiveConfig,
     *,
@@ -208,11 +269,11 @@ def _mix_rewards(
 ) -> StepRewards:
     """Return the step's rewards: spans, the final number, and k1; without `stats` there is no KL."""
     masks = []
-    final_rewards = []
+    penalties = []
     discounts = []
     for response in scored:
         masks.append(np.ones(len(response.rollout.response_ids)))
-        final_rewards.append(response.outcome_reward + response.truncation_penalty)
+        penalties.append(response.truncation_penalty)
         discounts.append(_discounts(response.rollout, objective))
 
     pad = partial(pad_sampled, scored)
@@ -222,9 +283,10 @@ def _mix_rewards(
     if stats is not None:
         logprobs = pad([token_stats.old_logprobs for token_stats in stats])
         ref_logprobs = pad([token_stats.ref_logprobs for token_stats in stats])
+    final_rewards = feedback_rewards.outcomes + torch.tensor(penalties, dtype=torch.float64)
     rewards = combine_rewards(
-        pad(placed),
-        torch.tensor(final_rewards),
+        feedback_rewards.spans,
+        final_rewards.float(),
         logprobs,
         ref_logprobs,
         mask,

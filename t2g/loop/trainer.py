@@ -26,7 +26,7 @@ from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_rewards
 from t2g.feedback.outcome_rewards import OutcomeRewards
-from t2g.feedback.rewards import compute_sentence_ids
+from t2g.feedback.rewards import compute_sentence_ids, reward_criteria, sum_criteria
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
@@ -384,7 +384,9 @@ class Trainer:
         rule = objective.rewards
         text = rollout.response_text
         offsets = rollout_offsets(self.tokenizer, rollout)
-        reward_by = partial(token_rewards, offsets, text=text, weights=self.config.feedback.weights)
+        weights = self.config.feedback.weights
+        reward_unweighted = partial(token_rewards, offsets, text=text)
+        reward_by = partial(reward_unweighted, weights=weights)
         per_token_rewards = reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"}))
         turn_starts = [turn.characters[0] for turn in rollout.turns]
         sentence_ids = compute_sentence_ids(offsets, text, self.task.step_pattern, starts=turn_starts)
@@ -393,10 +395,9 @@ class Trainer:
         for entry in objective.outcome_rewards:
             outcome_reward += entry.weight * feedback.outcomes.get(entry.source, 0.0)
 
-        criterion_rewards: dict[str, float] = {}
-        for name in feedback.criteria:
-            spans = [span for span in feedback.spans if span.criterion == name]
-            criterion_rewards[name] = float(reward_by(spans, rule=rule).sum())
+        criterion_rewards = sum_criteria(feedback, reward_by, rule=rule)
+        by_criterion = partial(reward_criteria, feedback, reward_unweighted, rule=rule, weights=weights)
+        criteria = by_criterion() if objective.normalize_criteria else {}
 
         return ScoredRollout(
             rollout=rollout,
@@ -408,6 +409,7 @@ class Trainer:
             truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
             answer_tokens=find_answer_tokens(offsets, rollout),
             criterion_rewards=criterion_rewards,
+            criteria=criteria,
         )
 
     def _advance(self, step: int, learned: _StepUpdate, scored: Sequence[ScoredRollout], *, num_samples: int) -> None:

@@ -72,6 +72,22 @@ def test_rules_discount_and_placement_are_the_configs(tokenizer: Any) -> None:
     assert plain.advantages.tolist() == [[-0.25, -0.5, -1], [0.25, 0, 0]]
 
 
+def test_a_confidence_multiplies_and_a_common_one_changes_nothing_on_one_scale(tokenizer: Any) -> None:
+    def judge(confidence: float) -> list[Any]:
+        unsure = {"quote": "b", "confidence": confidence}
+        return [("", [unsure], []), ("", [], [{"quote": "c", "confidence": confidence}]), ("", [], []), None]
+
+    unsure_credit = credit(tokenizer, TEXTS, judge(0.5), [0] * 4, whiten="none")
+    assert unsure_credit.token_rewards[:2].tolist() == [[0, 0.5, 0], [0, 0, -0.5]]
+    for local_coef in (0.0, 0.3):
+        objective = {"whiten": "none", "normalize_criteria": True, "local_coef": local_coef}
+        half = credit(tokenizer, TEXTS, judge(0.5), [0] * 4, **objective).advantages
+        full = credit(tokenizer, TEXTS, judge(1.0), [0] * 4, **objective).advantages
+        torch.testing.assert_close(half, full)
+    with pytest.raises(UserError, match=r"response 0: .* confidence: Input should be less than or equal to 1"):
+        credit(tokenizer, TEXTS, judge(1.5), [0] * 4)
+
+
 def test_a_judged_end_of_the_response_has_its_own_characters(tokenizer: Any) -> None:
     """The thinking before it may hold the same text."""
     assigned = assign_credit(tokenizer, ["ab"], [encode(tokenizer, "abcab")], [("", [(0, 1)], [])], [0])
@@ -150,7 +166,8 @@ def loop_advantages(
 
 
 responses = st.text("abc", min_size=1, max_size=6)
-pieces = st.lists(st.sampled_from("abc"), max_size=2)
+unsure = st.builds(dict, quote=st.sampled_from("abc"), confidence=st.sampled_from([0, 0.25, 1]))
+pieces = st.lists(st.sampled_from("abc") | unsure, max_size=2)
 
 
 @given(st.lists(st.tuples(responses, st.none() | st.tuples(st.just(""), pieces, pieces)), min_size=2, max_size=6))
@@ -164,6 +181,7 @@ pieces = st.lists(st.sampled_from("abc"), max_size=2)
         {"values": "span", "lam": 0.8},
         {"values": "sentence", "lam": 0.5},
         {"lam": 0.9},
+        {"normalize_criteria": True},
     ],
 )
 def test_it_is_the_loops_own(tokenizer: Any, options: dict[str, Any], judged: list[tuple[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """Artificial noise in feedback, to measure how a method depends on correct spans."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -34,16 +35,43 @@ def add_noise(
 
     A moved span keeps its length; its new position is uniform over all others. Every span takes the same draws at every
     noise level, so that a higher level changes all that a lower level changes. Critique and counts stay the same; no
-    span keeps its fix.
+    span keeps its fix. With `noise.confidence` the confidence of a span is multiplied by `compute_confidence`.
     """
+    changed_share = 1 - (1 - noise.flip) * (1 - noise.move)
+    signals = rng.spawn(1)[0]  # the noise is the same with and without confidences
     remaining: list[Span] = []
     for span in feedback.spans:
         draws = rng.random(4).tolist()
         noisy = _apply_noise(span, noise, len(response_text), draws)
-        if noisy is not None:
-            remaining.append(noisy)
+        signal = 1 - signals.random()
+        if noisy is None:
+            continue
+        if noise.confidence:
+            is_changed = (noisy.label, noisy.start) != (span.label, span.start)
+            factor = compute_confidence(signal, changed_share, is_changed=is_changed)
+            noisy = replace(noisy, confidence=span.confidence * factor)
+        remaining.append(noisy)
     status = "empty" if feedback.status == "ok" and not remaining else feedback.status
     return replace(feedback, spans=tuple(remaining), status=status)
+
+
+def compute_confidence(signal: float, changed_share: float, *, is_changed: bool) -> float:
+    """Return the probability that a span is intact, from noisy evidence x: a confidence that is calibrated.
+
+        x = sqrt(u) of an intact span, 1 - sqrt(u) of a changed one       densities 2 x and 2 (1 - x)
+        confidence = x (1 - p) / (x (1 - p) + (1 - x) p)
+
+    x of an intact span exceeds x of a changed one with probability 5/6.
+
+    Args:
+        signal: u, uniform in (0, 1].
+        changed_share: p, the probability that a span is changed.
+    """
+    root = math.sqrt(signal)
+    evidence = 1 - root if is_changed else root
+    intact = evidence * (1 - changed_share)
+    changed = (1 - evidence) * changed_share
+    return intact / (intact + changed)
 
 
 def _apply_noise(span: Span, noise: NoiseConfig, num_chars: int, draws: list[float]) -> Span | None:

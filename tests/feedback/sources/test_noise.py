@@ -1,6 +1,7 @@
 """Noise by draws that are known, by rates, and by what it must leave alone."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def feedback(*spans: Span, status: str = "ok") -> SpanFeedback:
     )  # type: ignore[arg-type]
 
 
-def noisy(clean: SpanFeedback, *, seed: int = 0, text: str = TEXT, **noise: float) -> SpanFeedback:
+def noisy(clean: SpanFeedback, *, seed: int = 0, text: str = TEXT, **noise: Any) -> SpanFeedback:
     return add_noise(clean, NoiseConfig(**noise), response_text=text, rng=np.random.default_rng(seed))
 
 
@@ -83,6 +84,33 @@ def test_more_noise_changes_what_less_noise_changed(seed: int, low: float, high:
         assert untouched[1] <= untouched[0]
     for span in noisy(clean, seed=seed, **{kind: high}).spans:
         assert 0 <= span.start < span.end <= len(TEXT)
+
+
+def test_a_confidence_is_the_probability_that_the_span_is_intact() -> None:
+    many = feedback(*[GOOD, POOR] * 6000)
+    noise = {"flip": 0.2, "move": 0.1}
+    changed_share = 1 - 0.8 * 0.9
+    plain = noisy(many, **noise).spans
+    weighed = noisy(many, confidence=True, **noise).spans
+    assert tuple(replace(span, confidence=1.0) for span in weighed) == plain  # the same noise
+    confidences = np.array([span.confidence for span in weighed])
+    is_intact = np.array([span.label == was.label for span, was in zip(plain, many.spans, strict=True)])
+    is_intact &= np.array([span.start == was.start for span, was in zip(plain, many.spans, strict=True)])
+    assert confidences.mean() == pytest.approx(1 - changed_share, abs=0.02)
+    for low in np.arange(0.0, 1.0, 0.1):
+        is_near = (low <= confidences) & (confidences < low + 0.1)
+        deviation = 0.5 / np.sqrt(is_near.sum())
+        assert is_intact[is_near].mean() == pytest.approx(confidences[is_near].mean(), abs=5 * deviation)
+    above = confidences[is_intact][:, None] > confidences[~is_intact][None, :1000]
+    assert above.mean() == pytest.approx(5 / 6, abs=0.03)
+
+
+def test_a_confidence_multiplies_that_of_the_source() -> None:
+    unsure = Span(start=0, end=2, label=1, confidence=0.5)
+    assert noisy(feedback(GOOD, unsure), confidence=True) == feedback(GOOD, unsure)  # nothing is changed
+    assert {span.confidence for span in noisy(feedback(GOOD, POOR), flip=1.0, confidence=True).spans} == {0}
+    factor = noisy(feedback(GOOD), flip=0.3, confidence=True).spans[0].confidence
+    assert noisy(feedback(unsure), flip=0.3, confidence=True).spans[0].confidence == 0.5 * factor
 
 
 class Source(FeedbackSource):
