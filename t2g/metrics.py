@@ -100,6 +100,8 @@ ZERO_VARIANCE = _add(
     "share of prompts",
     "all samples earn the same at every token",
 )
+FURTHER_PROMPTS = _add("group/further_prompts", "prompts", "drawn in the step by rollout.resample_zero_groups")
+REPLACED_PROMPTS = _add("group/replaced_prompts", "prompts", "all samples earn the same; replaced by a further prompt")
 GOOD_SHARE = _add("tokens/good_share", "share of tokens", "answer tokens in spans worth more than 0")
 POOR_SHARE = _add("tokens/poor_share", "share of tokens", "answer tokens in spans worth less than 0")
 NEUTRAL_SHARE = _add("tokens/neutral_share", "share of tokens", "all other answer tokens")

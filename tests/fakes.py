@@ -102,11 +102,14 @@ class FakeFeedback(FeedbackSource):
     def __init__(self) -> None:
         self.failing: Callable[[Prompt], bool] = lambda prompt: False
         self.before_judge: Callable[[Prompt], None] = lambda prompt: None
+        self.silent: Callable[[Prompt], bool] = lambda prompt: False  # every response earns 0
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         self.before_judge(prompt)
         if self.failing(prompt):
             return make_failed_feedback("failed", source=self.name, version="fake")
+        if self.silent(prompt):
+            return make_feedback("nothing", [], [], response_text, source=self.name, version="fake")
         good = [("a", k + 1) for k in range(response_text.count("a"))]
         poor = [("b", k + 1) for k in range(response_text.count("b"))]
         return make_feedback("a yes, b no", good, poor, response_text, source=self.name, version="fake")

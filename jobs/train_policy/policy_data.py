@@ -13,6 +13,7 @@ from t2g.data.prompts import make_prompts
 from t2g.environments.converse import make_encoder
 from t2g.environments.environment import Environment
 from t2g.feedback.outcome_rewards import OutcomeRewards
+from t2g.loop.resampling import check_further_prompts
 from t2g.loop.steps import check_truncation_penalty
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references
@@ -66,6 +67,8 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
 
     penalty = max(job.objective.truncation_penalty for job in jobs)
     check_truncation_penalty(tokenizer, prompts, config.model, penalty)
+    for job in jobs:
+        check_further_prompts(job, len(prompts))
     prompts_per_step = config.rollout.prompts_per_step
     if len(prompts) < prompts_per_step:
         logger.warning(
@@ -87,9 +90,10 @@ def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
     """Return the data with the mode of each record's tests, without records whose reference fails.
 
     Raises:
-        UserError: No prompt is left.
+        UserError: No prompt is left, or fewer than a step may take.
     """
     checked = partial(check_references, task=data.task, sandbox=config.feedback.sandbox, folder=config.run.folder)
     prompts = checked(data.prompts)
+    check_further_prompts(config, len(prompts))
     eval_prompts = checked(data.eval_prompts)
     return replace(data, prompts=prompts, eval_prompts=eval_prompts)

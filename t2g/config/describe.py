@@ -29,6 +29,9 @@ def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int,
     samples_of_prompt = count(rollout.samples_per_prompt, "sample")
     samples = count(num_samples, "sample")
     step = f"step: {prompts} x {samples_of_prompt} = {samples}, {format_sampling(rollout)}"
+    num_further = rollout.resample_zero_groups
+    if num_further:
+        step += f"; at most {count(num_further, 'prompt')} more for those whose samples all earn the same"
 
     epochs = count(learner.num_epochs, "epoch")
     minibatches = count(learner.minibatches_per_epoch, "minibatch")
@@ -46,7 +49,11 @@ def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int,
 
     steps = count(num_steps, "step")
     all_samples = count(num_steps * num_samples, "sample")
-    return [step, update, weights, f"run: {steps}, {all_samples} in all"]
+    run = f"run: {steps}, {all_samples} in all"
+    if num_further:
+        more = num_steps * num_further * rollout.samples_per_prompt
+        run += f", and at most {more:,} more"
+    return [step, update, weights, run]
 
 
 def format_sampling(rollout: RolloutConfig) -> str:

@@ -142,9 +142,35 @@ class PolicyJob(SyncedJob, JobConfig):
                 "objective.kl_estimator=k1 is part of the rewards, and objective.teacher.weight=1 trains none: set k3"
             )
         if self.objective.trains_rewards and not self.objective.uses_critic and self.rollout.samples_per_prompt < 2:
+            by_position = self.objective.values == "position"
+            key = f"advantages={self.objective.advantages}" if by_position else f"values={self.objective.values}"
             raise ValueError(
-                f"objective.advantages={self.objective.advantages} compares the samples of a prompt: "
-                "rollout.samples_per_prompt is 1 and needs to be 2 or more"
+                f"objective.{key} compares the samples of a prompt: rollout.samples_per_prompt is 1 and needs to be 2 "
+                "or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_resampling(self) -> Self:
+        number = self.rollout.resample_zero_groups
+        if number == 0:
+            return self
+        key = f"rollout.resample_zero_groups={number}"
+        if self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"{key} replaces prompts whose samples all earn the same: rollout.samples_per_prompt is 1 and needs to "
+                "be 2 or more"
+            )
+        advantages = self.objective.advantages
+        if advantages not in ("group", "group_normalised"):
+            raise ValueError(
+                f"{key} replaces prompts whose samples all earn the same, and objective.advantages={advantages} does "
+                "not compare samples: set advantages=group, or resample_zero_groups=0"
+            )
+        if not self.objective.trains_rewards:
+            raise ValueError(
+                f"{key} replaces prompts whose samples all earn the same, and objective.teacher.weight=1 trains no "
+                "rewards: set resample_zero_groups=0"
             )
         return self
 

@@ -48,13 +48,16 @@ def choose_poor_rewards(task: str) -> tuple[float, float, float] | None:
 
 
 def choose_advantages(
-    teacher: TeacherConfig | None, samples_per_prompt: int, critic_warmup_steps: int, critic_ranks: object
+    teacher: TeacherConfig | None, samples_per_prompt: int, critic_warmup_steps: int, critic_ranks: object, values: str
 ) -> Advantages | None:
-    """Return gae where there is a critic, or where a prompt's single sample has no group to compare with."""
+    """Return gae where there is a critic, or where a prompt's single sample has no group to compare with.
+
+    Values by sentence or span ask for a comparison: with a single sample they are refused.
+    """
     if critic_ranks or critic_warmup_steps:
         return "gae"
     trains_rewards = teacher is None or not teacher.replaces_rewards
-    if trains_rewards and samples_per_prompt == 1:
+    if trains_rewards and samples_per_prompt == 1 and values == "position":
         return "gae"
     return None
 
@@ -68,6 +71,13 @@ def choose_turn_gamma(source: str, placement: Placement) -> float | None:
     return 0.0 if pays_each_turn else None
 
 
+ADVANTAGES_FOLLOW = (
+    "objective.teacher",
+    "rollout.samples_per_prompt",
+    "learner.critic_warmup_steps",
+    "learner.critic_ranks",
+    "objective.values",
+)
 # In the order in which they are set.
 DERIVED_DEFAULTS = (
     DerivedDefault(
@@ -78,9 +88,7 @@ DERIVED_DEFAULTS = (
     DerivedDefault(key="objective.rewards.poor", follows=("task",), derive=choose_poor_rewards),
     DerivedDefault(
         key="objective.advantages",
-        follows=(
-            "objective.teacher", "rollout.samples_per_prompt", "learner.critic_warmup_steps", "learner.critic_ranks",
-        ),
+        follows=ADVANTAGES_FOLLOW,
         derive=choose_advantages,
     ),
     DerivedDefault(

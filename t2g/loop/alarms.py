@@ -215,8 +215,8 @@ def _format_credit_alarm(name: str, value: float, config: AlarmConfig) -> str:
         return (
             f"the samples of {value:.0%} of the prompts all earn the same at every token, above "
             f"alarms.max_zero_variance_share={config.max_zero_variance_share:.0%}, so that comparing them says "
-            "nothing: take prompts of another difficulty, raise rollout.samples_per_prompt or rollout.temperature, or "
-            "pay for more (objective.outcome_rewards, feedback.style)"
+            "nothing: take prompts of another difficulty, raise rollout.samples_per_prompt, rollout.temperature or "
+            "rollout.resample_zero_groups, or pay for more (objective.outcome_rewards, feedback.style)"
         )
     return ""
 

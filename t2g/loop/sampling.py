@@ -24,6 +24,7 @@ from t2g.feedback.rewards import score_spans
 from t2g.feedback.sources.combined import combine_feedback
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
+from t2g.loop.resampling import FilteredGroups
 from t2g.loop.steps import sampling_seed
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
@@ -42,6 +43,12 @@ class JudgedStep:
     feedback_s: float  # from then to the last feedback: feedback overlaps with sampling
     unsampled: Mapping[str, str] = field(default_factory=dict)  # prompt_id -> why the prompt has no response
     num_unsampled: int = 0  # responses that these prompts lack
+    filtered: FilteredGroups = field(default_factory=FilteredGroups)  # judged as well, and not trained on
+
+    @property
+    def all_responses(self) -> tuple[JudgedResponse, ...]:
+        """Return all responses that were sampled for the step."""
+        return self.responses + self.filtered.responses
 
 
 def make_sampling(config: PolicyJob | PolicyEvaluationJob, split: str, step: int, *, num_samples: int) -> Sampling:
@@ -62,21 +69,23 @@ def training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSo
 
 
 def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int) -> list[JudgedResponse]:
-    """Return the responses with usable feedback.
+    """Return the responses to train on: those with usable feedback.
 
     Raises:
-        RunStopped: More than `feedback.max_failed_share` of the step has no usable feedback.
+        RunStopped: More than `feedback.max_failed_share` of the step has no usable feedback. The share is of all
+            samples, those of replaced and further prompts included.
     """
     usable = [response for response in judged.responses if response.feedback.usable]
-    num_requested = len(judged.responses) + judged.num_unsampled
-    lost_share = 1 - len(usable) / num_requested
+    num_requested = len(judged.all_responses) + judged.num_unsampled
+    num_usable = sum(response.feedback.usable for response in judged.all_responses)
+    lost_share = 1 - num_usable / num_requested
     max_share = config.feedback.max_failed_share
     if usable and lost_share <= max_share:
         return usable
 
     counts: Counter[str] = Counter()
     first_reason = ""
-    for response in judged.responses:
+    for response in judged.all_responses:
         feedback = response.feedback
         counts[feedback.status] += 1
         if not feedback.usable:
@@ -98,7 +107,7 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for prompt_id, reason in judged.unsampled.items():
         records.append({"prompt_id": prompt_id, "sample_index": None, "reason": reason})
-    for response in judged.responses:
+    for response in judged.all_responses:
         feedback = response.feedback
         if feedback.usable:
             continue
@@ -106,6 +115,8 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
         reason = f"feedback {feedback.status}{detail}"
         rollout = response.rollout
         records.append({"prompt_id": rollout.prompt_id, "sample_index": rollout.sample_index, "reason": reason})
+    for prompt_id, reason in judged.filtered.reasons.items():
+        records.append({"prompt_id": prompt_id, "sample_index": None, "reason": reason})
     return records
 
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from t2g import metrics as m
-from t2g.config import ObjectiveConfig
+from t2g.config import ObjectiveConfig, RolloutConfig
 from t2g.feedback.rewards import compute_label_shares
+from t2g.loop.sampling import JudgedStep
 from t2g.loop.step_advantages import zero_variance_share
 from t2g.tasks.base import Task
 from t2g.types import (
@@ -279,6 +280,26 @@ def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, floa
     if praised:
         shares[m.FAULTS_PRAISED] = float(np.mean(praised))
     return shares
+
+
+def sample_metrics(judged: JudgedStep, ages: np.ndarray, rollout: RolloutConfig) -> dict[str, float]:
+    """Return ages, numbers and times of a step's samples: dropped ones, and further prompts if they may be drawn.
+
+    Args:
+        ages: `steps.token_staleness` of the step, [N].
+    """
+    num_unusable = sum(not response.feedback.usable for response in judged.all_responses)
+    metrics = {
+        m.STALENESS_MEAN: float(ages.mean()),
+        m.STALENESS_MAX: float(ages.max()),
+        m.DROPPED_SAMPLES: float(num_unusable + judged.num_unsampled),
+        m.DROPPED_PROMPTS: float(len(judged.unsampled)),
+    }
+    metrics |= {m.GENERATE_S: judged.generate_s, m.FEEDBACK_S: judged.feedback_s}
+    if rollout.resample_zero_groups:
+        metrics[m.FURTHER_PROMPTS] = float(judged.filtered.num_further)
+        metrics[m.REPLACED_PROMPTS] = float(judged.filtered.num_replaced)
+    return metrics
 
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:

@@ -260,7 +260,7 @@ def next_kl_coef(
     Args:
         kl: To the reference, nats per response (`step_kl`).
         scored: The responses of the step, whose length counts for `objective.kl_target_per_token`.
-        num_samples: Responses that were sampled for the step.
+        num_samples: Responses of the step's batch.
     """
     target = objective.kl_target
     if objective.kl_target_per_token is not None:

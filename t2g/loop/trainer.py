@@ -31,7 +31,8 @@ from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, Rol
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
 from t2g.loop.producer import Producer
-from t2g.loop.step_metrics import fault_recall, group_metrics, step_metrics, sync_metrics
+from t2g.loop.resampling import Signal, find_signal
+from t2g.loop.step_metrics import fault_recall, group_metrics, sample_metrics, step_metrics, sync_metrics
 from t2g.loop.teacher import teacher_critiques, teacher_metrics
 from t2g.runs.checkpoint import CheckpointStore, FileHashes
 from t2g.runs.identity import Identity, check_identity, save_identity
@@ -162,6 +163,7 @@ class Trainer:
             self.train_feedback,
             finished=self._finished,
             outcome_rewards=self._outcome_rewards,
+            find_signal=self._find_signal if self.config.rollout.resample_zero_groups else None,
             on_phase=self.on_phase,
         )
         async with producer:
@@ -205,21 +207,20 @@ class Trainer:
         learned = await self._learn(step, scored, prompts)
         synced = await self._push_weights(learned.result.policy_version)
 
-        self._advance(step, learned, scored, num_samples=len(judged.responses))
+        self._advance(step, learned, scored, judged)
         metrics = self._collect_metrics(judged.responses, scored, learned, synced)
         metrics |= recovered
         metrics |= await self.extra_metrics()
+        metrics |= sample_metrics(judged, ages, self.config.rollout)
         step_s = time.monotonic() - started
         busy_share = (self._busy_s + synced.seconds) / step_s
         metrics |= {
             m.SAMPLES: float(self.state.num_samples),
-            **_staleness_metrics(ages),
             m.BUFFERED: float(producer.count_waiting()),
-            **_drop_metrics(judged),
             m.IDLE_LEARNER: max(0.0, 1 - busy_share),
         }
-        metrics |= _time_metrics(judged, learned)
         metrics |= {
+            m.LEARN_S: learned.seconds,
             m.STEP_S: step_s,
             m.SPEED: len(ages) / step_s,
         }
@@ -412,15 +413,22 @@ class Trainer:
             criteria=criteria,
         )
 
-    def _advance(self, step: int, learned: _StepUpdate, scored: Sequence[ScoredRollout], *, num_samples: int) -> None:
+    def _find_signal(self, group: Group) -> Signal:
+        usable = [(rollout, feedback) for rollout, feedback in group.samples if feedback.usable]
+        scored = [self._score(rollout, feedback) for rollout, feedback in usable]
+        return find_signal(scored, self.config.objective, seed=self.config.run.seed)
+
+    def _advance(
+        self, step: int, learned: _StepUpdate, scored: Sequence[ScoredRollout], judged: sampling.JudgedStep
+    ) -> None:
         objective = self.config.objective
         kl_coef = steps.next_kl_coef(
-            objective, self.state.kl_coef, kl=learned.kl, scored=scored, num_samples=num_samples
+            objective, self.state.kl_coef, kl=learned.kl, scored=scored, num_samples=len(judged.responses)
         )
         self.state = replace(
             self.state,
             step=step,
-            num_samples=self.state.num_samples + num_samples,
+            num_samples=self.state.num_samples + len(judged.all_responses),
             policy_version=learned.result.policy_version,
             kl_coef=kl_coef,
         )
@@ -483,24 +491,3 @@ class Trainer:
         await asyncio.wait([sealing])
         self._sealing = None
         sealing.result()
-
-
-def _staleness_metrics(ages: np.ndarray) -> dict[str, float]:
-    return {m.STALENESS_MEAN: float(ages.mean()), m.STALENESS_MAX: float(ages.max())}
-
-
-def _drop_metrics(judged: sampling.JudgedStep) -> dict[str, float]:
-    """Return the numbers of responses that are not trained on, and of prompts without a response."""
-    num_unusable = sum(not response.feedback.usable for response in judged.responses)
-    return {
-        m.DROPPED_SAMPLES: float(num_unusable + judged.num_unsampled),
-        m.DROPPED_PROMPTS: float(len(judged.unsampled)),
-    }
-
-
-def _time_metrics(judged: sampling.JudgedStep, learned: _StepUpdate) -> dict[str, float]:
-    return {
-        m.GENERATE_S: judged.generate_s,
-        m.FEEDBACK_S: judged.feedback_s,
-        m.LEARN_S: learned.seconds,
-    }

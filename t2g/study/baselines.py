@@ -136,6 +136,12 @@ def check(procedure: str, job: PolicyJob) -> None:
         raise UserError(f"{procedure} shows the critique to a model, and feedback.style.critique=false has none")
     if procedure == "dpo" and not job.objective.train_thinking:
         raise UserError("dpo trains whole responses; set objective.train_thinking=true, or leave the method out")
+    number = job.rollout.resample_zero_groups
+    if number:
+        raise UserError(
+            f"{procedure} trains on every prompt, and rollout.resample_zero_groups={number} would replace some: set it "
+            "to 0, or in the method files that use it"
+        )
     if job.environment is not None:
         raise UserError(f"{procedure} has responses of a single turn: remove environment, or leave the method out")
     if job.eval_data is None:

@@ -63,6 +63,14 @@ def test_policy() -> None:
     ]
 
 
+def test_further_prompts_are_counted() -> None:
+    rollout = ROLLOUT.model_copy(update={"resample_zero_groups": 3})
+    job = PolicyJob(model=MODEL, data=DATA, num_steps=50, feedback=PROGRAM, rollout=rollout, learner=LEARNER)
+    text = job.describe()
+    assert "at most 3 prompts more" in text
+    assert "1,200 samples in all, and at most 300 more\n" in text
+
+
 def test_a_reward_model_has_a_role_and_evaluation_is_described() -> None:
     feedback = FeedbackConfig(reward_model="rm")
     text = PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback, environment="a:B").describe()

@@ -48,19 +48,22 @@ def test_the_rewards_of_poor_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("teacher_weight", "samples", "warmup_steps", "advantages"),
+    ("teacher_weight", "samples", "warmup_steps", "values", "advantages"),
     [
-        (None, 4, 0, None),
-        (None, 1, 0, "gae"),
-        (None, 4, 2, "gae"),
-        (0.5, 1, 0, "gae"),
-        (1.0, 1, 0, None),  # the teacher alone trains: there are no rewards to compare
-        (1.0, 1, 2, "gae"),
+        (None, 4, 0, "position", None),
+        (None, 1, 0, "position", "gae"),
+        (None, 4, 2, "position", "gae"),
+        (0.5, 1, 0, "position", "gae"),
+        (1.0, 1, 0, "position", None),  # the teacher alone trains: there are no rewards to compare
+        (1.0, 1, 2, "position", "gae"),
+        (None, 1, 0, "sentence", None),  # which is refused
     ],
 )
-def test_the_advantages(teacher_weight: float | None, samples: int, warmup_steps: int, advantages: str | None) -> None:
+def test_the_advantages(
+    teacher_weight: float | None, samples: int, warmup_steps: int, values: str, advantages: str | None
+) -> None:
     teacher = None if teacher_weight is None else TeacherConfig(weight=teacher_weight)
-    assert choose_advantages(teacher, samples, warmup_steps, None) == advantages
+    assert choose_advantages(teacher, samples, warmup_steps, None, values) == advantages
 
 
 @pytest.mark.parametrize(

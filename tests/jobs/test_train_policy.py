@@ -132,6 +132,9 @@ def test_a_late_record_without_tests_is_refused_before_anything_runs(
     )  # fmt: skip
     pays = with_overrides(job, {"objective.outcome_rewards": [{"source": "task"}]})
     assert len(read_data(job).prompts) == 9
+    resamples = with_overrides(job, {"rollout.resample_zero_groups": 8})
+    with pytest.raises(UserError, match=r"data.path has 9 prompts, .*resample_zero_groups=8 may take 10"):
+        read_data(job, [job, resamples])
     for read in (lambda: read_data(pays), lambda: read_data(job, [job, pays])):  # of a method of a comparison as well
         with pytest.raises(
             UserError, match=r"outcome_rewards: source task pays passed, and 1 of 9 prompts .* the first is prompt q8; "

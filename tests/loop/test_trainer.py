@@ -425,6 +425,8 @@ def test_what_an_updates_only_pass_saw_is_what_a_pass_before_it_sees(tokenizer: 
 def test_a_group_of_one_is_refused(advantages: str) -> None:
     with pytest.raises(ValidationError, match=rf"objective.advantages={advantages} compares .* needs to be 2 or more"):
         job(advantages=advantages, samples_per_prompt=1)
+    with pytest.raises(ValidationError, match=r"objective.values=sentence compares .* needs to be 2 or more"):
+        job(values="sentence", samples_per_prompt=1)
     assert job(samples_per_prompt=1).rollout.samples_per_prompt == 1
 
 

@@ -195,6 +195,8 @@ def test_the_reviser_has_room_for_the_critique() -> None:
     [
         ("dpo", {"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt"),
         ("ilf", {"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt"),
+        ("dpo", {"rollout": {"resample_zero_groups": 2}}, "resample_zero_groups=2"),
+        ("reflection", {"rollout": {"resample_zero_groups": 2}}, "resample_zero_groups=2"),
         ("ilf", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"eval_data": None}, "eval_data"),
