@@ -14,6 +14,17 @@ from jobs.common.cli import main, print_outputs
 from t2g.config import BenchmarkJob
 
 
+def check_start(config: BenchmarkJob) -> None:
+    """Refuse, before anything is started, measurements of another config. Raises UserError."""
+    from jobs.benchmark_phases.results import FILE
+    from t2g.runs import identity
+
+    if config.run.resume == "never":
+        return
+    run_identity = identity.Identity.from_config(config)
+    identity.load_result(config.run.folder, run_identity, FILE, should_save=False)
+
+
 def run(config: BenchmarkJob) -> int:
     """Measure all phases; return 3 if a phase failed, after the others."""
     import asyncio
@@ -48,4 +59,4 @@ def run(config: BenchmarkJob) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(BenchmarkJob, run))
+    sys.exit(main(BenchmarkJob, run, check=check_start))

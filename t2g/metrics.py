@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 CHOICES = {"role": ("rollout", "reward"), "model": ("policy", "critic")}
 _PLACEHOLDER = re.compile(r"<(\w+)>")
@@ -247,6 +248,13 @@ HELD_OUT_LENGTH = _add("eval/length_mean", "tokens", "of held-out responses")
 _add("eval/<score>_turn_<n>", "score per response", "the measure after n turns, with an environment")
 EVAL = _add("eval/<name>", "", "held-out metric of the task, only in steps that evaluate")
 
+EARLIER_NAMES = {  # in the logs of runs of earlier versions
+    "sync/hand_over_s": "sync/copy_to_core_s",
+    "tokens/unlabelled_share": NEUTRAL_SHARE,
+    "response/cut_share": TRUNCATED_SHARE,
+    "reward/end_mean": OUTCOME_MEAN,
+}
+
 _LINE = (  # parts of a step's terminal line: metric and template
     (TOKEN_REWARD, "reward {:+.3f}"),
     (OUTCOME_MEAN, "outcome {:+.3f}"),
@@ -267,6 +275,15 @@ _LINE = (  # parts of a step's terminal line: metric and template
     (LEARN_S, "learn {:.1f}s"),
     (SYNC_S, "sync {:.1f}s"),
 )
+
+
+def with_current_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a logged record, which a run of an earlier version may have written, with the names of today.
+
+    >>> with_current_names({"step": 3, "sync/hand_over_s": 0.25})
+    {'step': 3, 'sync/copy_to_core_s': 0.25}
+    """
+    return {EARLIER_NAMES.get(name, name): value for name, value in record.items()}
 
 
 def pair_evaluations(steps: Iterable[Mapping[str, float | None]], name: str) -> list[tuple[float, float]]:

@@ -223,12 +223,19 @@ class CriterionRewards:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRollout:
-    """A rollout with its feedback projected onto the sampled tokens."""
+    """A rollout with its feedback projected onto the sampled tokens.
+
+    `token_rewards` are what `objective.rewards` pays, by default a span once, at its last token. `per_token_rewards`
+    say which tokens are good or poor: each token of a span has the span's value.
+
+        response "so good, so bad", spans good "so good", poor "bad", tokens "so" " good" "," " so" " bad"
+        token_rewards [0, 1, 0, 0, -1], per_token_rewards [1, 1, 0, 0, -1]
+    """
 
     rollout: Rollout
     feedback: SpanFeedback
-    token_rewards: np.ndarray  # [R] float32, the spans' rewards by objective.rewards; before placement, span_coef, KL
-    per_token_rewards: np.ndarray  # [R] float32, the paper's delta: each token has its spans' value, in any unit
+    token_rewards: np.ndarray  # [R] float32, paid by objective.rewards; before placement, span_coef, KL
+    per_token_rewards: np.ndarray  # [R] float32, the paper's delta, whatever unit objective.rewards pays
     sentence_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
     answer_tokens: np.ndarray  # [R] bool, whether the token belongs to an answer: no thinking, nothing inserted
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards

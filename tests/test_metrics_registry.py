@@ -1,11 +1,14 @@
 """One registry of metrics: no name is written elsewhere, and the patterns of families find their members."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from t2g.metrics import METRICS, find_metric, list_names
+from t2g.config import LogConfig
+from t2g.metrics import EARLIER_NAMES, METRICS, find_metric, list_names
+from t2g.runs.log import METRICS_FILE, RunLog, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("t2g", "actors", "jobs", "docker")
@@ -42,6 +45,20 @@ def test_no_metric_is_named_outside_the_registry() -> None:
 def test_a_logged_name_is_found(logged: str, family: str) -> None:
     metric = find_metric(logged)
     assert metric is not None and metric.name == family
+
+
+def test_metrics_of_an_earlier_run_are_read_under_their_names_of_today(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    line = {"step": 1, "sync/hand_over_s": 0.25, "response/cut_share": 0.5, "reward/token_mean": 0.125}
+    path.write_text(json.dumps(line) + "\n")
+    expected = {"step": 1, "sync/copy_to_core_s": 0.25, "response/truncated_share": 0.5, "reward/token_mean": 0.125}
+    assert [*read_records(path)] == [expected]
+    log = RunLog(tmp_path, LogConfig(tensorboard=False))
+    assert log.truncate(first_step=2) == [expected]
+    log.close()
+    assert json.loads(path.read_text()) == expected
+    for name, current in EARLIER_NAMES.items():
+        assert find_metric(current) is not None and find_metric(name) is None
 
 
 @pytest.mark.parametrize("name", ["policy/klx", "policy", "learner/workers", "reward/outcome/", "sandbox/_share", ""])

@@ -209,6 +209,9 @@ class Fleet:
             worker.capacity = stats.cache_tokens / max_tokens if stats.cache_tokens else 1.0
         return summary([stats for _, stats in measured])
 
+    def clear_cache(self) -> None:
+        """Drop cached answers, in a fleet that has any."""
+
     def close(self) -> None:
         """End every worker; their engine cores end with them."""
         for worker in self._workers:

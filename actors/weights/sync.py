@@ -76,7 +76,7 @@ class FleetWeightSync:
         """
         previous = self._sent and replace(self._sent, buckets=[], previous=None)
         self._sent = None  # frees the object store for the new version, which also serves waiting catch-ups
-        self._take_over()
+        self._cancel_catch_up()
         async with self.sending:
             started = time.monotonic()
             shapes = await asyncio.to_thread(self._learner.get_manifest)
@@ -151,8 +151,10 @@ class FleetWeightSync:
         is_rounded = self._config.dtype == "bfloat16" and self._fleet.config.dtype == "float32"
         return version.number == 0 and self._config.lora is None and not is_rounded
 
-    def _take_over(self) -> None:
-        """Cancel a catch-up from stored buckets. A catch-up from the learner goes on: its ranks are in a collective.
+    def _cancel_catch_up(self) -> None:
+        """Cancel a catch-up that sends stored buckets: its worker gets the new version in the push.
+
+        A catch-up that gathers from the learner goes on, because its ranks are in a collective.
 
         This is a separate function because a reference to the cancelled task would keep its buckets in memory.
         """

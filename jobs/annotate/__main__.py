@@ -10,24 +10,10 @@ says how long all will take. The record's format: t2g/README.md.
 """
 
 import sys
-from pathlib import Path
 
-from jobs.annotate import annotation_runs as runs
-from jobs.api.calls import READ_SAMPLES, run_annotation
+from jobs.annotate.annotation_job import READ_SAMPLES, complete_annotation, describe
 from jobs.common.cli import main
 from t2g.config import AnnotateJob
 
-
-def describe(config: AnnotateJob) -> str:
-    """Return the description of the job, with the requests to an endpoint if the data is readable. Needs no key."""
-    needs_endpoint = "llm" in config.annotate.models and not config.roles()
-    if needs_endpoint and all(Path(path).is_file() for path in config.data.paths):
-        samples = runs.read_samples(config)
-        records = runs.known_records(config, samples)
-        missing = runs.missing_samples(samples, records)
-        runs.print_token_estimate(config, missing)
-    return config.describe()
-
-
 if __name__ == "__main__":
-    sys.exit(main(AnnotateJob, run_annotation, describe, read=READ_SAMPLES))
+    sys.exit(main(AnnotateJob, complete_annotation, describe, read=READ_SAMPLES))

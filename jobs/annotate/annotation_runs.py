@@ -3,19 +3,18 @@
 `jobs.annotate` makes one run, and `jobs.demo` makes one as an artifact.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jobs.common.cli import StopFlag
-from jobs.common.journals import drain_seconds, judging_concurrency, run_until_stopped
+from jobs.common.journals import collect, judging_limits
 from jobs.common.run_folder import SMOKE_INPUTS, begin_folder, check_folder, sole_process
-from t2g.config import AnnotateConfig, AnnotateJob, ModelConfig, SourceConfig
+from t2g.config import AnnotateJob, ModelConfig, SourceConfig
+from t2g.config.jobs import JOURNAL_FILE
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, UserError
@@ -29,9 +28,9 @@ from t2g.feedback.sources.make import make_local_source
 from t2g.files import write_json
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop import annotation
-from t2g.loop.annotation import ConcurrencyLimit, Sample, SampleResponses
-from t2g.runs.journal import Journal, read_journal
-from t2g.runs.progress import format_duration, show_progress
+from t2g.loop.annotation import Annotator, Sample, SampleResponses
+from t2g.runs.journal import read_journal
+from t2g.runs.progress import format_duration
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references
 from t2g.text.policy_chat import load_policy_tokenizer
@@ -40,7 +39,6 @@ from t2g.types import Prompt
 if TYPE_CHECKING:
     from jobs.common.fleets import Fleets
 
-JOURNAL_FILE = "journal.jsonl"
 ANNOTATED_FILE = "annotated.jsonl"
 DONE_FILE = "annotated.json"
 TRAIN_FILE = "train.jsonl"
@@ -146,20 +144,30 @@ def annotate_samples(
     smoke = config.run.smoke
     samples_policy = options.responses == "policy"
     with sole_process(config.run.folder):
-        check_folder(config, JOURNAL_FILE)
+        check_folder(config)
         requested = _first_samples(config, samples) if smoke else samples
         records = {} if smoke else known_records(config, requested)
         missing = missing_samples(requested, records)
         if not missing:
-            folder = begin_folder(config, JOURNAL_FILE)
+            folder = begin_folder(config)
             return write_files(config, folder, requested, records)
 
         source = _feedback_source(config, fleets)
         print_token_estimate(config, missing)
-        write = _writer(config, fleets) if samples_policy else None
-        folder = begin_folder(config, JOURNAL_FILE)
+        annotator = Annotator(source, _writer(config, fleets) if samples_policy else None)
+        folder = begin_folder(config)
         started = time.monotonic()
-        collect(options, missing, source, write, folder / JOURNAL_FILE, records, stop)
+        records = collect(
+            folder / JOURNAL_FILE,
+            "annotate",
+            _samples_by_key(requested),
+            annotator.judge,
+            read=lambda: known_records(config, requested),
+            limits=judging_limits(options),
+            stop=stop,
+            prepare=annotator.respond,
+            is_recorded=lambda record: record.status != "failed",  # the next start requests a failed one again
+        )
         pace = len(missing) / (time.monotonic() - started)
         summary = write_files(config, folder, requested, records)
         if smoke:
@@ -200,42 +208,14 @@ def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
 
 
 def missing_samples(samples: Sequence[Sample], records: Records) -> list[Sample]:
-    """Return one sample for each missing judgement; equal responses to a prompt share one."""
-    missing: dict[str, Sample] = {}
-    for sample in samples:
-        if sample.key not in records and not sample.problem:
-            missing[sample.key] = sample
-    return list(missing.values())
+    """Return one sample for each missing judgement."""
+    by_key = _samples_by_key(samples)
+    return [sample for key, sample in by_key.items() if key not in records]
 
 
-def collect(
-    options: AnnotateConfig,
-    samples: Sequence[Sample],
-    source: FeedbackSource,
-    write: SampleResponses | None,
-    journal_path: Path,
-    records: Records,
-    stop: StopFlag,
-) -> None:
-    """Add a record of each sample to `records`, and the answered ones to the journal.
-
-    Raises:
-        Stopped: `stop` was set. No new request starts then; open requests, which may cost money, have some seconds.
-    """
-    done = len(records)
-    total = done + len(samples)
-    with closing(Journal(journal_path)) as journal, show_progress("annotate", total, done=done) as bar:
-
-        def on_record(sample: Sample, record: AnnotatedRecord) -> None:
-            if record.status != "failed":  # the next start requests a failed one again
-                journal.append(record)
-            records[sample.key] = record
-            bar.advance()
-
-        limit = ConcurrencyLimit(judging_concurrency(options))
-        work = annotation.annotate(samples, source, on_record, limit, sample_responses=write)
-        drain_s = drain_seconds(options)
-        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
+def _samples_by_key(samples: Sequence[Sample]) -> dict[str, Sample]:
+    """Return one sample for each judgement; equal responses to a prompt share one."""
+    return {sample.key: sample for sample in samples if not sample.problem}
 
 
 def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], records: Records) -> dict[str, Any]:

@@ -30,7 +30,12 @@ _running = threading.Lock()  # jobs of one process would share Ray, the stop fla
 
 
 def start(
-    schema: Any, run: Callable[..., Result], read: str, config: GivenConfig, inputs: Mapping[str, Any], **options: Any
+    schema: Any,
+    run: Callable[[Any, Any], Result],
+    read: str,
+    config: GivenConfig,
+    inputs: Mapping[str, Any],
+    check: Callable[[Any], None] | None = None,
 ) -> Result:
     """Run a job as its command does, and return the result of `run`.
 
@@ -40,8 +45,8 @@ def start(
 
     Args:
         schema: Type of the config.
-        run: See `cli.main`, with `read` and `options`.
-        given: Key of the config -> its value in place of that of `config`, unless None: a function or its import path,
+        run: See `cli.main`, with `read` and `check`.
+        inputs: Key of the config -> its value in place of that of `config`, unless None: a function or its import path,
             or for `data.path` and `eval_data.path` the records themselves.
 
     Raises:
@@ -56,9 +61,7 @@ def start(
         new_files: list[Path] = []
         try:
             loaded = _load(schema, config, inputs, new_files)
-            checked = check_job(loaded, read, what=options.get("what"))
-            with config_errors(loaded):
-                return run(checked.config, *checked.inputs, **options)
+            return _check_and_run(loaded, run, read, check)
         except (UserError, RunStopped) as error:  # one of an actor has the remote traceback in its text
             _remove_unused(new_files)
             raise getattr(error, "cause", error) from None
@@ -93,6 +96,15 @@ def start(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _check_and_run(
+    config: AnyJob, run: Callable[[Any, Any], Result], read: str, check: Callable[[Any], None] | None
+) -> Result:
+    checked = check_job(config, read, check)
+    (data,) = checked.inputs
+    with config_errors(config):
+        return run(checked.config, data)
 
 
 def _remove_unused(new_files: list[Path]) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -42,6 +43,7 @@ def main(
     options: Mapping[str, Mapping[str, Any]] = {},
     read: str | None = None,
     of_run: Callable[[Path], Mapping[str, Any]] | None = None,
+    check: Callable[[Config], None] | None = None,
 ) -> int:
     """Read the config and the inputs, report everything that would stop the job, then run it; return the exit code.
 
@@ -55,6 +57,7 @@ def main(
         read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config before any process is
             started, and raises UserError. `data` is None if an earlier phase of the job still has to make the inputs.
         of_run: Returns the values of the config from the folder of a run, which may then stand in place of --config.
+        check: Refuses folders that the job continues and that were made with other inputs; by default the run folder.
     """
 
     parser = job_parser(schema, takes_run=of_run is not None)
@@ -71,18 +74,16 @@ def main(
 
     def execute() -> int:
         values = of_run(Path(run_folder)) if of_run and run_folder else file
-        given_keys = [text for text in overrides if text != run_folder]
-        config = loading.load(schema, values, given_keys, have=find_resources)
+        keys = [text for text in overrides if text != run_folder]
+        config = loading.load(schema, values, keys, have=find_resources)
         if show_config:
             print(loading.to_yaml(config), end="")
             return 0
-        checked = check_job(config, read, describe if dry_run else None, arguments.get("what"))
+        checked = check_job(config, read, check, describe if dry_run else None)
         if dry_run:
             print("nothing was found that would stop the job")
             return 0
-        with config_errors(config):
-            result = run(checked.config, *checked.inputs, **arguments)
-        return result if isinstance(result, int) else 0
+        return _run_checked(checked, partial(run, **arguments))
 
     return exit_code(parser.prog, execute)
 
@@ -102,13 +103,20 @@ class CheckedJob(NamedTuple):
     inputs: list[Any]  # what `read` returned; [] for a job that reads nothing
 
 
-def check_job(config: AnyJob, read: str | None, describe: Any = None, what: str | None = None) -> CheckedJob:
+def _run_checked(checked: CheckedJob, run: Callable[..., Any]) -> int:
+    """Run the job; return its exit code."""
+    with config_errors(checked.config):
+        result = run(checked.config, *checked.inputs)
+    return result if isinstance(result, int) else 0
+
+
+def check_job(config: AnyJob, read: str | None, check: Any = None, describe: Any = None) -> CheckedJob:
     """Read the inputs, and report everything that would stop the job.
 
     Args:
         read: See `main`.
+        check: See `main`.
         describe: See `main`; for a dry run, which prints the description.
-        what: Kind of an evaluation, see `jobs.evaluate`.
 
     Raises:
         UserError: Something would stop the job.
@@ -122,10 +130,11 @@ def check_job(config: AnyJob, read: str | None, describe: Any = None, what: str 
     if describe and (description := findings.collect(describe, config)):
         print(description, flush=True)
     if describe and inputs and inputs[0] is not None:
-        preview = import_module("jobs.train_policy.preview").preview_data(config, inputs[0])
+        preview = import_module("jobs.common.preview").preview_data(config, inputs[0])
         print(preview, end="\n" if preview else "", flush=True)
     findings.refuse()
-    import_module("jobs.api.start_check").check_start(config, what)
+    check = check or import_module("jobs.common.run_folder").check_own_folder  # heavy
+    check(config)
     return CheckedJob(config, inputs)
 
 
@@ -269,7 +278,7 @@ def _section_help(
     """Return a header and a line for every key with its default and meaning, then the same of inner sections.
 
     Args:
-        given: The default value of the section, if any; it may differ from the section's own defaults.
+        values: The default value of the section, if any; it may differ from the section's own defaults.
         purpose: Purpose of the section, for its header.
     """
     plain: list[str] = []

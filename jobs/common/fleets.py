@@ -87,23 +87,18 @@ class Fleets(ExitStack):
         return make_local_source(config, task, aligner=model, folder=job.run.folder, section=section)
 
     def forget_answers(self) -> None:
-        """Clear the caches of all reward models."""
+        """Clear the caches of all fleets."""
         for fleet in self._fleets.values():
-            if isinstance(fleet, RewardFleet):
-                fleet.clear_cache()
+            fleet.clear_cache()
 
     def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
-        how: dict[str, Any] = {"revision": model.revision, "transport": "store"}
+        how: dict[str, Any] = {"revision": model.revision}
         if model.thinking_tags is not None:
             how["thinking_tags"] = model.thinking_tags
-        if isinstance(job, PolicyJob):
-            how["transport"] = job.learner.sync_transport
-            if job.learner.sends_adapters and model == job.model:
-                how["lora"] = job.learner.lora
-            if job.cluster.gpu_sharing == "alternate":
-                config = config.model_copy(update={"gpus": job.reserved[0].gpus})
-                how["can_sleep"] = True
+        how |= job.receiving_options(model)
+        if "can_sleep" in how:
+            config = config.model_copy(update={"gpus": job.roles()["rollout"].gpus})
         key = ("rollout", model.policy, *map(str, how.values()), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 

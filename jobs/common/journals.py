@@ -1,4 +1,8 @@
-"""Journals of an evaluation: files with a row for each item, which have a key of what the item was made of."""
+"""Journals of jobs that judge or measure: a row for each item, written as soon as it is made.
+
+An evaluation of policies has a journal for each kind of row, and an annotation has one of its records. The next start
+makes the rows that a journal lacks.
+"""
 
 import asyncio
 import sys
@@ -6,88 +10,137 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jobs.common.cli import StopFlag
 from t2g.concurrency import gather_all
 from t2g.config import FeedbackConfig, SourceConfig
 from t2g.errors import RunStopped, SamplingFailed, Stopped
 from t2g.feedback.sources.chat_client import ChatError
-from t2g.loop.annotation import ConcurrencyLimit
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import show_progress
 
 DRAIN_S = 5.0  # a stopped run waits so long for running judgements without requests to a language model
 TICK_S = 0.2  # between checks for signals and journal syncs: a power failure may lose the records of one tick
-Row = TypeVar("Row", bound=Any)  # a pydantic model with a field `key`
+Row = TypeVar("Row", bound=Any)  # a pydantic model
 Items = Mapping[str, Any]  # key of a row -> what the row is made of
 MakeRow = Callable[[str, Any], Awaitable[Any]]  # a key and its item -> the row
+Prepare = Callable[[Any], Awaitable[Any]]  # an item -> what `MakeRow` gets in its place
+
+
+class Limits(NamedTuple):
+    """The limits of the work on the rows of a journal."""
+
+    concurrency: int  # items in work at one time
+    drain_s: float  # seconds for the items in work after a stop request
+
+
+class ConcurrencyLimit:
+    """A limit of concurrent work. After `close` no work starts; the work in flight finishes."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._is_open = True
+        self.num_in_flight = 0
+
+    def close(self) -> None:
+        self._is_open = False
+
+    async def run(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Wait for a slot and await `work(*args)`, unless the limit is closed by then."""
+        async with self._slots:
+            if not self._is_open:
+                return
+            self.num_in_flight += 1
+            try:
+                await work(*args)
+            finally:
+                self.num_in_flight -= 1
 
 
 def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
-    """Return the rows of a journal by their keys."""
+    """Return the rows of a journal by their field `key`."""
     return {row.key: row for row in read_journal(path, schema)}
+
+
+async def _keep(item: Any) -> Any:
+    return item
 
 
 def collect(
     path: Path,
-    schema: type[Row],
     title: str,
     items: Items,
     make_row: MakeRow,
-    concurrency: int,
-    drain_s: float,
+    *,
+    read: Callable[[], Mapping[str, Row]],
+    limits: Limits,
     stop: StopFlag,
+    prepare: Prepare = _keep,
+    is_recorded: Callable[[Row], bool] = lambda row: True,
     is_final: Callable[[Row], bool] = lambda row: True,
-) -> list[Row]:
-    """Append `make_row` of each item to a journal, unless the journal has a final row of the item's key.
+) -> dict[str, Row]:
+    """Append the row of each item to a journal, unless the journal has a final row of the item's key.
 
     Args:
         path: File of the journal.
-        schema: Type of its rows.
         title: Name of the phase, for the progress bar and messages.
         items: Key of the row -> what `make_row` gets.
-        concurrency: Number of items in work at one time.
-        drain_s: Seconds for items in work after `stop` is set.
+        read: Returns the rows of the journal by key.
+        prepare: Makes what `make_row` gets from an item, before the item takes a slot of `limits`.
+        is_recorded: Whether a new row is written into the journal; the next start makes the others again.
         is_final: Whether a row of an earlier start needs no other try.
 
     Returns:
-        The rows of all items, in their order.
+        The rows of all items by key, in the order of the items.
 
     Raises:
         RunStopped: Some items got no answer; the others are in the journal.
-        Stopped: `stop` was set.
+        Stopped: `stop` was set. No item is started then; those in work, which may cost money, have some seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    limit = ConcurrencyLimit(concurrency)
-    known = read_rows(path, schema)
-    final = {key for key, row in known.items() if is_final(row)}
-    missing = {key: item for key, item in items.items() if key not in final}
+    limit = ConcurrencyLimit(limits.concurrency)
+    missing = _drop_final(items, read(), is_final)
+    unrecorded: dict[str, Row] = {}
 
-    async def append_row(key: str, item: Any) -> None:
+    async def add_row(key: str, prepared: Any) -> None:
         with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
-            row = await make_row(key, item)
-            journal.append(row)
+            row = await make_row(key, prepared)
+            if is_recorded(row):
+                journal.append(row)
+            else:
+                unrecorded[key] = row
             bar.advance()
 
-    with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:
-        work = gather_all(limit.run(append_row, *pair) for pair in missing.items())
-        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
-    rows = read_rows(path, schema)
+    async def collect_one(key: str, item: Any) -> None:
+        prepared = await prepare(item)
+        await limit.run(add_row, key, prepared)
+
+    num_final = len(items) - len(missing)
+    with closing(Journal(path)) as journal, show_progress(title, len(items), done=num_final) as bar:
+        work = gather_all(collect_one(*pair) for pair in missing.items())
+        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, limits.drain_s))
+    rows = {**unrecorded, **read()}
     if num_lost := len(items.keys() - rows.keys()):
         raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")
-    return [rows[key] for key in items]
+    return {key: rows[key] for key in items}
 
 
-def drain_seconds(options: FeedbackConfig) -> float:
-    """Return how long a stopped run waits for running judgements: requests to language models may cost money."""
-    timeouts = [source.llm.request_timeout_s for source in options.named_sources.values() if "llm" in source.models]
-    return max(timeouts, default=DRAIN_S)
+def _drop_final(items: Items, rows: Mapping[str, Row], is_final: Callable[[Row], bool]) -> Items:
+    """Return the items without those that have a final row."""
+    final = {key for key, row in rows.items() if is_final(row)}
+    return {key: item for key, item in items.items() if key not in final}
 
 
-def judging_concurrency(options: FeedbackConfig) -> int:
-    """Return the number of concurrent judgements that keep the sources busy."""
-    return max(map(_source_concurrency, options.named_sources.values()))
+def judging_limits(options: FeedbackConfig) -> Limits:
+    """Return the number of concurrent judgements that keep the sources busy, and the time for those after a stop.
+
+    A stopped run waits for requests to language models, which may cost money.
+    """
+    sources = options.named_sources.values()
+    timeouts = [source.llm.request_timeout_s for source in sources if "llm" in source.models]
+    concurrency = max(map(_source_concurrency, sources))
+    return Limits(concurrency, drain_s=max(timeouts, default=DRAIN_S))
 
 
 def _source_concurrency(source: SourceConfig) -> int:

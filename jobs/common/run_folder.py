@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from t2g.config import JobConfig, loading
+from t2g.config import AnyJob, loading
 from t2g.config.secrets import mask_secrets
 from t2g.errors import UserError
 from t2g.files import check_regular
@@ -27,11 +27,11 @@ SMOKE_INPUTS = 8  # inputs of an annotation
 _locked: set[Path] = set()  # folders locked by this process
 
 
-def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, **identity_extras: Any) -> Identity:
+def check_folder(config: AnyJob, *leftovers: str, should_save: bool = True, **identity_extras: Any) -> Identity:
     """Refuse a run folder that has one of `leftovers` of another config. Only accepted changes are written.
 
     Args:
-        leftovers: Files and folders that bind the next start; by default the config of the last start.
+        leftovers: Files and folders that bind the next start; by default those of the job.
         should_save: See `identity.check_identity`.
         identity_extras: See `Identity.from_config`.
 
@@ -43,7 +43,7 @@ def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, *
     """
     folder = config.run.folder
     run_identity = Identity.from_config(config, **identity_extras)
-    binding = leftovers or (loading.FILE_NAME,)
+    binding = leftovers or config.leftovers
     existing = [name for name in binding if (folder / name).exists()]
     if config.run.smoke or not existing:
         return run_identity
@@ -52,12 +52,22 @@ def check_folder(config: JobConfig, *leftovers: str, should_save: bool = True, *
     return identity.check_identity(folder, run_identity, should_save=should_save)
 
 
-def begin_folder(config: JobConfig, *leftovers: str, **identity_extras: Any) -> Path:
+def check_own_folder(config: AnyJob) -> None:
+    """Refuse, before anything is started, a run folder that binds the job to other inputs. Nothing is written.
+
+    Raises:
+        UserError: See `identity.check_identity`.
+    """
+    if config.leftovers and config.run.folder.is_dir():  # else no content is read
+        check_folder(config, should_save=False)
+
+
+def begin_folder(config: AnyJob, **identity_extras: Any) -> Path:
     """Write identity and resolved config into the run folder and return it; see `check_folder`.
 
     The folder of a smoke run is emptied first.
     """
-    run_identity = check_folder(config, *leftovers, **identity_extras)
+    run_identity = check_folder(config, **identity_extras)
     folder = config.run.folder
     check_regular(folder / COMMANDS_FILE)
     check_regular(folder / FEEDBACK_LOG)

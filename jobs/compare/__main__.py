@@ -17,8 +17,9 @@ from typing import Any
 
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
+from jobs.compare.comparison_plan import plan_runs
 from t2g.config import CompareJob, DemoJob, PolicyJob
-from t2g.study.methods import NOISY, ComparisonPlan
+from t2g.study.methods import ComparisonPlan
 
 
 def describe(job: CompareJob) -> str:
@@ -26,13 +27,10 @@ def describe(job: CompareJob) -> str:
     plan = ComparisonPlan(job)
     check(plan)
     config = job.compare
-    num_seeds = len(config.seeds)
-    searched = 0
-    if len(config.lr_grid) > 1 and num_seeds > 0:
-        searched = len(plan.trained_methods) * len(config.lr_grid) * len(config.search_seeds)
-    run_methods = [method for method in plan.methods.values() if method.procedure != "base"]
-    compared = len(run_methods) * num_seeds
-    noisy = len(config.noise) * len(NOISY) * num_seeds
+    groups = plan_runs(plan)
+    searched = sum(len(group.searches) for group in groups)
+    compared = sum(len(group.compared) for group in groups)
+    noisy = sum(len(group.noisy) for group in groups)
     total = searched + compared + noisy
     lines = [f"{name}: {method.about}" for name, method in plan.methods.items()]
     if config.rewards:
@@ -57,10 +55,27 @@ def check(plan: ComparisonPlan) -> None:
             baselines.check(method.procedure, plan.make_job(name, 0))
 
 
+def check_start(job: CompareJob) -> None:
+    """Refuse, before anything is started, folders that were made with other inputs. Nothing is written.
+
+    The folder of a comparison on artifacts that are not made yet is checked once they are.
+
+    Raises:
+        UserError: A folder has other inputs, see `identity.check_identity`.
+    """
+    from jobs.artifacts.demo_artifacts import check_demo_artifacts, demo_of
+    from jobs.common.run_folder import check_own_folder
+
+    demo = demo_of(job)
+    if demo is None or check_demo_artifacts(demo, reward=False):
+        check_own_folder(job)
+
+
 def run(job: CompareJob, data: Any) -> None:
     """Make all runs, then the figures."""
     from jobs.compare.comparison_report import finish
-    from jobs.compare.comparison_runs import make_comparison_artifacts, run_all
+    from jobs.compare.comparison_rewards import make_comparison_artifacts
+    from jobs.compare.comparison_runs import run_all
     from jobs.train_policy.prepared import prepared_job
 
     plan = ComparisonPlan(job)
@@ -79,4 +94,4 @@ def run(job: CompareJob, data: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(CompareJob, run, describe, read="jobs.compare.comparison_runs:read_policy_data"))
+    sys.exit(main(CompareJob, run, describe, read="jobs.compare.comparison_runs:read_policy_data", check=check_start))

@@ -68,6 +68,26 @@ def table(summary: dict[str, Any]) -> str:
     return f"{text}\n\n{summary['samples']} sampled responses in each method, {summary['steps']} steps"
 
 
+def check_start(demo: DemoJob) -> None:
+    """Refuse, before anything is started, artifacts and methods that were made with other inputs. Nothing is written.
+
+    The methods are checked once the artifacts are finished.
+
+    Raises:
+        UserError: A folder has other inputs, see `identity.check_identity`.
+    """
+    from jobs.artifacts.demo_artifacts import check_demo_artifacts
+    from jobs.common.run_folder import check_own_folder
+    from jobs.train_policy.policy_results import find_steps_done
+
+    if demo.task != "tiny" or not check_demo_artifacts(demo):
+        return
+    methods = [method_job(demo, method) for method in demo.arms]
+    if not find_steps_done(*methods, should_save=False):
+        for method in methods:
+            check_own_folder(method)
+
+
 def run(demo: DemoJob) -> None:
     """Make the unfinished artifacts, then the runs of the methods."""
     from jobs.artifacts.demo_artifacts import make_demo_artifacts
@@ -139,4 +159,4 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(DemoJob, run))
+    sys.exit(main(DemoJob, run, check=check_start))

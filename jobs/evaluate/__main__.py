@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jobs.api.calls import EVALUATIONS
 from jobs.common.cli import find_run_folder, main
+from jobs.evaluate.evaluations import EVALUATIONS
 from t2g.config.run_values import evaluation_values, find_run_kind
 from t2g.errors import UserError
 
@@ -39,10 +39,14 @@ KINDS = {"policy": "policy", "reward": "reward model"}  # kind of a run -> what 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     what = find_what(arguments)
-    schema, run, read = EVALUATIONS.get(what, EVALUATIONS["reward"])
+    kind = EVALUATIONS.get(what, EVALUATIONS["reward"])
     option = {"--what": {**WHAT, "default": what}}
     of_run = None if what == "teacher" else partial(read_run, what)
-    return main(schema, run, argv=arguments, options=option, read=read, of_run=of_run)
+
+    def run(config: Any, data: Any, what: str) -> None:
+        kind.run(config, data)
+
+    return main(kind.schema, run, argv=arguments, options=option, read=kind.read, of_run=of_run)
 
 
 def read_run(what: str, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ by the next start.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from jobs.common.cli import StopFlag
-from jobs.common.journals import collect, drain_seconds, judging_concurrency, read_rows
+from jobs.common.journals import collect, judging_limits, read_rows
 from t2g.concurrency import gather_all
 from t2g.config import FeedbackConfig, PolicyEvaluationJob, loading
 from t2g.errors import RunStopped
@@ -95,12 +96,17 @@ class FeedbackScores:
 
         path = self._path(name)
         items = self._items(prompts, answers)
-        limit = judging_concurrency(self.feedback)
-        drain_s = drain_seconds(self.feedback)
-        rows = collect(
-            path, JudgedResponses, f"feedback on {name}", items, make_row, limit, drain_s, stop,
+        rows_by_key = collect(
+            path,
+            f"feedback on {name}",
+            items,
+            make_row,
+            read=partial(read_rows, path, JudgedResponses),
+            limits=judging_limits(self.feedback),
+            stop=stop,
             is_final=lambda row: row.is_complete,
-        )  # fmt: skip
+        )
+        rows = [*rows_by_key.values()]
         self._check_failures(name, rows)
         return rows
 

@@ -21,12 +21,12 @@ from typing import Any
 
 from actors.engines.rollout import sample_seed
 from jobs.common.cli import StopFlag
-from jobs.common.journals import DRAIN_S, collect, read_rows
+from jobs.common.journals import DRAIN_S, Items, Limits, MakeRow, Row, collect, read_rows
 from jobs.common.run_folder import SMOKE_PROMPTS, begin_folder
 from jobs.evaluate.feedback_scores import FeedbackScores, JudgedResponses, ServeFeedback, find_feedback
 from t2g.concurrency import gather_all
 from t2g.config import LLMConfig, ModelConfig, PolicyEvaluationJob, StyleConfig
-from t2g.config.evaluation import ADAPTER_FILE
+from t2g.config.evaluation import ADAPTER_FILE, RESPONSES
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import UserError
@@ -57,7 +57,6 @@ from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.text.thinking import find_thinking_tags
 from t2g.types import Prompt, SpanFeedback
 
-RESPONSES = "responses"
 SCORES = "scores"
 JUDGEMENTS = "judgements.jsonl"
 MERGED = "merged"
@@ -128,7 +127,7 @@ class Evaluation:
         self._records: dict[str, Record] = {}
         for prompt, record in zip(self.prompts, records, strict=True):
             self._records[prompt.prompt_id] = record
-        self.folder = begin_folder(config, RESPONSES)
+        self.folder = begin_folder(config)
         self.prompts = check_references(self.prompts, self.task, config.sandbox, self.folder, leave_out=False)
         self._clients: dict[str, ChatClient] = {}  # settings of a server as JSON -> its client
         for llm in (*config.endpoints.values(), *config.judges.values()):
@@ -238,12 +237,10 @@ class Evaluation:
 
         path = self._answer_files[name]
         prompts = self._keyed_prompts[name]
-        concurrency = 2 * rollout.workers.max * rollout.max_num_seqs
-        drain_s = DRAIN_S
+        limits = Limits(2 * rollout.workers.max * rollout.max_num_seqs, DRAIN_S)
         if far := config.endpoints.get(name):
-            concurrency = far.concurrency
-            drain_s = config.timeout_s
-        collect(path, Answers, f"responses of {name}", prompts, make_row, concurrency, drain_s, stop)
+            limits = Limits(far.concurrency, config.timeout_s)
+        _collect(path, Answers, f"responses of {name}", prompts, make_row, limits, stop)
 
     def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> ChatRequest:
         seed = sample_seed(sampling.seed, prompt.prompt_id, index)
@@ -277,7 +274,8 @@ class Evaluation:
 
         path = self.folder / SCORES / f"{name}.jsonl"
         make_row = partial(asyncio.to_thread, measure)
-        return collect(path, Scores, f"scores of {name}", items, make_row, config.concurrency, DRAIN_S, stop)
+        limits = Limits(config.concurrency, DRAIN_S)
+        return _collect(path, Scores, f"scores of {name}", items, make_row, limits, stop)
 
     def lacks_feedback(self) -> bool:
         """Return whether the feedback source has responses to judge."""
@@ -320,8 +318,8 @@ class Evaluation:
             return row.model_copy(update=read_verdict(answer.text))
 
         path = self.folder / JUDGEMENTS
-        drain_s = self.config.timeout_s
-        return collect(path, PairwiseJudgement, f"judge {name}", items, make_row, llm.concurrency, drain_s, stop)
+        limits = Limits(llm.concurrency, self.config.timeout_s)
+        return _collect(path, PairwiseJudgement, f"judge {name}", items, make_row, limits, stop)
 
     def _report(
         self,
@@ -376,3 +374,11 @@ class Evaluation:
             return asyncio.run(program.judge(prompt, text))
 
         return judge
+
+
+def _collect(
+    path: Path, schema: type[Row], title: str, items: Items, make_row: MakeRow, limits: Limits, stop: StopFlag
+) -> list[Row]:
+    """Return the rows of a journal for the items, in their order; make those that it lacks."""
+    rows = collect(path, title, items, make_row, read=partial(read_rows, path, schema), limits=limits, stop=stop)
+    return [*rows.values()]

@@ -7,8 +7,8 @@
 import sys
 
 from jobs.common.cli import main
-from jobs.train_policy.policy_job import READ_DATA, run_training
+from jobs.train_policy.policy_job import READ_DATA, check_start, run_training
 from t2g.config import PolicyJob
 
 if __name__ == "__main__":
-    sys.exit(main(PolicyJob, run_training, read=READ_DATA))
+    sys.exit(main(PolicyJob, run_training, read=READ_DATA, check=check_start))

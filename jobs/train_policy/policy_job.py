@@ -83,6 +83,26 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
     return policy_run
 
 
+def check_start(job: PolicyJob) -> None:
+    """Refuse, before anything is started, folders that were made with other inputs. Nothing is written.
+
+    The folder of a run on artifacts that are not made yet is checked once they are.
+
+    Raises:
+        UserError: A folder has other inputs, see `identity.check_identity`.
+    """
+    from jobs.artifacts.demo_artifacts import check_demo_artifacts, demo_of
+    from jobs.common.run_folder import check_own_folder
+    from jobs.train_policy.policy_results import find_steps_done, limit_smoke
+
+    demo = demo_of(job)
+    if demo and not check_demo_artifacts(demo, reward="reward_model" in job.feedback.models):
+        return
+    config = limit_smoke(job)
+    if not find_steps_done(config, should_save=False):
+        check_own_folder(config)
+
+
 def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
     """Describe the full run from three steps: its speed, its duration, and whether feedback gives rewards."""
     from t2g.runs.progress import format_duration

@@ -18,9 +18,9 @@ def run(config: RewardJob, data: Any) -> None:
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import check_folder
     from jobs.train_reward.reward_models import REWARD_FILE, train_reward
-    from jobs.train_sft.supervised import LEFTOVERS, MODEL
+    from jobs.train_sft.supervised import MODEL
 
-    check_folder(config, *LEFTOVERS)
+    check_folder(config)
     with on_cluster(config), Fleets() as fleets:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     figures = [f"{name} {value:.3f}" for name, value in metrics.items()]

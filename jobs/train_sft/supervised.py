@@ -23,8 +23,6 @@ from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.text.thinking import find_thinking_tags
 from t2g.types import TrainSequence
 
-LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
-
 
 def read_examples(config: SFTJob) -> list[TrainSequence]:
     """Return the training examples of a policy. Raises UserError if the data cannot be used."""
@@ -60,7 +58,7 @@ def _limit_smoke(config: SFTJob, num_examples: int) -> SFTOptions:
 
 
 def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) -> dict[str, float]:
-    folder = begin_folder(config, *LEFTOVERS)
+    folder = begin_folder(config)
     run_identity = identity.load_identity(folder)
     whole = count_steps(len(examples), config.sft.num_epochs, config.sft.batch_size)
     options = _limit_smoke(config, len(examples))

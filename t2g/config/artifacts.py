@@ -47,9 +47,9 @@ def load_demo(job: PolicyJob, have: FindResources = lambda address: {}) -> DemoJ
 
 def find_artifacts(job: AnyJob) -> Path | None:
     """Return the folder of the artifacts that a job uses; None for a job without them."""
-    if not isinstance(job, PolicyJob) or job.artifacts is None:
+    if job.demo_file is None:
         return None
-    return _load(job.artifacts, job.run.root).run.folder
+    return _load(job.demo_file, job.run.root).run.folder
 
 
 def is_made_later(path: str, artifacts: Path | None) -> bool:

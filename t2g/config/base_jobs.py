@@ -4,16 +4,17 @@ Other packages ask a job by these methods, not by its type.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from t2g.config.common import ClusterConfig, DataConfig, LogConfig, ProcessConfig, RunConfig, Section
+from t2g.config.common import ClusterConfig, DataConfig, LogConfig, ModelConfig, ProcessConfig, RunConfig, Section
 from t2g.config.describe import format_resources
 from t2g.config.feedback import RolloutConfig, SourceConfig
 from t2g.config.field_marks import ResumeMutable
 from t2g.config.gpus import check_gpus
-from t2g.config.job_models import JobModel, feedback_model
+from t2g.config.job_models import JobModel, PromptPreview, feedback_model
 from t2g.config.language_model import LLMConfig
 from t2g.config.learning import LearnerConfig
 from t2g.config.resolve import resolve
@@ -86,6 +87,24 @@ class AnyJob(Section):
     def stop_deadline_s(self) -> float:
         """Return the seconds that a run may need after a stop request to save its state."""
         return LONGEST_ANSWER_S
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        """Return the files and folders of the run folder that bind the next start to the inputs of this one."""
+        return ()
+
+    @property
+    def demo_file(self) -> Path | None:
+        """Return the config of the demo whose artifacts the job uses, if it uses any."""
+        return None
+
+    def first_prompt(self, data: Any) -> PromptPreview | None:
+        """Return the first prompt of the data that the job has read; None without prompts of its own policy."""
+        return None
+
+    def receiving_options(self, model: ModelConfig) -> dict[str, Any]:
+        """Return how rollout engines of a model get weights, as arguments of `RolloutFleet`."""
+        return {"transport": "store"}
 
     def roles(self) -> dict[str, ProcessConfig]:
         """Return the concurrent processes of the job by config section; {} if the job needs no Ray.

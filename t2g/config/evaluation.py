@@ -20,6 +20,7 @@ from t2g.config.validation_errors import errors_at, format_first_error
 from t2g.sandbox import SandboxConfig
 
 SAMPLING_KEYS = ("temperature", "max_new_tokens", "max_model_len")
+RESPONSES = "responses"  # folder with the policies' answers
 ADAPTER_FILE = "adapter_config.json"  # the file of a folder with adapters
 RUN_DEPTH = 3  # folders from a run to its policy: run/checkpoints/step-00000010/policy
 
@@ -81,6 +82,10 @@ class PolicyEvaluationJob(JobConfig):
     def roles(self) -> dict[str, ProcessConfig]:
         sampling = {"rollout": self.rollout} if self.policies else {}  # one policy at a time
         return sampling | super().roles()
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return (RESPONSES,)
 
     def describe_work(self) -> list[str]:
         responses = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.name}"

@@ -1,6 +1,8 @@
 """The models that a job serves or trains, each with its config key and its engine. See `AnyJob.models`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from t2g.config.common import ModelConfig
 from t2g.config.feedback import EngineConfig, SourceConfig
@@ -24,6 +26,14 @@ class JobModel:
     chat: ModelConfig | None = None  # a policy has the options of its chat template
     engine: SectionEngine | None = None  # serves the model; None: ranks alone load it
     is_trained: bool = False
+
+
+class PromptPreview(NamedTuple):
+    """A prompt as a policy reads it."""
+
+    model: ModelConfig
+    token_ids: Sequence[int]
+    label: str
 
 
 def policy_model(

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from t2g.config import loading
 from t2g.config.base_jobs import JobConfig, SyncedJob
 from t2g.config.common import (
     AlarmConfig,
@@ -39,8 +40,13 @@ from t2g.config.feedback import (
     StyleConfig,
 )
 from t2g.config.field_marks import PathOrName, ResumeMutable
-from t2g.config.job_models import JobModel, SectionEngine, policy_model
+from t2g.config.job_models import JobModel, PromptPreview, SectionEngine, policy_model
 from t2g.config.learning import ObjectiveConfig, Placement, SFTOptions
+
+# In run folders.
+MODEL = "model"
+JOURNAL_FILE = "journal.jsonl"
+EVALUATION_FILE = "evaluation.json"
 
 CALLS_TO_FINISH = 3  # calls of the learner after a stop request: update, sync, checkpoint
 
@@ -90,6 +96,26 @@ class PolicyJob(SyncedJob, JobConfig):
 
     def identity_settings(self) -> dict[str, Any]:
         return {"learner.schedule_steps": self.schedule_steps}
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return (loading.FILE_NAME,)
+
+    @property
+    def demo_file(self) -> Path | None:
+        return self.artifacts
+
+    def first_prompt(self, data: Any) -> PromptPreview | None:
+        first = data.prompts[0]
+        return PromptPreview(self.model, first.prompt_ids, f"prompt {first.prompt_id}")
+
+    def receiving_options(self, model: ModelConfig) -> dict[str, Any]:
+        options: dict[str, Any] = {"transport": self.learner.sync_transport}
+        if self.learner.sends_adapters and model == self.model:
+            options["lora"] = self.learner.lora
+        if self.cluster.gpu_sharing == "alternate":
+            options["can_sleep"] = True
+        return options
 
     def reward_functions(self) -> list[str]:
         sources = [entry.source for entry in self.objective.outcome_rewards]
@@ -194,6 +220,13 @@ class SFTJob(JobConfig):
     def stop_deadline_s(self) -> float:
         return self.sft.timeout_s
 
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return MODEL, f"{MODEL}.part"
+
+    def first_prompt(self, data: Any) -> PromptPreview | None:
+        return PromptPreview(self.model, data[0].prompt_ids, "the first example") if data else None
+
     def policy_models(self) -> Iterator[JobModel]:
         yield policy_model(self.model, None, is_trained=True)
 
@@ -214,6 +247,10 @@ class AnnotateJob(JobConfig):
     def roles(self) -> dict[str, ProcessConfig]:
         sampling = {"rollout": self.rollout} if self.annotate.responses == "policy" else {}
         return sampling | super().roles()
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return (JOURNAL_FILE,)
 
     def policy_models(self) -> Iterator[JobModel]:
         if self.model is None:
@@ -275,6 +312,9 @@ class RewardJob(SFTJob):
 
     def later_roles(self) -> dict[str, ProcessConfig]:
         return {"engine": self.engine}
+
+    def first_prompt(self, data: Any) -> None:
+        return None
 
     def policy_models(self) -> Iterator[JobModel]:
         engine = SectionEngine(section="engine", config=self.engine)
@@ -428,6 +468,10 @@ class EvaluateJob(ScoreJob):
 
     data: DataConfig
     criterion: str | None = Field(None, description="criterion of the held-out records, as in jobs.train_reward")
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return (EVALUATION_FILE,)
 
     def describe_work(self) -> list[str]:
         records = f"{self.data.name}, each judged twice, with and without guided decoding"

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from t2g.config import loading
 from t2g.config.feedback import EngineConfig
-from t2g.config.jobs import PolicyJob, RewardJob
+from t2g.config.jobs import MODEL, PolicyJob, RewardJob
 from t2g.errors import UserError
 
 EVALUATION = "evaluation"  # folders in that of the run
 SERVER = "server"
 POLICY = "policy"  # folders of trained models: of PPO; of supervised training
-MODEL = "model"
 Kind = Literal["policy", "reward"]
 
 logger = logging.getLogger(__name__)

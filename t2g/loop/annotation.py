@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from pydantic_core import to_json
@@ -58,6 +58,13 @@ class Sample:
         """Key of the judgement; equal for samples that can share one."""
         content = self.sample_index if self.response is None else self.response
         return _make_key(self.prompt.prompt_id, self.prompt.prompt_text, self.prompt.payload, content)
+
+
+class SampledResponse(NamedTuple):
+    """A sample and its response, which is None if the policy gave no answer."""
+
+    sample: Sample
+    response: str | None
 
 
 def record_keys(record: AnnotatedRecord) -> tuple[str, str]:
@@ -239,68 +246,39 @@ def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, s
     return planted
 
 
-class ConcurrencyLimit:
-    """A limit of concurrent judgements. After `close` no judgement starts; those in flight finish."""
+class Annotator:
+    """Makes the record of a sample: `respond`, then `judge`."""
 
-    def __init__(self, max_in_flight: int) -> None:
-        self._slots = asyncio.Semaphore(max_in_flight)
-        self._is_open = True
-        self.num_in_flight = 0
+    def __init__(self, feedback: FeedbackSource, sample_responses: SampleResponses | None = None) -> None:
+        """Take the source of the judgements.
 
-    def close(self) -> None:
-        self._is_open = False
+        Args:
+            sample_responses: Called once for each prompt that has samples without a response.
+        """
+        self._feedback = feedback
+        self._sample_responses = sample_responses
+        self._sampled: dict[str, asyncio.Future[Sequence[str | None]]] = {}  # by prompt id
 
-    async def run(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Wait for a slot and await `work(*args)`, unless the limit is closed by then."""
-        async with self._slots:
-            if not self._is_open:
-                return
-            self.num_in_flight += 1
-            try:
-                await work(*args)
-            finally:
-                self.num_in_flight -= 1
+    async def respond(self, sample: Sample) -> SampledResponse:
+        """Return the sample with its response, sampled unless it is given."""
+        if sample.response is not None:
+            return SampledResponse(sample, sample.response)
+        assert self._sample_responses is not None, "samples without a response need sample_responses"
+        prompt_id = sample.prompt.prompt_id
+        if prompt_id not in self._sampled:
+            self._sampled[prompt_id] = asyncio.ensure_future(self._sample_responses(sample.prompt))
+        responses = await self._sampled[prompt_id]
+        return SampledResponse(sample, responses[sample.sample_index])
 
-
-async def annotate(
-    samples: Sequence[Sample],
-    feedback: FeedbackSource,
-    on_record: Callable[[Sample, AnnotatedRecord], None],
-    limit: ConcurrencyLimit,
-    *,
-    sample_responses: SampleResponses | None = None,
-) -> None:
-    """Judge every sample and call `on_record` with each record as soon as it is made, in no fixed order.
-
-    Failed feedback gives a record with that status. A sample that has no slot before `limit` is closed gets no record.
-
-    Args:
-        samples: Samples without a `problem`; see `make_refused_record` for those with one.
-        sample_responses: Called once for each prompt that has samples without a response.
-    """
-
-    sampled: dict[str, asyncio.Future[Sequence[str | None]]] = {}  # by prompt id
-
-    async def judge(sample: Sample, response: str | None) -> None:
-        if response is None:
-            judgement = make_failed_feedback("unparsable", source=feedback.name, version="", reason=NO_ANSWER)
+    async def judge(self, _key: str, sampled: SampledResponse) -> AnnotatedRecord:
+        """Return the record of a sample; failed feedback gives a record with that status."""
+        sample = sampled.sample
+        if sampled.response is None:
+            feedback = make_failed_feedback("unparsable", source=self._feedback.name, version="", reason=NO_ANSWER)
         else:
-            judgement = await feedback.judge(sample.prompt, response)
-        record = make_annotated_record(sample.prompt, response or "", judgement, sample_index=sample.sample_index)
-        on_record(sample, record)
-
-    async def sample_and_judge(sample: Sample) -> None:
-        response = sample.response
-        if response is None:
-            assert sample_responses is not None, "samples without a response need sample_responses"
-            prompt_id = sample.prompt.prompt_id
-            if prompt_id not in sampled:
-                sampled[prompt_id] = asyncio.ensure_future(sample_responses(sample.prompt))
-            responses = await sampled[prompt_id]
-            response = responses[sample.sample_index]
-        await limit.run(judge, sample, response)
-
-    await asyncio.gather(*map(sample_and_judge, samples))
+            feedback = await self._feedback.judge(sample.prompt, sampled.response)
+        response = sampled.response or ""
+        return make_annotated_record(sample.prompt, response, feedback, sample_index=sample.sample_index)
 
 
 def make_refused_record(sample: Sample, source: str) -> AnnotatedRecord:

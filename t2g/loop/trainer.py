@@ -195,7 +195,7 @@ class Trainer:
         step = self.state.step + 1
         await self._give_gpus_to("engines")
         try:
-            judged = await self._take_step(step, producer)
+            judged = await self._wait_for_judged(step, producer)
         except Stopped:
             return False
         usable = self._select_usable(step, judged)
@@ -256,8 +256,10 @@ class Trainer:
         self._log(step, metrics)
         self._learner_is_at_state = True
 
-    async def _take_step(self, step: int, producer: Producer) -> sampling.JudgedStep:
-        """Return the judged responses of the step; those of the next steps may be sampled from now on.
+    async def _wait_for_judged(self, step: int, producer: Producer) -> sampling.JudgedStep:
+        """Return the responses of the step once all are judged.
+
+        The producer may sample this step and up to `rollout.max_staleness` next ones meanwhile.
 
         Raises:
             Stopped: `stop()` was set.

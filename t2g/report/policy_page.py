@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from t2g.config.jobs import EVALUATION_FILE
 from t2g.files import write_atomic, write_json
-from t2g.report.reward_page import HTML_FILE, JSON_FILE
+from t2g.report.reward_page import HTML_FILE
 from t2g.report.templates import number, render_page
 from t2g.runs.versions import collect_versions
 from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general_measures, has_only_ties
@@ -56,7 +57,7 @@ def write_policy_evaluation(
         "bleu_signature": bleu_signature() if BLEU in measures else None,
         "versions": collect_versions(),
     }
-    write_json(folder / JSON_FILE, result)
+    write_json(folder / EVALUATION_FILE, result)
     write_atomic(folder / MD_FILE, _markdown(result, measures).encode())
     render_page(
         folder / HTML_FILE,

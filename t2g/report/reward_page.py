@@ -5,13 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from t2g.config.jobs import EVALUATION_FILE
 from t2g.feedback.records import AnnotatedRecord
 from t2g.files import write_json
 from t2g.report.templates import render_page
 from t2g.runs.versions import collect_versions
 from t2g.study import reward_eval
 
-JSON_FILE = "evaluation.json"
 HTML_FILE = "evaluation.html"
 
 
@@ -46,7 +46,7 @@ def write_evaluation(
         "errors": errors_json,
         "versions": collect_versions(),
     }
-    write_json(folder / JSON_FILE, result)
+    write_json(folder / EVALUATION_FILE, result)
     render_page(
         folder / HTML_FILE,
         "reward.html",

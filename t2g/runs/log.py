@@ -16,7 +16,7 @@ from t2g.config import LogConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.files import raise_if_unwritable, read_regular, write_atomic
-from t2g.metrics import STEP
+from t2g.metrics import STEP, with_current_names
 from t2g.text.segments import printable, to_html
 from t2g.text.transcript import rollout_offsets
 from t2g.types import FinishReason, PolicyTurn, Prompt, Rollout, ScoredRollout, SpanFeedback
@@ -253,7 +253,7 @@ class WandbSink:
 def read_records(path: Path, schema: TypeAdapter[Any] = _ANY_RECORD) -> Iterator[Any]:
     """Yield the record of each line of a RunLog's file; nothing for a missing file.
 
-    A last line that a crash cut off is left out.
+    A last line that a crash cut off is left out. Metrics of runs of earlier versions have their names of today.
 
     Args:
         schema: Type of a record.
@@ -273,7 +273,7 @@ def read_records(path: Path, schema: TypeAdapter[Any] = _ANY_RECORD) -> Iterator
                 raise UserError(f"{path}:{number} is not a JSON object with a step, and it is not the last line")
             continue
         try:
-            yield schema.validate_python(record)
+            yield schema.validate_python(with_current_names(record))
         except ValidationError as error:
             reason = format_first_error(error)
             raise UserError(f"{path}:{number} is not a line of a run's log ({reason})") from error

@@ -21,7 +21,7 @@ from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngine
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.sources.make import make_local_source
-from t2g.report.reward_page import HTML_FILE, JSON_FILE
+from t2g.report.reward_page import EVALUATION_FILE, HTML_FILE
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, SpanFeedback
@@ -147,10 +147,10 @@ def test_a_persons_critique_is_aligned_by_the_served_model(
 
 def test_the_report_of_a_served_model(fleet: RewardFleet, job: EvaluateJob) -> None:
     assert job.task == "prompts"  # says the model's card
-    folder = begin_folder(job, JSON_FILE)
+    folder = begin_folder(job)
     tokenizer = load_tokenizer(str(job.feedback.reward_model))
     metrics = evaluate_reward(job, usable_records("data.path", job.data, job.task), fleet, tokenizer, folder)
     assert metrics["num_records"] == 2 and 0 <= metrics["usable_rate"] <= 1
     assert metrics["parse_rate"] == 0.0  # nobody made it an answer
-    assert json.loads((folder / JSON_FILE).read_text())["metrics"] == metrics
+    assert json.loads((folder / EVALUATION_FILE).read_text())["metrics"] == metrics
     assert "The phone hums." in (folder / HTML_FILE).read_text()

@@ -16,7 +16,7 @@ import pytest
 from fakes import FakeFeedback, FakeRollouts
 from pydantic import ValidationError
 
-from jobs.annotate.__main__ import describe
+from jobs.annotate.annotation_job import describe
 from jobs.annotate.annotation_runs import (
     ANNOTATED_FILE,
     DONE_FILE,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fake_endpoint import FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
-from jobs.annotate.__main__ import describe
+from jobs.annotate.annotation_job import complete_annotation as run
+from jobs.annotate.annotation_job import describe
 from jobs.annotate.annotation_runs import ANNOTATED_FILE, DONE_FILE, HELDOUT_FILE, JOURNAL_FILE, TRAIN_FILE
-from jobs.api.calls import run_annotation as run
 from jobs.common.cli import main
 from t2g.config import AnnotateJob
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from jobs import __main__ as console
-from jobs.annotate.__main__ import describe
-from jobs.api.calls import READ_SAMPLES, run_annotation
+from jobs.annotate.annotation_job import READ_SAMPLES, complete_annotation, describe
 from jobs.common.cli import main
 from jobs.starter.repair.feedback import locate
 from t2g.config import AnnotateJob, PolicyJob, loading
@@ -27,7 +26,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def run(*overrides: str) -> int:
-    return main(AnnotateJob, run_annotation, describe, ["--config", "annotate.yaml", *overrides], read=READ_SAMPLES)
+    return main(
+        AnnotateJob, complete_annotation, describe, ["--config", "annotate.yaml", *overrides], read=READ_SAMPLES
+    )
 
 
 @pytest.fixture

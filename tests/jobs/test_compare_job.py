@@ -14,10 +14,12 @@ from fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts
 
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
-from jobs.compare import comparison_runs
+from jobs.compare import comparison_rewards
 from jobs.compare.__main__ import check, describe, run
+from jobs.compare.comparison_plan import plan_group
 from jobs.compare.comparison_report import finish
-from jobs.compare.comparison_runs import ReferenceResponses, Session, engine_groups, has_all, make_search_data, run_all
+from jobs.compare.comparison_runs import Session, has_all, make_search_data, run_all
+from jobs.compare.reference_responses import ReferenceResponses
 from jobs.train_policy import prepared
 from jobs.train_policy.policy_data import PolicyData
 from t2g.config import CompareJob, PolicyJob, loading
@@ -37,12 +39,6 @@ def the_job(root: Path, *overrides: str, config: str = "compare.yaml") -> Compar
 
 def plan_of(root: Path, *overrides: str, config: str = "compare.yaml") -> ComparisonPlan:
     return ComparisonPlan(the_job(root, *overrides, config=config))
-
-
-def test_methods_are_grouped_by_the_engines_that_they_need(tmp_path: Path) -> None:
-    assert engine_groups(plan_of(tmp_path, config="compare_more.yaml")) == [
-        ["reflection", "scalar", "dpo", "ilf", "span"], ["no_critique"], ["dense"],
-    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -126,7 +122,7 @@ def test_the_artifacts_have_a_reward_model_where_a_run_asks_one(
         raise Stopped(f"reward={reward}")
 
     (tmp_path / "asks.yaml").write_text("about: A reward model.\noverrides: {feedback.source: reward_model}\n")
-    monkeypatch.setattr(comparison_runs, "make_demo_artifacts", make_demo_artifacts)
+    monkeypatch.setattr(comparison_rewards, "make_demo_artifacts", make_demo_artifacts)
     monkeypatch.setattr(prepared, "on_cluster", lambda job: nullcontext())
     with pytest.raises(Stopped, match=f"reward={needs_reward}"):
         run(the_job(tmp_path, *(text.format(folder=tmp_path) for text in overrides)), None)
@@ -188,14 +184,20 @@ def session(plan: ComparisonPlan, stop: StopFlag | None = None) -> Session:
     return Session(plan=plan, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines(), results=results)
 
 
+def run_methods(plan: ComparisonPlan, chosen: dict[str, float]) -> None:
+    references: Any = SimpleNamespace(measure=lambda *_: None)
+    session(plan).run_group(plan_group(plan, [*chosen]), chosen, references)
+
+
 def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> None:
-    comparison = session(finished_plan(tmp_path))
+    plan = finished_plan(tmp_path)
+    comparison = session(plan)
     scores, lr = comparison.find_lr("span")
     assert lr == 0.2
     assert scores == {rate: {101: pytest.approx(0.8 if rate == lr else 0.3)} for rate in (0.1, 0.2, 0.4)}
     scores, lr = comparison.find_lr("scalar")
     assert (lr, sorted(scores)) == (0.1, [0.05, 0.1, 0.2])  # no end of what was tried
-    comparison.run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
+    run_methods(plan, {"scalar": 0.1, "span": 0.2})
 
 
 @pytest.mark.parametrize("name", ["span", "dpo", "ilf", "reflection"])
@@ -257,7 +259,7 @@ def test_one_rate_is_not_searched(tmp_path: Path) -> None:
 
 def test_a_run_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"span-1 was made with other inputs: learner\.policy\.lr"):
-        session(finished_plan(tmp_path)).run_methods(["span"], {"span": 0.1}, SimpleNamespace(measure=lambda *_: None))
+        run_methods(finished_plan(tmp_path), {"span": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -282,9 +284,8 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     scores = {("scalar", 1): 0.2, ("scalar", 2): 0.3, ("span", 1): 0.5, ("span", 2): 0.7}
     for (method, seed), score in scores.items():
         pretend(first, first.make_job(method, seed, 0.1), 0.1, *[score] * 3)
-    references = SimpleNamespace(measure=lambda *_: None)
-    session(first).run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)
-    session(first).run_methods(["scalar", "span"], {"scalar": 0.1, "span": 0.1}, references)  # adds no line
+    run_methods(first, {"scalar": 0.1, "span": 0.1})
+    run_methods(first, {"scalar": 0.1, "span": 0.1})  # adds no line
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(row["method"], row["seed"], row["minutes"]) for row in rows] == [
         (*key, 2.0) for key in sorted(scores, key=lambda key: key[1])
@@ -297,8 +298,8 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     assert methods["span"]["minus_scalar"]["mean"] == pytest.approx(0.35)
     assert methods["span"]["targeting"]["criticised"]["mean"] == -1
     other = plan_of(tmp_path / "second", *options, "rollout.temperature=0.5")  # other runs
-    assert has_all(second, ["scalar", "span"], ResultLines(second.job.compare))
-    assert not has_all(other, ["span"], ResultLines(other.job.compare))
+    assert has_all(second, plan_group(second, ["scalar", "span"]), ResultLines(second.job.compare))
+    assert not has_all(other, plan_group(other, ["span"]), ResultLines(other.job.compare))
     capsys.readouterr()
 
 

@@ -14,7 +14,7 @@ from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.parse import parse_answer
 from t2g.feedback.records import AnnotatedRecord
-from t2g.report.reward_page import HTML_FILE, JSON_FILE
+from t2g.report.reward_page import EVALUATION_FILE, HTML_FILE
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.text.tokenizer import check_model
@@ -97,13 +97,13 @@ def test_a_smoke_run_asks_about_three(tmp_path: Path) -> None:
 
 def test_the_report_lies_in_the_run_folder(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = with_trained_style(job(tmp_path, model))
-    folder = begin_folder(config, JSON_FILE)
+    folder = begin_folder(config)
     tokenizer = build_tokenizer(tmp_path / "tokenizer", ["x"], vocab_size=261)  # a token a byte
     metrics = evaluate_reward(config, records_of(config), Model(), tokenizer, folder)
     # good: "ab" is right and "ef" is not; poor: of "cd" and "ef" none is found
     assert (metrics["good_precision"], metrics["good_recall"], metrics["poor_recall"]) == (0.5, 1.0, 0.0)
     assert (metrics["parse_rate"], metrics["usable_rate"], metrics["num_records"]) == (0.0, 1.0, 2)
-    result = json.loads((folder / JSON_FILE).read_text())
+    result = json.loads((folder / EVALUATION_FILE).read_text())
     assert result["metrics"] == metrics
     assert (result["reward_model"], result["task"]) == (str(model), "tiny")
     assert result["style"] == "without a critique, dense labels"

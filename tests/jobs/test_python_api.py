@@ -17,8 +17,8 @@ from models import random_model
 from own_runs import read_example
 
 from jobs import api as jobs_api
+from jobs.annotate.annotation_job import READ_SAMPLES, complete_annotation
 from jobs.api import PolicyRun, annotate, evaluate, job_start, train
-from jobs.api.calls import READ_SAMPLES, run_annotation
 from jobs.api.job_start import start
 from jobs.common import cli
 from jobs.common.cli import StopFlag, stop_flag
@@ -116,7 +116,7 @@ def test_the_same_call_goes_on_and_another_function_is_refused(
     forget_functions()  # as in another process
     file = config["run"]["root"] / "r" / "config.yaml"
     capsys.readouterr()
-    assert cli.main(AnnotateJob, run_annotation, argv=["--config", str(file)], read=READ_SAMPLES) == 2
+    assert cli.main(AnnotateJob, complete_annotation, argv=["--config", str(file)], read=READ_SAMPLES) == 2
     (sentence,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("reading the data")]
     assert "annotate.source=__main__:judge" in sentence and "start that program again" in sentence
 

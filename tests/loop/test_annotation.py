@@ -18,9 +18,8 @@ from t2g.feedback.parse import Quote, make_feedback
 from t2g.feedback.records import AnnotatedRecord, read_record
 from t2g.interfaces import Sampling
 from t2g.loop.annotation import (
-    ConcurrencyLimit,
+    Annotator,
     Sample,
-    annotate,
     format_summary,
     make_refused_record,
     make_samples,
@@ -51,10 +50,19 @@ def samples_of(*rows: dict[str, Any]) -> list[Sample]:
 
 def judged(samples: list[Sample], **keywords: Any) -> dict[str, AnnotatedRecord]:
     """Records by key."""
-    heard: dict[str, AnnotatedRecord] = {}
-    hear = lambda sample, record: heard.update({sample.key: record})  # noqa: E731
-    asyncio.run(annotate(samples, FakeFeedback(), hear, ConcurrencyLimit(9), **keywords))
-    return heard
+    return asyncio.run(make_records(samples, FakeFeedback(), **keywords))
+
+
+async def make_records(samples: list[Sample], source: FakeFeedback, **keywords: Any) -> dict[str, AnnotatedRecord]:
+    """Records by key, in the order in which they are finished."""
+    annotator = Annotator(source, **keywords)
+    records: dict[str, AnnotatedRecord] = {}
+
+    async def make_record(sample: Sample) -> None:
+        records[sample.key] = await annotator.judge(sample.key, await annotator.respond(sample))
+
+    await asyncio.gather(*map(make_record, samples))
+    return records
 
 
 def test_a_sample_for_each_record_and_a_problem_that_names_it() -> None:
@@ -148,23 +156,6 @@ def test_planted_samples_stand_beside_the_others_of_their_prompt(per_prompt: flo
 def test_a_task_that_plants_no_faults_is_refused() -> None:
     with pytest.raises(UserError, match=r"^annotate.planted=0.5: task prompts plants no faults for prompt d; set it"):
         plant_samples(samples_of(ROWS[0], ROWS[2] | {"id": "d"}), PromptsTask(), 0.5, seed=1)
-
-
-def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:
-    limit = ConcurrencyLimit(2)
-    heard = []
-
-    class Closing(FakeFeedback):
-        async def judge(self, prompt: Prompt, response_text: str) -> Any:
-            assert limit.num_in_flight <= 2
-            if prompt.prompt_id == "p3":
-                limit.close()
-            await asyncio.sleep(0)
-            return await super().judge(prompt, response_text)
-
-    samples = samples_of(*({"id": f"p{i}", "prompt": "Why?", "response": "a"} for i in range(9)))
-    asyncio.run(annotate(samples, Closing(), lambda _, record: heard.append(record.prompt_id), limit))
-    assert heard == ["p0", "p1", "p2", "p3"] and limit.num_in_flight == 0
 
 
 @given(st.sets(st.text(max_size=3), max_size=12), st.floats(0.01, 0.99))
@@ -299,13 +290,8 @@ def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:
         async def judge(self, prompt: Prompt, response_text: str) -> Any:
             return replace(await super().judge(prompt, response_text), reason='quote "\ud800" does not occur')
 
-    heard = []
-    asyncio.run(
-        annotate(
-            samples_of(ROWS[0]), Rude(), lambda _, record: heard.append(record.model_dump_json()), ConcurrencyLimit(1)
-        )
-    )
-    assert 'quote \\"\ufffd\\" does not occur' in heard[0]
+    (record,) = asyncio.run(make_records(samples_of(ROWS[0]), Rude())).values()
+    assert 'quote \\"\ufffd\\" does not occur' in record.model_dump_json()
 
 
 def test_the_documented_record_has_every_field_and_says_what_it_shows() -> None:

@@ -26,7 +26,7 @@ from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.rewards import compute_sentence_ids
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, Sampling
-from t2g.loop.annotation import ConcurrencyLimit, Sample, annotate
+from t2g.loop.annotation import Annotator, Sample
 from t2g.loop.sampling import judge_answer, measure, shift_spans
 from t2g.loop.step_metrics import fault_recall, step_metrics
 from t2g.loop.steps import check_truncation_penalty, make_train_samples
@@ -378,18 +378,21 @@ def test_a_buffer_keeps_the_answer_and_an_old_one_has_none(tmp_path: Path, lette
 def test_a_record_holds_the_answer_and_one_without_is_not_judged() -> None:
     prompt = letter_prompts(1)[0]
     source = Recording()
-    records = dict[int, AnnotatedRecord]()
 
     async def answers(prompt: Prompt) -> list[str | None]:
         return ["ab", None]
 
-    samples = [Sample(prompt, index) for index in range(2)]
-    work = annotate(
-        samples, source, lambda s, r: records.update({s.sample_index: r}), ConcurrencyLimit(2), sample_responses=answers
-    )
-    asyncio.run(work)
+    annotator = Annotator(source, answers)
+
+    async def make_record(index: int) -> AnnotatedRecord:
+        return await annotator.judge("", await annotator.respond(Sample(prompt, index)))
+
+    async def make_records() -> list[AnnotatedRecord]:
+        return [await make_record(index) for index in range(2)]
+
+    records = asyncio.run(make_records())
     assert source.texts == ["ab"]
-    assert [records[i].response for i in (0, 1)] == ["ab", ""]
+    assert [record.response for record in records] == ["ab", ""]
     assert (records[1].status, records[1].reason, records[1].usable) == ("unparsable", NO_ANSWER, False)
     assert {(span.start, span.end) for span in records[0].spans} == {(0, 1), (1, 2)}
 

@@ -10,7 +10,7 @@ import pytest
 from test_html import ALLOWED, Page
 
 from t2g.feedback.records import AnnotatedRecord, read_record
-from t2g.report.reward_page import HTML_FILE, JSON_FILE, write_evaluation
+from t2g.report.reward_page import EVALUATION_FILE, HTML_FILE, write_evaluation
 from t2g.study.reward_eval import ERROR_KINDS, JudgedRecord
 from t2g.types import Span, SpanFeedback
 
@@ -66,7 +66,7 @@ def write(folder: Path, cases: list[tuple[AnnotatedRecord, JudgedRecord]], **abo
         folder, about={"reward_model": "my/model", "data": "heldout.jsonl", **about},
         records=records, judged=judged, seed=1,
     )  # fmt: skip
-    assert json.loads((folder / JSON_FILE).read_text()) == json.loads(json.dumps(result))
+    assert json.loads((folder / EVALUATION_FILE).read_text()) == json.loads(json.dumps(result))
     return json.loads(json.dumps(result)), (folder / HTML_FILE).read_text(encoding="utf-8")
 
 

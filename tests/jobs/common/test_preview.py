@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from thinking import R1_LIKE, build_thinking_tokenizer
 
-from jobs.train_policy import preview
+from jobs.common import preview
+from jobs.common.preview import MAX_CHARS, preview_data
 from jobs.train_policy.policy_data import PolicyData
-from jobs.train_policy.preview import MAX_CHARS, preview_data
 from t2g.config import AnnotateJob, PolicyJob, SFTJob
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import encode_chat
@@ -25,7 +25,9 @@ def read_preview(tokenizer: Any, text: str, **model: Any) -> list[str]:
     ids = np.array(encode_chat(tokenizer, [{"role": "user", "content": text}]))
     prompt = Prompt(prompt_id="q7", prompt_text=text, task="prompts", prompt_ids=ids)
     data = PolicyData(task=get_task("prompts"), tokenizer=tokenizer, prompts=[prompt], eval_prompts=[])
-    return preview_data(config, data).splitlines()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preview, "load_policy_tokenizer", lambda model: tokenizer)
+        return preview_data(config, data).splitlines()
 
 
 def test_a_dry_run_shows_the_rendered_prompt_and_the_tags(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from configs import differing
 from jobs.artifacts.demo_artifacts import demo_of, load_or_run, reward_job
-from jobs.compare import comparison_runs
-from jobs.compare.comparison_runs import make_reward_job, relabel, write_dense
+from jobs.compare import comparison_rewards
+from jobs.compare.comparison_rewards import make_reward_job, relabel, write_dense
 from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote
@@ -89,11 +89,11 @@ def test_each_model_is_trained_once_with_each_seed(tmp_path: Path, monkeypatch: 
         job.run.folder.mkdir(parents=True)
         return {"good_f1": job.run.seed / 10}
 
-    monkeypatch.setattr(comparison_runs, "run_reward_job", run_reward_job)
-    models = comparison_runs.make_reward_models(plan, demo)
+    monkeypatch.setattr(comparison_rewards, "run_reward_job", run_reward_job)
+    models = comparison_rewards.make_reward_models(plan, demo)
     assert list(models) == ["plain", "no_critique", "dense"]
     assert {seed: metrics["good_f1"] for seed, metrics in models["dense"].items()} == {1: 0.1, 2: 0.2, 3: 0.3}
-    assert comparison_runs.make_reward_models(plan, demo) == models
+    assert comparison_rewards.make_reward_models(plan, demo) == models
     assert len(trained) == len(set(trained)) == 9
 
 

@@ -1,6 +1,7 @@
 """A dry run, and a start before Ray, refuse a folder that was made with other inputs."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import ray
 import yaml
 from models import random_model
 
-from jobs.api.start_check import check_start
+from jobs import benchmark
 from jobs.common.cli import main
-from jobs.common.run_folder import begin_folder
-from jobs.train_policy.policy_job import READ_DATA, run_training
+from jobs.common.run_folder import begin_folder, check_own_folder
+from jobs.compare import __main__ as compare
+from jobs.demo import __main__ as demo_job
+from jobs.train_policy.policy_job import READ_DATA, check_start, run_training
 from jobs.train_sft.supervised import MODEL
 from t2g.config import (
     AnnotateJob,
@@ -42,6 +45,7 @@ COMPARE = TRAIN | {"eval_data": DATA}
 SFT = {"model": {"policy": "model"}, "data": DATA}
 SFT_PART = f"{MODEL}.part"
 REWARD = SFT | {"eval_data": DATA}
+CHECKS: dict[type[Any], Any] = {PolicyJob: check_start, CompareJob: compare.check_start}
 # schema, config, file that binds the folder, changed key
 JOBS: list[tuple[type[Any], dict[str, Any], str, str]] = [
     (PolicyJob, TRAIN, "config.yaml", "learner.policy.lr=0.5"),
@@ -78,16 +82,17 @@ def change(config: AnyJob, change: str) -> AnyJob:
 def test_other_inputs_are_refused_and_nothing_is_written(
     folder: Path, schema: type[Any], config: dict[str, Any], binding: str, changed: str
 ) -> None:
+    check = CHECKS.get(schema, check_own_folder)
     job = schema.model_validate(config | {"run": {"root": str(folder), "name": "own"}})
-    check_start(job)
+    check(job)
     save_identity(job.run.folder, Identity.from_config(job))
     other = change(job, changed)
-    check_start(other)  # nothing binds the folder yet
+    check(other)  # nothing binds the folder yet
     (job.run.folder / binding).touch()
     files = list_files(folder)
-    check_start(job)
+    check(job)
     with pytest.raises(UserError, match=changed.partition("=")[0]):
-        check_start(other)
+        check(other)
     assert list_files(folder) == files
 
 
@@ -115,15 +120,15 @@ def test_artifacts_of_a_demo_and_measurements(folder: Path) -> None:
     demo = DemoJob.model_validate({"run": {"root": str(folder), "name": "demo"}})
     world = demo.run.folder / "world"
     save_result(world, Identity.from_config(demo.world), "stage.json", {})
-    check_start(demo)
+    demo_job.check_start(demo)
     with pytest.raises(UserError, match=r"world was made with other inputs: num_train"):
-        check_start(with_overrides(demo, {"world": WorldConfig(num_train=77)}))
+        demo_job.check_start(with_overrides(demo, {"world": WorldConfig(num_train=77)}))
 
-    benchmark = BenchmarkJob.model_validate({"run": {"root": str(folder), "name": "benchmark"}})
-    save_result(benchmark.run.folder, Identity.from_config(benchmark), "benchmark.json", {"phases": {}})
-    check_start(benchmark)
+    measured = BenchmarkJob.model_validate({"run": {"root": str(folder), "name": "benchmark"}})
+    save_result(measured.run.folder, Identity.from_config(measured), "benchmark.json", {"phases": {}})
+    benchmark.check_start(measured)
     with pytest.raises(UserError, match=r"other inputs: run\.seed"):
-        check_start(with_overrides(benchmark, {"run.seed": 7}))
+        benchmark.check_start(with_overrides(measured, {"run.seed": 7}))
 
 
 @pytest.mark.parametrize("options", [["--dry-run"], []])
@@ -140,9 +145,10 @@ def test_the_dry_run_says_what_the_start_says(
     file.write_text(yaml.safe_dump(POLICY | sizes | {"run": {"root": str(folder), "name": "own"}}))
     begin_folder(loading.load(PolicyJob, file))
     argv = ["--config", str(file), "learner.policy.lr=0.5", *options]
-    assert main(PolicyJob, run_training, argv=argv, read=READ_DATA) == 2
+    train = partial(main, PolicyJob, run_training, read=READ_DATA, check=check_start)
+    assert train(argv=argv) == 2
     captured = capsys.readouterr()
     assert "nothing was found" not in captured.out
     expected = f"{folder / 'own'} was made with other inputs: learner.policy.lr (1e-06 -> 0.5)"
     assert expected in captured.err.splitlines()[-1]
-    assert main(PolicyJob, run_training, argv=["--config", str(file), "--dry-run"], read=READ_DATA) == 0
+    assert train(argv=["--config", str(file), "--dry-run"]) == 0
