@@ -28,6 +28,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError
 
 from t2g.config import AnyJob, Section
+from t2g.config.artifacts import PLACEHOLDER
 from t2g.config.earlier_versions import upgrade_settings
 from t2g.config.field_marks import paths
 from t2g.config.loading import default_values, identity_values
@@ -175,6 +176,7 @@ def check_identity(folder: Path, identity: Identity, *, should_save: bool = True
         UserError: They differ. The message lists the differences and the entries of run.accept that would accept them.
     """
     saved = load_identity(folder)
+    _check_resolved(folder, saved)
     settings, changes = identity.differences_from(saved)
     used = Counter(change.token for change in saved.accepted)
     refused = [change for change in changes if identity.accept.count(change.token) <= used[change.token]]
@@ -194,6 +196,16 @@ def check_identity(folder: Path, identity: Identity, *, should_save: bool = True
     if changes and should_save:
         save_identity(folder, identity)
     return identity
+
+
+def _check_resolved(folder: Path, saved: Identity) -> None:
+    """Raise UserError for an identity without the contents of artifacts, as teacher evaluations once wrote it."""
+    unknown = [key for key, value in saved.config.items() if PLACEHOLDER in str(value)]
+    if unknown:
+        raise UserError(
+            f"{folder} was made by an earlier version of this program, whose {IDENTITY_FILE} has {PLACEHOLDER} "
+            f"in place of the contents of {', '.join(unknown)}: they cannot be compared; take another run.name"
+        )
 
 
 def _advise_on_accept(refused: Sequence[ContentChange], used: Mapping[str, int]) -> str:

@@ -35,7 +35,7 @@ def test_a_command_asks_the_policy(tmp_path: Path) -> None:
         "run": {"root": str(tmp_path), "name": "served"},
         "model": {"policy": str(model)},
         "engine": {"max_model_len": 512, "kv_cache_gib": 0.1},
-        "serve": {"port": port, "then": f"{sys.executable} {tmp_path}/harness.py {{url}} {{model}} {{tokenizer}}"},
+        "serve": {"port": port, "command": f"{sys.executable} {tmp_path}/harness.py {{url}} {{model}} {{tokenizer}}"},
     }
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "jobs.serve", "--config", str(tmp_path / "serve.yaml")]

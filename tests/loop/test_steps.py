@@ -1,6 +1,7 @@
 """The pure pieces of a step, by hand."""
 
 import itertools
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped
-from t2g.feedback.parse import make_failed_feedback, make_feedback
+from t2g.feedback.parse import make_failed_feedback, make_feedback, parse_answer
 from t2g.loop.step_metrics import fault_recall, step_metrics, sync_metrics
 from t2g.loop.steps import make_train_samples, next_kl_coef, sampling_seed, select_prompts, step_kl, token_staleness
 from t2g.metrics import CRITERION_FAILED, CRITERION_REWARD
@@ -220,6 +221,25 @@ def test_judgements_without_a_span_are_counted_and_responses_without_an_answer_a
     pairs = [(prompt, scored.rollout, feedback) for feedback in (scored.feedback, *empty)]
     metrics = step_metrics(pairs, [scored] * 4, [stats(1)] * 4, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
     assert metrics["feedback/empty_share"] == 3 / 4
+
+
+def test_quotes_of_responses_that_are_dropped_count_and_so_do_answers_at_max_spans() -> None:
+    prompt, scored = scored_pair([1.0])
+    answers = (
+        ({"critique": "c", "good": ["x"], "poor": []}, "ok"),
+        ({"critique": "c", "good": ["y"], "poor": ["z", "y"]}, "unparsable"),  # all quotes are lost
+        ({"critique": "c", "good": [], "poor": []}, "empty"),
+    )
+    pairs = []
+    for answer, status in answers:
+        text = json.dumps(answer)
+        feedback = parse_answer(text, "x", source="reward_model", version="v", max_spans=2)
+        assert feedback.status == status
+        pairs.append((prompt, scored.rollout, feedback))
+    metrics = step_metrics(pairs, [scored] * 2, [stats(1)] * 2, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
+    assert metrics["feedback/located_rate"] == 1 / 4
+    assert metrics["feedback/metrics/at_max_spans"] == 1 / 3
+    assert (metrics["feedback/failed_share"], metrics["feedback/empty_share"]) == pytest.approx((1 / 3, 1 / 3))
 
 
 @pytest.mark.parametrize("order", [1, -1])

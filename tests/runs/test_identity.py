@@ -373,3 +373,15 @@ def test_sources_without_a_function_import_no_module_of_their_name(inputs: Input
     contents = inputs.begin(objective={"outcome_rewards": sources}).contents
     paid = [key for key in contents if key.startswith("objective.")]
     assert paid == [f"objective.outcome_rewards.{inputs.module}_reward:pay"]
+
+
+def test_artifacts_without_their_contents_cannot_be_compared(inputs: Inputs) -> None:
+    """As a teacher evaluation wrote its identity when a job's config kept placeholders."""
+    identity = Identity.from_config(inputs.job())
+    old_paths = {"model.policy": "${artifacts}/base/model", "data.path": "${artifacts}/world/train.jsonl"}
+    contents = {key: digest for key, digest in identity.contents.items() if key not in old_paths}
+    old = identity.model_copy(update={"config": identity.config | old_paths, "contents": contents})
+    save_identity(inputs.root / "runs" / "own", old)
+    refusal = inputs.refusal()
+    assert "in place of the contents of model.policy, data.path" in refusal
+    assert "take another run.name" in refusal and "null" not in refusal
