@@ -143,7 +143,8 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
         "command line: rollout.workers.initial: got 0, needs greater than or equal to 1 (engines at the start)",
         'job.yaml:7: rollout.temperature: got "hot", needs a valid number, unable to parse string as a number',
         "command line: objective.whiten: got \"most\", needs 'full', 'scale_only' or 'none' "
-        "(normalization over the tokens of the step; default full, with group_normalised none)",
+        "(normalization over the tokens of the step; default full, with group_normalised none, with unlikely "
+        "scale_only)",
         "command line: learner.critic.lr: got NaN, needs a finite number",
     }
 
