@@ -132,7 +132,7 @@ def test_an_attack_fails_within_the_limit(attacked: dict[str, Any], name: str) -
         error = "*"
     else:
         assert not outcome["passed"]
-    assert outcome["seconds"] < limits_of(name).timeout_s + 5
+    assert outcome["seconds"] < limits_of(name).timeout_s + 30  # an attack that nothing stops takes 180 s
     assert reason in ("*", outcome["reason"])
     assert error in ("*", *(test["error"] for test in outcome["tests"]))
 
