@@ -18,7 +18,6 @@ from t2g.errors import Unreadable, UserError
 
 FileVersion = tuple[Path, int, int]  # path, bytes and time of modification in ns
 TEMPORARY_PREFIX = ".tmp-"  # begins the name of an unfinished file or folder
-OLD_SUFFIX = ".old"  # ends the name of a folder that is being replaced
 MISSING = FileNotFoundError, NotADirectoryError  # errors of a path where nothing is
 _REMEDIES = {
     errno.ENOSPC: "free some space",
@@ -56,28 +55,6 @@ def write_atomic(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON; see `write_atomic`."""
     write_atomic(path, json.dumps(value, indent=1).encode())
-
-
-def get_part(folder: Path) -> Path:
-    """Return the sibling to which a folder is written before `replace_folder`."""
-    return folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-
-
-def replace_folder(folder: Path, part: Path) -> None:
-    """Put `part`, which was written whole, in the place of a folder, and remove what was there before.
-
-    A crash leaves the old content, as the folder or beside it with OLD_SUFFIX, until the new content is on the disk and
-    in its place.
-    """
-    for path in part.rglob("*"):
-        sync_path(path)
-    old = part.with_name(f"{part.name}{OLD_SUFFIX}")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    part.rename(folder)
-    sync_path(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_regular(path: Path) -> None:

@@ -31,7 +31,6 @@ from t2g.algo.losses import Metrics, dpo_loss, kl_loss, policy_loss, supervised_
 from t2g.algo.update_mode import disable_randomness, enter_update_mode, find_random_fields
 from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.errors import UserError
-from t2g.files import get_part, replace_folder
 from t2g.types import TokenSequence, TrainSequence
 
 ModelName = Literal["policy", "critic"]
@@ -512,18 +511,20 @@ class PolicyTrainer(ModelTrainer):
         """Write the policy as a Hugging Face folder in safetensors with its tokenizer, and under LoRA its adapter.
 
         Raises:
-            RunStopped: What was written, read back, is not the policy; see `export.check_folder`. The folder keeps
-                what it had before.
+            RunStopped: The folder, read back, is not the policy; see `export.check_folder`.
         """
         config = self.spec.learner
         expected = self.compute_probe_logprobs(self._probe_ids)
-        part = get_part(folder)
-        zero3.export(self.engine, self.tokenizer, part, self.spec.model)
+        zero3.export(self.engine, self.tokenizer, folder, self.spec.model)
         if self.engine.global_rank == 0:
-            like = self.engine.module
-            tolerance = config.export_tolerance
-            check_folder(part, self._probe_ids, expected, like=like, dtype=config.dtype, tolerance=tolerance)
-            replace_folder(folder, part)
+            check_folder(
+                folder,
+                self._probe_ids,
+                expected,
+                like=self.engine.module,
+                dtype=config.dtype,
+                tolerance=config.export_tolerance,
+            )
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -291,7 +291,7 @@ def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]
 def export(engine: Engine, tokenizer: Any, folder: Path, source: ModelConfig) -> None:
     """Write the model as a Hugging Face folder in safetensors with its tokenizer, on rank 0.
 
-    What the folder has is removed. Under LoRA the model is merged, and its folder `adapter` has the adapter.
+    Under LoRA the model is merged, and its folder `adapter` has the adapter.
 
     Args:
         source: Of the model, see `export.write_model`.
@@ -300,7 +300,6 @@ def export(engine: Engine, tokenizer: Any, folder: Path, source: ModelConfig) ->
     merged = _copy_weights(FullWeights(engine), dtype)
     adapter = _copy_weights(FullWeights(engine, adapters=True), dtype)
     if engine.global_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a refused or killed export
         write_model(engine.module, tokenizer, merged, folder, source)
         if adapter:
             lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from actors.learner.export import EXPORT_FILE
 from actors.learner.full_weights import get_buffers
 from actors.learner.learner import LearnerGroup, LearnerWorker
-from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig
-from t2g.errors import RunStopped
+from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.types import Rollout
 
 LORA = {"lora": LoRAConfig(r=4, alpha=12), "sync_adapters": False}
@@ -55,24 +54,6 @@ def test_an_export_has_the_names_of_its_source_and_the_learners_logprobs(
     assert not [name for name in moved if "layer_scalar" in name or "e_score" in name]
     gap = json.loads((tmp_path / "policy" / EXPORT_FILE).read_text())["probe_gap"]
     assert gap["largest"] < 1e-4
-
-
-def test_a_refused_export_keeps_the_one_before(
-    group: LearnerGroup, model: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "policy"
-    group.export(folder)
-    (folder / "of_the_first").touch()
-    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    with monkeypatch.context() as patch:
-        patch.setattr(LearnerConfig, "export_tolerance", -1.0)
-        with pytest.raises(RunStopped, match=r"\.tmp-policy is not the trained one"):
-            group.export(folder)
-    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
-
-    group.export(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
-    assert not (folder / "of_the_first").exists()
 
 
 @pytest.mark.parametrize("universal", [False, True])

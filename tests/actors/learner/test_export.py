@@ -12,19 +12,10 @@ from models import random_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from actors.learner.export import (
-    EXPORT_FILE,
-    GENERATION_FILE,
-    check_folder,
-    check_tensors,
-    default_probe,
-    score,
-    write_model,
-)
+from actors.learner.export import EXPORT_FILE, GENERATION_FILE, check_folder, default_probe, score, write_model
 from actors.learner.full_weights import get_buffers, to_file_layout
 from actors.learner.models import load_for_training
 from actors.weights.buckets import group_by_module
-from actors.weights.probe import PROBE_TOKENS, make_probe_ids
 from t2g.config import ModelConfig
 from t2g.errors import RunStopped
 
@@ -71,32 +62,15 @@ def scale(weights: Weights) -> None:
     weights["model.layers.1.mlp.up_proj.weight"] *= 1.5
 
 
-def swap_rows(weights: Weights) -> None:
-    """Exchange the head's rows of a token of the probe and of one that it lacks: one logprob changes by much."""
-    head = weights["lm_head.weight"]
-    ids = make_probe_ids([], len(head), PROBE_TOKENS)
-    unseen = find_unseen(ids, len(head))
-    rows = [int(ids[60]), unseen]
-    head[rows] = head[rows[::-1]]
-
-
-def find_unseen(ids: np.ndarray, vocab_size: int) -> int:
-    return min(set(range(vocab_size)) - set(ids.tolist()))
-
-
-GAP = r"difference of the probe's logprobs is 0\.\d+ nats, above"
-
-
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
         (drop, r"lacks 1 weights: model\.layers\.1\.mlp\.up_proj\.weight$"),
         (add, r"has unexpected 1 weights: model\.layers\.1\.mlp\.base_layer\.weight$"),
-        (scale, rf"is not the trained one: the median {GAP} 0\.0003; token \d+ of the probe, id \d+, has -\d"),
-        (swap_rows, rf"is not the trained one: the largest {GAP} 0\.003; token 60 of the probe, id \d+, has -\d"),
+        (scale, r"is not the trained one: the median difference of 63 logprobs is 0\.\d+ nats, above 0\.0003$"),
     ],
 )
-def test_a_folder_that_is_not_the_model_is_refused(
+def test_a_folder_that_is_not_the_model_is_refused_and_removed(
     damage: Callable[[Weights], None], sentence: str, tmp_path: Path
 ) -> None:
     model = write(random_model(tmp_path / "base"), tmp_path / "policy")
@@ -106,45 +80,7 @@ def test_a_folder_that_is_not_the_model_is_refused(
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(RunStopped, match=sentence):
         check(model, tmp_path / "policy")
-
-
-def test_each_tensor_is_compared_whatever_the_probe_has(tmp_path: Path) -> None:
-    """A damaged embedding of a token that the probe lacks changes no logprob of it."""
-    model = write(random_model(tmp_path / "base"), tmp_path / "policy")
-    file = tmp_path / "policy" / "model.safetensors"
-    trained = load_file(file)
-    check_tensors(tmp_path / "policy", trained)
-
-    name = "model.embed_tokens.weight"
-    damaged = trained | {name: trained[name].clone()}
-    unseen = find_unseen(default_probe(model), len(trained[name]))
-    damaged[name][unseen] += 0.25
-    damaged["model.norm.weight"] = trained["model.norm.weight"] + 0.125
-    save_file(damaged, file, {"format": "pt"})
-    sentence = rf"^2 of 21 tensors in .*policy are not those .*, most of all {name}: the largest .* numbers is 0\.25$"
-    with pytest.raises(RunStopped, match=sentence):
-        check_tensors(tmp_path / "policy", trained)
-
-    del damaged["model.norm.weight"]
-    save_file(damaged, file, {"format": "pt"})
-    with pytest.raises(RunStopped, match=r"most of all model\.norm\.weight: .* is inf$"):
-        check_tensors(tmp_path / "policy", trained)
-
-
-def test_what_is_written_is_compared(tmp_path: Path) -> None:
-    base = random_model(tmp_path / "base")
-    model, tokenizer = load(base)
-    weights = load_file(base / "model.safetensors")
-    save = model.save_pretrained
-
-    def save_damaged(folder: Path, state_dict: Weights, **options: Any) -> None:
-        embedding = state_dict["model.embed_tokens.weight"].clone()
-        embedding[-1] = 0
-        save(folder, state_dict=state_dict | {"model.embed_tokens.weight": embedding}, **options)
-
-    model.save_pretrained = save_damaged
-    with pytest.raises(RunStopped, match=r"1 of 21 tensors .*embed_tokens"):
-        write_model(model, tokenizer, weights, tmp_path / "policy", ModelConfig(policy=str(base)))
+    assert not (tmp_path / "policy").exists()
 
 
 @pytest.mark.parametrize(
