@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config import DataConfig
-from t2g.data.damage import describe_error, find_damage
-from t2g.data.formats import COPY_AGAIN, is_data_file
+from t2g.data.formats import is_data_file
 from t2g.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ def read_saved_dataset(folder: Path, config: DataConfig, key: str) -> Iterator[d
     try:
         saved = datasets.load_from_disk(str(folder))
     except (datasets.exceptions.DatasetsError, OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = find_damage(folder) or f"the saved data set cannot be loaded: {describe_error(error)}"
-        raise UserError(f"{key}.path={folder}: {reason}; {COPY_AGAIN}") from error
+        raise UserError(f"{key}.path={folder}: the saved data set cannot be loaded: {error}") from error
     if not isinstance(saved, datasets.DatasetDict):
         return iter(saved.with_format(None))
     if config.split not in saved:

@@ -15,7 +15,6 @@ from t2g.errors import UserError
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".json", *LINES, ".csv", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-COPY_AGAIN = "copy or download it again"  # ends a sentence about a damaged file
 
 
 class FileFormat(NamedTuple):
@@ -58,7 +57,7 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
         with _decompress(path, compression) as file:
             yield file
     except (OSError, EOFError, ZlibError, lzma.LZMAError) as error:
-        raise UserError(f"{path}: cannot be decompressed ({error}); {COPY_AGAIN}") from error
+        raise UserError(f"{path}: cannot be decompressed: {error}") from error
 
 
 def _decompress(path: Path, compression: str) -> BinaryIO:

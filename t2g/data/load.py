@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config import DataConfig
-from t2g.data.damage import describe_error, find_damage
 from t2g.data.folders import is_saved_dataset, list_split, read_saved_dataset
-from t2g.data.formats import COMPRESSIONS, COPY_AGAIN, LINES, SUFFIXES, get_format, is_data_file, open_data
+from t2g.data.formats import COMPRESSIONS, LINES, SUFFIXES, get_format, is_data_file, open_data
 from t2g.errors import MissingLocally, UserError
 from t2g.tasks.base import describe_record
 
@@ -190,12 +189,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             line = _decode(raw, path, number).strip()
             if not line:
                 continue
-            try:
-                row = _parse(line, path, number)
-            except UserError as error:
-                if raw.endswith(NEWLINE):
-                    raise
-                raise UserError(f"{error}; the file ends in this line: if it was cut, {COPY_AGAIN}") from error
+            row = _parse(line, path, number)
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number}: holds {line[:60]}; it needs to be an object")
             yield f"{path}:{number}", row
@@ -282,7 +276,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
                     yield dict(zip(columns, cells, strict=True))
     except (ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a Parquet file ({reason}); {COPY_AGAIN}") from error
+        raise UserError(f"{path}: not a Parquet file: {reason}") from error
     except (ValueError, OverflowError) as error:  # invalid UTF-8, or a date outside the calendar
         raise UserError(f"{path}: column {name} holds a value that cannot be read: {error}") from error
 
@@ -312,10 +306,8 @@ def _read_hub(name: str, config: DataConfig, key: str) -> Iterator[dict[str, Any
         fetch = ""
     try:
         rows = datasets.load_dataset(name, config.subset, split=config.split, revision=revision)
-    except Exception as error:  # readers of damaged archives raise anything
-        damage = find_damage(Path(name))
-        if damage:
-            raise UserError(f"{key}.path={name}: {damage}; {COPY_AGAIN}") from error
-        reason = describe_error(error)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        message = str(error).strip() or type(error).__name__
+        reason = message.splitlines()[0]
         raise UserError(f"{key}.path={name}, split {config.split}, cannot be loaded: {reason}{fetch}") from error
     return iter(rows)

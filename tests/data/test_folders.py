@@ -3,9 +3,6 @@
 import bz2
 import gzip
 import lzma
-import random
-import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from t2g.config import DataConfig
-from t2g.data.damage import find_damage
 from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.records import load_annotated
@@ -83,7 +79,7 @@ def test_a_compressed_file_is_read_or_refused_with_its_name(tmp_path: Path, suff
         assert records[0].file == path.name
         for broken in (path.read_bytes()[:-7], b"no archive"):
             path.write_bytes(broken)
-            with pytest.raises(UserError, match=rf"{path.name}: cannot be decompressed ") as error:
+            with pytest.raises(UserError, match=rf"{path.name}: cannot be decompressed: ") as error:
                 load(path)
             assert "\n" not in str(error.value)
 
@@ -116,69 +112,3 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     next((tmp_path / "one").glob("*.arrow")).unlink()
     with pytest.raises(UserError, match=r"data\.path=.*one: the saved data set cannot be loaded: "):
         load(tmp_path / "one")
-
-
-def write_archive(file: Path, content: bytes) -> None:
-    """Write a file `member.jsonl` with this content, in the format of the archive's name."""
-    member = file.with_name("member.jsonl")
-    member.write_bytes(content)
-    if file.suffix == ".zip":
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.write(member, member.name)
-    else:
-        with tarfile.open(file, "w:gz" if file.suffix == ".gz" else "w") as archive:
-            archive.add(member, member.name)
-    member.unlink()
-
-
-def write_arrow(file: Path) -> None:
-    table = pa.table({"prompt": ["a"] * 1000})
-    with pa.OSFile(str(file), "wb") as target, pa.ipc.new_stream(target, table.schema) as stream:
-        stream.write_table(table, max_chunksize=100)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])  # of the bytes that are left
-@pytest.mark.parametrize("name", ["b.tar", "b.tar.gz", "b.zip", "b.arrow"])
-def test_a_damaged_archive_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float) -> None:
-    """`datasets` reads archives, and its readers raise errors without the file's name, some of no module of theirs."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    file = tmp_path / "data" / name
-    file.parent.mkdir()
-    if name == "b.arrow":
-        write_arrow(file)
-    else:
-        write_archive(file, random.Random(0).randbytes(10_000).hex().encode())
-    whole = file.read_bytes()
-    assert find_damage(file.parent) == ""
-    file.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(UserError, match=rf"{name} is damaged \(.*\); copy or download it again$") as error:
-        load(file.parent)
-    assert "\n" not in str(error.value)
-
-
-def test_a_damaged_file_of_a_saved_data_set_is_named(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"prompt": "a"}] * 1000).save_to_disk(tmp_path)
-    (file,) = tmp_path.glob("*.arrow")
-    file.write_bytes(file.read_bytes()[:-600])
-    with pytest.raises(UserError, match=rf"{file.name} is damaged \(.*\); copy or download it again$"):
-        load(tmp_path)
-
-
-def test_a_zip_whose_member_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    file = tmp_path / "data" / "b.zip"
-    file.parent.mkdir()
-    write_archive(file, LINE * 100)
-    file.write_bytes(file.read_bytes().replace(b'"a"', b'"b"', 1))
-    with pytest.raises(UserError, match=r"b\.zip is damaged \(wrong checksum of member\.jsonl\)"):
-        load(file.parent)
-
-
-def test_a_file_that_was_cut_in_a_line_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(LINE * 2 + LINE[:9])
-    with pytest.raises(UserError, match=r"a\.jsonl:3: not valid JSON: .*; the file ends in this line: if it was cut, "):
-        load(path)
-    path.write_bytes(LINE[:9] + b"\n" + LINE)
-    with pytest.raises(UserError, match=r"a\.jsonl:1: not valid JSON: [^;]*$"):
-        load(path)
