@@ -22,10 +22,8 @@ from models import random_model
 from network_hosts import Host, HostError, Network, find_left, find_obstacle, list_namespaces, make_network
 from stub_engines import SLOW
 
-pytestmark = pytest.mark.slow
 OBSTACLE = find_obstacle()
-if OBSTACLE:
-    pytest.skip(f"no hosts of their own here: {OBSTACLE}", allow_module_level=True)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(OBSTACLE), reason=f"no hosts of their own here: {OBSTACLE}")]
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
