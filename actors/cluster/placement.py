@@ -290,10 +290,11 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     if not waiting:
         return [group for _, group in groups]
 
-    error = describe_shortage(roles, waiting, timeout_s=timeout_s)
-    for _, group in groups:
-        remove_placement_group(group)
-    raise error
+    try:
+        raise describe_shortage(roles, waiting, timeout_s=timeout_s)
+    finally:  # also where the cluster does not say what is free
+        for _, group in groups:
+            remove_placement_group(group)
 
 
 def describe_shortage(roles: Mapping[str, ProcessConfig], waiting: Sequence[str], *, timeout_s: float) -> UserError:

@@ -146,10 +146,10 @@ class Fleet:
 
         With an autoscaler they stay: it adds nodes for all that wait.
         """
-        placed = [worker for worker in self._workers if worker.handle is None]
-        if not placed or placement.may_grow():
+        waiting = [worker for worker in self._workers if worker.handle is None]
+        if not waiting or placement.may_grow():
             return
-        for worker in placed:
+        for worker in waiting:
             worker.yield_placement()
 
     def serving(self) -> list[FleetWorker]:
