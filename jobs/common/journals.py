@@ -113,8 +113,9 @@ def collect(
             bar.advance()
 
     async def collect_one(key: str, item: Any) -> None:
-        prepared = await prepare(item)
-        await limit.run(add_row, key, prepared)
+        with suppress(ChatError, SamplingFailed):  # one prompt without a response leaves the others as they are
+            prepared = await prepare(item)
+            await limit.run(add_row, key, prepared)
 
     num_final = len(items) - len(missing)
     with closing(Journal(path)) as journal, show_progress(title, len(items), done=num_final) as bar:

@@ -27,7 +27,7 @@ class PlannedGroup:
     """The runs of methods that share their engines."""
 
     methods: tuple[str, ...]
-    searches: tuple[PlannedRun, ...]  # one for each rate of the grid; at its end a search tries further ones
+    searches: tuple[PlannedRun, ...]  # one for each rate and search seed; at an end of the grid further rates are tried
     compared: tuple[PlannedRun, ...]
     noisy: tuple[PlannedRun, ...]
 

@@ -38,8 +38,8 @@ def normalize_criterion(
     deviation of sums does not suit spans: where sums are nearly equal, differences of positions would have no bound.
     The comparison that follows subtracts the means.
 
-    A sample without the criterion gets rewards whose returns are the prompt's mean: the criterion says nothing about
-    it.
+    A sample without the criterion gets rewards whose returns are the prompt's mean, at each of its tokens: the
+    criterion says nothing about it.
 
     Args:
         rewards: The criterion's rewards before its weight, [B, R].

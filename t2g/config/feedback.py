@@ -178,9 +178,12 @@ class RolloutConfig(_GeneratingConfig):
         "synchronous; 1 or 2: generation, feedback and learning overlap"
     )  # fmt: skip
     resample_zero_groups: int = Field(
-        0, ge=0, description="most further prompts of a step, drawn to replace prompts whose samples all earn the same "
-        "(DAPO's dynamic sampling); prompts without a replacement stay. 0: none"
-    )  # fmt: skip
+        0,
+        ge=0,
+        exclude_if=lambda number: number == 0,
+        description="most further prompts of a step, drawn to replace prompts whose samples all earn the same "
+        "(DAPO's dynamic sampling); prompts without a replacement stay. 0: none",
+    )
     autoscale: ResumeMutable[bool] = Field(False, description="adapt the number of engines to the load, within workers")
 
 

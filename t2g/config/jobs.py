@@ -193,6 +193,11 @@ class PolicyJob(SyncedJob, JobConfig):
                 f"{key} replaces prompts whose samples all earn the same, and objective.advantages={advantages} does "
                 "not compare samples: set advantages=group, or resample_zero_groups=0"
             )
+        if self.objective.values != "position":
+            raise ValueError(
+                f"{key} replaces prompts whose samples earn the same at each position, and objective.values="
+                f"{self.objective.values} compares other places: set values=position, or resample_zero_groups=0"
+            )
         if not self.objective.trains_rewards:
             raise ValueError(
                 f"{key} replaces prompts whose samples all earn the same, and objective.teacher.weight=1 trains no "

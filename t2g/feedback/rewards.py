@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -39,7 +39,7 @@ def token_rewards(
     - unit span: each span is paid once, at the last token that it covers. Spans of one label that share characters are
       merged, and paid as the strongest. `rule.overlap` selects the label that is paid if spans of both labels overlap.
 
-    The strongest of good spans has the highest confidence, of poor spans the highest severity times confidence.
+    The strongest span has the largest reward, of equal ones the highest severity.
 
     Args:
         offsets: [R, 2], half-open character ranges of `text`.
@@ -127,11 +127,9 @@ def _span_reward(span: Span, rule: RewardRuleConfig) -> float:
     return span.confidence * value
 
 
-def _strength(span: Span) -> tuple[float, int]:
+def _strength(span: Span, rule: RewardRuleConfig) -> tuple[float, int]:
     """Return the order of spans of one label; see `token_rewards`."""
-    if span.label == 1:
-        return span.confidence, 0
-    return span.confidence * span.severity, span.severity
+    return abs(_span_reward(span, rule)), span.severity
 
 
 def _select_label(spans: Sequence[Span], label: Literal[-1, 1]) -> list[Span]:
@@ -143,7 +141,7 @@ def _pay_tokens(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: Rew
     poor = np.zeros(len(offsets))
     is_good = np.zeros(len(offsets), bool)
     is_poor = np.zeros(len(offsets), bool)
-    for span in sorted(spans, key=_strength):  # the strongest comes last
+    for span in sorted(spans, key=partial(_strength, rule=rule)):  # the strongest comes last
         is_covered = find_covered_tokens(offsets, [span], text=text)
         rewards, has_label = (good, is_good) if span.label == 1 else (poor, is_poor)
         rewards[is_covered] = _span_reward(span, rule)
@@ -157,8 +155,8 @@ def _pay_tokens(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: Rew
 
 
 def _pay_spans(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
-    good = _merge_spans(_select_label(spans, 1))
-    poor = _merge_spans(_select_label(spans, -1))
+    good = _merge_spans(_select_label(spans, 1), rule)
+    poor = _merge_spans(_select_label(spans, -1), rule)
     paid = np.zeros(len(offsets), np.float32)
     for span in (*good, *poor):
         is_covered = find_covered_tokens(offsets, [span], text=text)
@@ -174,14 +172,14 @@ def _pay_spans(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: Rewa
     return paid
 
 
-def _merge_spans(spans: Sequence[Span]) -> list[Span]:
+def _merge_spans(spans: Sequence[Span], rule: RewardRuleConfig) -> list[Span]:
     """Return the spans of one label, with overlapping ones merged into the strongest."""
     units: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         if units and _overlap(units[-1], span):
             last = units.pop()
             end = max(last.end, span.end)
-            strongest = max(last, span, key=_strength)
+            strongest = max(last, span, key=partial(_strength, rule=rule))
             span = replace(strongest, start=last.start, end=end)
         units.append(span)
     return units

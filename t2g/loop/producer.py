@@ -219,7 +219,10 @@ class Producer:
         """Return the finished groups of unfinished steps, by step; prompts that could not be sampled are left out."""
         finished = {step: list(groups) for step, groups in self._restored.items()}
         for step, work in self._steps.items():
-            finished[step] = _select_sampled(work.tasks)
+            groups = _select_sampled(work.tasks)
+            taken = {group.prompt.prompt_id for group in groups}
+            unused = [group for prompt_id, group in work.finished.items() if prompt_id not in taken]
+            finished[step] = groups + unused  # an earlier start had drawn the unused ones
         return {step: groups for step, groups in finished.items() if groups}
 
     def count_waiting(self) -> int:

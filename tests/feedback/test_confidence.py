@@ -122,10 +122,10 @@ def test_it_multiplies_the_reward() -> None:
 
 
 def test_of_overlapping_spans_of_a_label_the_strongest_is_paid() -> None:
-    severe = Span(start=2, end=11, label=-1, severity=3, confidence=0.125)
+    severe = Span(start=2, end=11, label=-1, severity=3, confidence=0.03125)
     slight = Span(start=6, end=12, label=-1, confidence=0.5)
     poor = (-1.0, -2.0, -8.0)
-    assert pay([severe, slight], poor=poor) == [0, 0, 0, -0.5, 0, 0]  # 1 x .5 exceeds 3 x .125
+    assert pay([severe, slight], poor=poor) == [0, 0, 0, -0.5, 0, 0]  # 1 x .5 exceeds 8 x .03125
     sure = replace(severe, confidence=0.5)
     assert pay([sure, slight], poor=poor) == [0, 0, 0, -4, 0, 0]
     assert pay([sure, slight], poor=poor, unit="token") == [0, -4, -4, -0.5, 0, 0]

@@ -23,9 +23,12 @@ def span(start: int, end: int, label: int, severity: int = 1, confidence: float 
     return Span(start=start, end=end, label=1 if label > 0 else -1, severity=severity, confidence=confidence)
 
 
+VALUES = (-0.25, -0.5, -2.0)  # by severity
+
+
 def strength(span: Span) -> tuple[float, int]:
     """Return the order of spans of one label."""
-    return (span.confidence, 0) if span.label == 1 else (span.confidence * span.severity, span.severity)
+    return abs(worth(span, VALUES)), span.severity
 
 
 def rewards(*spans: Span, **rule: object) -> list[float]:
@@ -113,7 +116,6 @@ def test_agrees_with_a_loop_over_characters(
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
     nonempty = [span(*fields) for fields in spans if fields[0] < fields[1]]
-    values = (-0.25, -0.5, -2)
     expected = []
     for start, end in offsets.tolist():
         ink = [i for i in range(start, end) if not text[i].isspace()]
@@ -124,8 +126,8 @@ def test_agrees_with_a_loop_over_characters(
                 labels[s.label] = max(labels.get(s.label, s), s, key=strength)
         if len(labels) == 2 and overlap != "sum":
             del labels[{"poor": 1, "good": -1}[overlap]]
-        expected.append(sum(worth(strongest, values) for strongest in labels.values()))
-    rule = RewardRuleConfig(unit="token", overlap=overlap, poor=values)  # type: ignore[arg-type]
+        expected.append(sum(worth(strongest, VALUES) for strongest in labels.values()))
+    rule = RewardRuleConfig(unit="token", overlap=overlap, poor=VALUES)  # type: ignore[arg-type]
     assert token_rewards(offsets, nonempty, text=text, rule=rule).tolist() == expected
 
 
@@ -196,7 +198,6 @@ def test_a_span_once_agrees_with_sets_of_characters(
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
     nonempty = [span(*fields) for fields in spans if fields[0] < fields[1]]
-    values = (-0.25, -0.5, -2)
     units: list[tuple[set[int], Span]] = []  # characters, the strongest span
     for s in nonempty:
         if s.confidence == 0:
@@ -216,9 +217,9 @@ def test_a_span_once_agrees_with_sets_of_characters(
         for t in reversed(range(len(offsets))):
             ink = {i for i in range(*offsets[t]) if not text[i].isspace()}
             if ink & characters:
-                expected[t] += worth(strongest, values)
+                expected[t] += worth(strongest, VALUES)
                 break
-    rule = RewardRuleConfig(overlap=overlap, poor=values)  # type: ignore[arg-type]
+    rule = RewardRuleConfig(overlap=overlap, poor=VALUES)  # type: ignore[arg-type]
     assert token_rewards(offsets, nonempty, text=text, rule=rule).tolist() == expected.tolist()
 
 

@@ -187,7 +187,7 @@ def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: 
     [
         (
             {"cpus": 1000},
-            r"no place within 1 s for 1 of 1 test workers: each needs 1000 CPUs.*the cluster has \d+ CPUs",
+            r"no place within 1 s for 1 of 1 test workers: each needs 1000 CPUs.* has [\d.]+ of \d+ CPUs",
         ),
         ({"labels": {"rl/role": "none"}}, r"on a node with labels \{'rl/role': 'none'\}"),
     ],

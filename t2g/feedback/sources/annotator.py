@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError, model_validator
 
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
@@ -75,6 +75,14 @@ class _Entry(Quote):
 
     label: Literal["good", "poor"]
     phrase: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_confidence(cls, value: Any) -> Any:
+        """Drop a confidence that the schema does not offer: models volunteer one of any scale."""
+        if not isinstance(value, dict):
+            return value
+        return {key: item for key, item in value.items() if key != "confidence"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +295,6 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         end=end,
         label=label,
         severity=entry.severity,
-        confidence=entry.confidence,
         critique_range=critique_range,
         fix=entry.fix if label == -1 else None,
     )

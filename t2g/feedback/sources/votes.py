@@ -111,6 +111,12 @@ def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, in
     return runs
 
 
+def _drop_absent(answer: SpanFeedback) -> SpanFeedback:
+    """Return the answer without its spans of confidence 0, which count as absent."""
+    spans = tuple(span for span in answer.spans if span.confidence > 0)
+    return replace(answer, spans=spans)
+
+
 def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: str) -> SpanFeedback:
     """Return one feedback from the usable `answers` (at least one) of `num_annotators`.
 
@@ -121,6 +127,7 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
     no label has a majority.
     """
     length = len(response_text)
+    answers = [_drop_absent(answer) for answer in answers]
     labels = np.stack([label_characters(answer.spans, length) for answer in answers])
     confidences = np.stack([label_confidences(answer.spans, length) for answer in answers])
     winner = majority(labels, num_annotators)

@@ -29,10 +29,11 @@ def test_an_answer_becomes_spans_that_point_into_the_critique() -> None:
     assert feedback.agreement is None and feedback.version.startswith("scripted#")
 
 
-def test_a_confidence_that_an_answer_gives_is_kept() -> None:
-    unsure = span("phone", "good", phrase="phone is right") | {"confidence": 0.25}
+@pytest.mark.parametrize("confidence", [0.25, 95, "high", float("nan")])
+def test_a_confidence_that_no_schema_asked_for_is_not_read(confidence: object) -> None:
+    unsure = span("phone", "good", phrase="phone is right") | {"confidence": confidence}
     feedback, _ = ask(answer("The phone is right.", unsure))
-    assert [piece.confidence for piece in feedback.spans] == [0.25]
+    assert [piece.confidence for piece in feedback.spans] == [1.0]
 
 
 def test_a_fix_of_a_poor_piece_is_kept_and_of_a_good_one_ignored() -> None:
@@ -211,8 +212,6 @@ def test_a_critique_without_quotes_is_an_answer() -> None:
         (span("red", "poor", phrase="wrong", occurrence=0), "occurrence: Input should be"),
         (span("red", "poor", phrase="wrong", severity=4), "severity: Input should be"),
         (span("red", "poor", phrase="wrong") | {"severity": True}, "severity: Input should be"),
-        (span("red", "poor", phrase="wrong") | {"confidence": 1.5}, "confidence: Input should be"),
-        (span("red", "poor", phrase="wrong") | {"confidence": float("nan")}, "confidence: Input should be"),
         (span("red", "poor", phrase="wrong") | {"fix": 5}, "fix: Input should be a valid string"),
         (span("red", "bad", phrase="wrong"), "label: Input should be 'good' or 'poor'"),
         (span("red", "poor", phrase="wrong") | {"label": ["poor"]}, "label: Input should be 'good' or 'poor'"),

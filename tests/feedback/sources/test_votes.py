@@ -110,7 +110,7 @@ spans = st.lists(any_span, max_size=4)
 
 def label_at(annotation: list[Span], at: int) -> int:
     """Return the label of a character: poor before good, 0 for none."""
-    labels = {span.label for span in annotation if span.start <= at < span.end}
+    labels = {span.label for span in annotation if span.start <= at < span.end and span.confidence > 0}
     return min(labels, default=0)
 
 
