@@ -25,7 +25,7 @@ def describe_free(nodes: Sequence[Mapping[str, Any]], available: Mapping[str, Am
         row = f"{node['NodeName']} has {_describe_share(free, node['Resources'])}"
         rows.append((free.get("CPU", 0), row))
     rows.sort(key=lambda row: -row[0])
-    return _list([text for _, text in rows])
+    return _join_rows([text for _, text in rows])
 
 
 def describe_waiting(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -41,7 +41,7 @@ def describe_waiting(groups: Sequence[Mapping[str, Any]]) -> str:
             continue
         name = group["name"].partition(NAME_END)[0] or "another job"
         rows.append(f"{name} for {len(unplaced)} of {len(bundles)} x {describe_amounts(unplaced[0])}")
-    return _list(rows)
+    return _join_rows(rows)
 
 
 NAME_END = " #"  # between the role of a placement group and what makes its name unique
@@ -66,7 +66,7 @@ def _is_placed(node_id: str) -> bool:
     return bool(node_id.strip("f"))
 
 
-def _list(rows: Sequence[str]) -> str:
+def _join_rows(rows: Sequence[str]) -> str:
     """Join the first rows; "nothing" without any."""
     listed = list(rows[:MAX_LISTED])
     if len(rows) > MAX_LISTED:

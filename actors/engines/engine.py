@@ -92,10 +92,10 @@ def compile_cache() -> dict[str, str]:
     HF_HOME=/mnt/t2g/huggingface -> {"VLLM_CACHE_ROOT": "/mnt/t2g/vllm"}; {} if it is already set, or not writable.
     """
     models = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    beside = models.expanduser().parent
-    if "VLLM_CACHE_ROOT" in os.environ or not os.access(beside, os.W_OK):
+    cache_root = models.expanduser().parent
+    if "VLLM_CACHE_ROOT" in os.environ or not os.access(cache_root, os.W_OK):
         return {}
-    return {"VLLM_CACHE_ROOT": str(beside / "vllm")}
+    return {"VLLM_CACHE_ROOT": str(cache_root / "vllm")}
 
 
 class Engine:

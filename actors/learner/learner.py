@@ -550,6 +550,6 @@ class LearnerGroup:
         self._on_policy("export", lambda worker: worker.export.remote(folder))
 
     def close(self) -> None:
-        """Kill the ranks, and remove their placement groups if nobody keeps them. Safe to call twice."""
+        """Kill the ranks, and remove their placement groups unless they are kept. Safe to call twice."""
         for ranks in self.groups:
             ranks.close()

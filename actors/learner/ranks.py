@@ -83,7 +83,7 @@ class Ranks:
             raise type(error)(f"{error}; if it was short of memory, {self._memory_advice}") from error.__cause__
 
     def close(self) -> None:
-        """Kill the ranks, and remove their placement group if nobody keeps it. Safe to call twice."""
+        """Kill the ranks, and remove their placement group unless it is kept. Safe to call twice."""
         while self.workers:
             ray.kill(self.workers.pop(), no_restart=True)
         self._own_placements.close()

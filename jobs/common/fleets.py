@@ -130,20 +130,20 @@ def wait_for_engines(*fleets: Fleet | None) -> None:
 
 @contextmanager
 def loaded_learner(
-    spec: LearnerSpec, *beside: Fleet | None, placement_timeout_s: float, placements: KeptPlacements | None = None
+    spec: LearnerSpec, *fleets: Fleet | None, placement_timeout_s: float, placements: KeptPlacements | None = None
 ) -> Iterator[LearnerGroup]:
-    """Yield a learner group once its ranks and the engines of `beside`, which load side by side, are ready.
+    """Yield a learner group once its ranks and the engines of `fleets`, which load side by side, are ready.
 
     The ranks end with the block, or with an error. That of a rank is raised once the engines are ready.
 
     Args:
         placements: As `LearnerGroup`.
     """
-    for fleet in beside:
+    for fleet in fleets:
         if fleet is not None:
             fleet.yield_placements()
     with closing(LearnerGroup(spec, placement_timeout_s=placement_timeout_s, placements=placements)) as learner:
-        wait_for_engines(*beside)
+        wait_for_engines(*fleets)
         with log_duration("loading: learner"):
             learner.wait_ready()
         yield learner

@@ -63,7 +63,7 @@ def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
     return {row.key: row for row in read_journal(path, schema)}
 
 
-async def _keep(item: Any) -> Any:
+async def _return_item(item: Any) -> Any:
     return item
 
 
@@ -76,7 +76,7 @@ def collect(
     read: Callable[[], Mapping[str, Row]],
     limits: Limits,
     stop: StopFlag,
-    prepare: Prepare = _keep,
+    prepare: Prepare = _return_item,
     is_recorded: Callable[[Row], bool] = lambda row: True,
     is_final: Callable[[Row], bool] = lambda row: True,
 ) -> dict[str, Row]:

@@ -21,7 +21,7 @@ ROLE = RoleConfig(workers=2)
 UNPLACED = "f" * 56
 
 
-class Books:
+class RayTables:
     """Ray's tables of nodes and placement groups, for one group on nodes a and b of this machine."""
 
     def __init__(self, port: int) -> None:
@@ -38,61 +38,61 @@ class Books:
 
 
 @pytest.fixture
-def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
+def ray_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayTables]:
     with socket.create_server(("127.0.0.1", 0)) as raylet:
-        books = Books(raylet.getsockname()[1])
-        monkeypatch.setattr(kept_placements, "placement_group_table", lambda group: books.table)
-        monkeypatch.setattr(kept_placements, "remove_placement_group", books.removed.append)
-        monkeypatch.setattr(kept_placements, "ray", SimpleNamespace(nodes=lambda: books.nodes))
+        ray_tables = RayTables(raylet.getsockname()[1])
+        monkeypatch.setattr(kept_placements, "placement_group_table", lambda group: ray_tables.table)
+        monkeypatch.setattr(kept_placements, "remove_placement_group", ray_tables.removed.append)
+        monkeypatch.setattr(kept_placements, "ray", SimpleNamespace(nodes=lambda: ray_tables.nodes))
         monkeypatch.setattr(kept_placements, "POLL_S", 0.01)
-        monkeypatch.setattr(placement, "reserve", books.reserve)
-        yield books
+        monkeypatch.setattr(placement, "reserve", ray_tables.reserve)
+        yield ray_tables
 
 
-def test_a_group_is_intact_once_every_bundle_has_a_node_that_answers(books: Books) -> None:
+def test_a_group_is_intact_once_every_bundle_has_a_node_that_answers(ray_tables: RayTables) -> None:
     group: Any = None
     assert is_intact(group)
 
-    books.table["state"] = "RESCHEDULING"
+    ray_tables.table["state"] = "RESCHEDULING"
     assert not is_intact(group)
-    books.table["state"] = "CREATED"
+    ray_tables.table["state"] = "CREATED"
 
-    books.nodes[1]["Alive"] = False
+    ray_tables.nodes[1]["Alive"] = False
     assert not is_intact(group)
-    books.nodes[1]["Alive"] = True
+    ray_tables.nodes[1]["Alive"] = True
 
     with socket.socket() as closed:  # Ray takes the node for alive, and its raylet is gone
         closed.bind(("127.0.0.1", 0))
-        books.nodes[1]["NodeManagerPort"] = closed.getsockname()[1]
+        ray_tables.nodes[1]["NodeManagerPort"] = closed.getsockname()[1]
         assert not is_intact(group)
 
 
-def test_a_section_is_reserved_once_and_given_back_once(books: Books) -> None:
+def test_a_section_is_reserved_once_and_given_back_once(ray_tables: RayTables) -> None:
     placements = KeptPlacements()
     first = placements.take("learner", ROLE, timeout_s=1)
     assert placements.take("learner", ROLE, timeout_s=1) is first
     critic = placements.take("learner.critic_ranks", ROLE, timeout_s=1)
-    assert books.reserved == ["learner", "learner.critic_ranks"]
-    assert books.removed == []
+    assert ray_tables.reserved == ["learner", "learner.critic_ranks"]
+    assert ray_tables.removed == []
     placements.close()
     placements.close()
-    assert sorted(map(id, books.removed)) == sorted([id(first), id(critic)])
+    assert sorted(map(id, ray_tables.removed)) == sorted([id(first), id(critic)])
 
 
 def test_a_group_that_stays_broken_is_refused_with_what_is_free_and_what_waits(
-    books: Books, monkeypatch: pytest.MonkeyPatch
+    ray_tables: RayTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placements = KeptPlacements()
     group = placements.take("learner", ROLE, timeout_s=1)
-    books.table = {
+    ray_tables.table = {
         "state": "RESCHEDULING", "name": "learner #1a", "bundles": {0: {"CPU": 0.5}, 1: {"CPU": 0.5}},
         "bundles_to_node_id": {0: "a", 1: UNPLACED},
     }  # fmt: skip
-    for node in books.nodes:
+    for node in ray_tables.nodes:
         node.update(NodeName=f"host-{node['NodeID']}", Resources={"CPU": 4})
-    monkeypatch.setattr(placement, "ray", SimpleNamespace(nodes=lambda: books.nodes))
+    monkeypatch.setattr(placement, "ray", SimpleNamespace(nodes=lambda: ray_tables.nodes))
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: {"b": {"CPU": 1.5}})
-    monkeypatch.setattr(placement, "placement_group_table", lambda: {"1a": books.table})
+    monkeypatch.setattr(placement, "placement_group_table", lambda: {"1a": ray_tables.table})
     sentence = (
         r"^no place within 0\.05 s for 2 of 2 learner workers: each needs .*\. "
         r"Free: host-b has 1\.5 of 4 CPUs, .*; host-a has 0 of 4 CPUs, .*\. "
@@ -100,19 +100,19 @@ def test_a_group_that_stays_broken_is_refused_with_what_is_free_and_what_waits(
     )
     with pytest.raises(UserError, match=sentence):
         placements.take("learner", ROLE, timeout_s=0.05)
-    books.table["state"] = "CREATED"
-    books.table["bundles_to_node_id"][1] = "b"
+    ray_tables.table["state"] = "CREATED"
+    ray_tables.table["bundles_to_node_id"][1] = "b"
     assert placements.take("learner", ROLE, timeout_s=1) is group
 
 
 def test_a_run_keeps_them_over_restarts_and_gives_them_back_with_the_last(
-    books: Books, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_tables: RayTables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
 
     def train(training: PolicyTraining, steering: Any, placements: KeptPlacements, *, lost_at: float | None) -> None:
         group = placements.take("learner", ROLE, timeout_s=1)
-        assert books.removed == []
+        assert ray_tables.removed == []
         taken.append(group)
         raise LearnerLost("learner rank 1 died")
 
@@ -126,4 +126,4 @@ def test_a_run_keeps_them_over_restarts_and_gives_them_back_with_the_last(
         training.run()
     assert len(taken) == 3
     assert set(map(id, taken)) == {id(taken[0])}
-    assert books.removed == [taken[0]]
+    assert ray_tables.removed == [taken[0]]

@@ -41,7 +41,7 @@ OLD_ROWS: list[tuple[type[Any], str]] = [
 ]
 
 
-class Made:
+class RowMaker:
     """Makes rows of a schema like the old one, and keeps their keys."""
 
     def __init__(self, schema: type[Any], line: str) -> None:
@@ -57,7 +57,7 @@ class Made:
 def test_a_journal_of_an_evaluation_goes_on(tmp_path: Path, schema: type[Any], line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{line}\n")
-    make_row = Made(schema, line)
+    make_row = RowMaker(schema, line)
     items = {"k2": "b", "k1": "a", "k3": "c"}
     collect_rows = partial(
         collect, path, "rows", items, make_row,
@@ -115,7 +115,7 @@ def test_the_journal_of_an_annotation_goes_on(tmp_path: Path) -> None:
 def test_a_row_that_is_not_final_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"prompt_id":"a","key":"k1","records":[{FAILED}]}}\n')
-    make_row = Made(*OLD_ROWS[-1])
+    make_row = RowMaker(*OLD_ROWS[-1])
     rows = collect(
         path, "rows", {"k1": "a"}, make_row,
         read=partial(read_rows, path, JudgedResponses), limits=Limits(1, 1.0), stop=StopFlag(),
@@ -128,7 +128,7 @@ def test_a_row_that_is_not_final_is_made_again(tmp_path: Path) -> None:
 def test_an_item_without_an_answer_does_not_end_the_others(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     schema, line = OLD_ROWS[0]
-    make_row = Made(schema, line)
+    make_row = RowMaker(schema, line)
 
     async def fail_first(key: str, item: Any) -> Any:
         if key == "k1":
