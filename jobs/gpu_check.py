@@ -44,6 +44,17 @@ BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("rollout", "feedback.eng
 ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
 AS_SHIPPED = ("cluster.gpu_sharing=split", "rollout.enforce_eager=false")  # as the GPU configs: compiled, with graphs
 SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4", "learner.memory_gib=6")
+ADAPTERS = (
+    "rollout.gpus=0.6",
+    "rollout.memory_gib=8",
+    "learner.gpus=0.4",
+    "learner.memory_gib=8",
+    "learner.lora={r: 16, alpha: 32}",
+    "learner.gradient_checkpointing=true",
+)
+ONE_AND_A_HALF_BILLION = ShapeConfig(  # Qwen2.5-1.5B
+    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2
+)
 WHOLE = ("rollout.gpus=1", "learner.gpus=1")
 FIGURES = re.compile(rf"(sync|speed|time|learner|policy|critic|sft|importance)/|{FAILED_SHARE}")
 LOSS_RATIO = 2e-3  # difference of float32 losses, summed in another order, after a few dozen updates
@@ -219,6 +230,15 @@ def compiled(machine: Machine) -> Figures:
     return machine.policy("compiled", *ONE_EACH, *SHARED, *BFLOAT16, *AS_SHIPPED)
 
 
+def adapters(machine: Machine) -> Figures:
+    """Train adapters on 1.5 billion random weights with a compiled engine, as configs/own/one_gpu.yaml does."""
+    from jobs.benchmark_phases.random_models import make_model
+
+    model = make_model(ONE_AND_A_HALF_BILLION, machine.out / "adapters-model", seed=1)
+    sized = (*ONE_EACH, *BFLOAT16, *AS_SHIPPED, *ADAPTERS, f"model.policy={model}")
+    return machine.policy("adapters", *sized)
+
+
 def alternate(machine: Machine) -> Figures:
     return machine.policy("alternate", *ONE_EACH, *WHOLE, "cluster.gpu_sharing=alternate", *BFLOAT16)
 
@@ -233,6 +253,7 @@ ITEMS: dict[str, tuple[int, Callable[[Machine], Figures]]] = {  # GPUs without w
     "engine": (0, engine),
     "ipc": (1, ipc),
     "compiled": (1, compiled),
+    "adapters": (1, adapters),
     "alternate": (1, alternate),
     "half_a_billion": (1, half_a_billion),
     "nccl": (2, nccl),

@@ -114,6 +114,25 @@ def test_half_a_billion_has_the_memory_that_it_asks_for(monkeypatch: pytest.Monk
     assert "estimated GiB on each GPU, of 24 (24.0):" in item["figures"]["expected"]
 
 
+def test_adapters_are_trained_as_the_config_for_one_gpu_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shapes: list[ShapeConfig] = []
+
+    def make_model(shape: ShapeConfig, folder: Path, *, seed: int) -> Path:
+        shapes.append(shape)
+        return folder
+
+    monkeypatch.setattr(random_models, "make_model", make_model)
+    jobs = Jobs()
+    code, _ = check(monkeypatch, tmp_path, jobs, "adapters", gpus=1)
+    (job,) = jobs.configs
+    one_gpu = loading.load(PolicyJob, ROOT / "configs/own/one_gpu.yaml", environ={}, cwd=ROOT)
+    assert code == 0
+    assert job.learner.lora == one_gpu.learner.lora and job.learner.sync_transport == "ipc"
+    assert job.learner.gradient_checkpointing and not job.rollout.enforce_eager
+    assert (job.rollout.gpus, job.learner.gpus) == (one_gpu.rollout.gpus, one_gpu.learner.gpus)
+    assert [shape.num_hidden_layers for shape in shapes] == [28]
+
+
 def test_a_loss_that_is_another_one_is_a_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, report = check(monkeypatch, tmp_path, Jobs(gpu=1.01), "rank", gpus=1)
     assert code == 3
