@@ -15,9 +15,10 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from actors.cluster.fanout import first_sentence
+from actors.cluster.fanout import first_line, first_sentence
 from actors.cluster.placement import listening_environment
 from actors.cluster.toolkit import build_environment
+from actors.engines.core_log import find_core_error
 from actors.fleet.meter import EngineStats, Meter
 from actors.vllm_compat.stats import make_stat_logger
 from actors.weights.adapters import engine_arguments
@@ -166,8 +167,11 @@ class Engine:
         except UserError:
             raise
         except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: an unknown argument
-            log = f"; {LOG} says why" if isinstance(error, RuntimeError) else ""  # the core is a separate process
-            raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}{log}") from error
+            reason = first_sentence(error)
+            if isinstance(error, RuntimeError):  # of the core, a separate process
+                core_error = find_core_error()
+                reason += f" ({core_error})" if core_error else f"; {LOG} says why"
+            raise UserError(f"vLLM cannot serve the model {self._model}: {reason}") from error
 
         warm_up_ids = np.zeros(WARM_UP_TOKENS, np.int32)
         try:
@@ -423,11 +427,18 @@ class Engine:
         return output
 
     async def _await_core(self, answer: Awaitable[Answer]) -> Answer:
-        """Return the core's answer. If the core died, end this process, so that the driver sees a dead worker."""
-        from vllm.v1.engine.exceptions import EngineDeadError
+        """Return the core's answer. If the core died, end this process, so that the driver sees a dead worker.
+
+        Raises:
+            RuntimeError: vLLM's own error without text, with its cause.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
             return await answer
+        except EngineGenerateError as error:
+            cause = error.__cause__ or error
+            raise RuntimeError(f"vLLM failed in a request: {first_line(cause)}") from error
         except EngineDeadError:
             if self._watch is None:
                 raise

@@ -36,6 +36,8 @@ class FakeLLM:
         attempt = self.attempts[number]
         self.attempts[number] += 1
         reason = script[min(attempt, len(script) - 1)]
+        if reason == "raise":
+            raise Unnamed from ModuleNotFoundError("No module named 'guide'")
         whole = reason in ("stop", "length")
         logprobs = SimpleNamespace(logprobs=[-1.0]) if whole else None  # vLLM sends none with an error
         version = SimpleNamespace(start=0, end=1, version="default")
@@ -45,13 +47,17 @@ class FakeLLM:
         yield SimpleNamespace(outputs=[output])
 
 
+class Unnamed(Exception):
+    """As vLLM's EngineGenerateError: without a text, and with a cause."""
+
+
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), StructuredOutputsParams=dict)
     modules = {
         "vllm": SimpleNamespace(SamplingParams=dict, TokensPrompt=dict),
         "vllm.sampling_params": kinds,
-        "vllm.v1.engine.exceptions": SimpleNamespace(EngineDeadError=SystemError),
+        "vllm.v1.engine.exceptions": SimpleNamespace(EngineDeadError=SystemError, EngineGenerateError=Unnamed),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -106,3 +112,8 @@ def test_a_request_that_always_fails_ends_after_three_tries_and_harms_no_other(r
     assert str(lost).count("finish_reason=repetition") == 3
     assert len(sampled) == 2
     assert attempts == {0: 3 * SAMPLING.num_samples, 1: 2}
+
+
+def test_a_request_that_vllm_cannot_take_fails_with_the_cause(ray: FakeRay, tmp_path: Path) -> None:
+    (lost,), _ = sample(ray, tmp_path, ["raise"])
+    assert str(lost).count("ModuleNotFoundError: No module named 'guide'") == 3
