@@ -17,7 +17,7 @@ SECTIONS = {
     "Feedback": ("annotate", "mark", "reward", "score"),
     "Training": ("sft", "train", "compare"),
     "Results": ("evaluate", "report", "serve"),
-    "Machines": ("deploy", "benchmark", "gpu_check"),
+    "Machines": ("doctor", "deploy", "benchmark", "gpu_check"),
 }
 NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward"}
 JOBS = tuple(chain.from_iterable(SECTIONS.values()))

@@ -21,7 +21,7 @@ from t2g.config import ClusterConfig, PolicyJob, ProcessConfig
 from t2g.config.loading import load
 from t2g.deploy import check_config, render_manifests
 from t2g.deploy.check import path_warnings
-from t2g.deploy.doctor import Unreachable, findings
+from t2g.deploy.diagnosis import Unreachable, findings
 from t2g.deploy.manifests import mount_of
 from t2g.deploy.status import format_status
 from t2g.deploy.submission import JOBS, Submission, read_config, submission, uploaded_path

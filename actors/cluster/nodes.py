@@ -16,7 +16,7 @@ from ray.util.state import list_placement_groups
 from actors.cluster.fanout import first_line
 from actors.cluster.shortage import NAME_END
 from t2g.config import ProcessConfig
-from t2g.deploy.doctor import Node, PendingGroup, Unreachable
+from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable
 from t2g.errors import UserError
 from t2g.resources.preflight import satisfies
 from t2g.runs.versions import collect_versions

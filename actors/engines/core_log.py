@@ -7,7 +7,7 @@ from pathlib import Path
 TAIL_BYTES = 2**16
 MAX_CHARS = 300
 STDERR = Path("/proc/self/fd/2")  # in a Ray worker a file; a spawned core writes to the same
-LAST_LINE = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?")  # of a traceback
+LAST_LINE = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?")  # the last of a traceback
 
 
 def find_core_error(log: Path = STDERR) -> str | None:

@@ -168,7 +168,7 @@ class Engine:
             raise
         except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: an unknown argument
             reason = first_sentence(error)
-            if isinstance(error, RuntimeError):  # of the core, a separate process
+            if isinstance(error, RuntimeError):  # from the core, a separate process
                 core_error = find_core_error()
                 reason += f" ({core_error})" if core_error else f"; {LOG} says why"
             raise UserError(f"vLLM cannot serve the model {self._model}: {reason}") from error

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from t2g.config import RoleConfig
-from t2g.deploy.doctor import Node, PendingGroup, Unreachable, findings, why_pending
+from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable, findings, why_pending
 
 GIB = 2**30
 VERSIONS = {"python": "3.11.9", "ray": "2.60.0"}
