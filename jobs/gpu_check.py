@@ -10,6 +10,7 @@ model of half a billion random weights. Where there is no GPU, what can runs on 
 import argparse
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from t2g.errors import RunStopped
 from t2g.files import write_json
 from t2g.interfaces import Sampling
 from t2g.metrics import FAILED_SHARE, SFT_LOSS
+from t2g.resources.machine import check_machine
 from t2g.runs.progress import log_duration
 from t2g.runs.versions import collect_versions
 from t2g.types import Prompt
@@ -290,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: Figures = {
         "gpus": gpus or ON_CPU,
         "versions": collect_versions(),
+        "machine": {check.name: check.describe() for check in check_machine(machine.out, os.environ)},
         "date": time.strftime("%Y-%m-%d"),
         "items": answers,
     }

@@ -41,6 +41,10 @@ class Check:
     verdict: Verdict = "ok"
     advice: str = ""  # what it leads to, and what to do
 
+    def describe(self) -> str:
+        """Return the value, with the advice if there is one."""
+        return f"{self.value} ({self.advice})" if self.advice else self.value
+
 
 def check_machine(folder: Path, environ: Mapping[str, str]) -> list[Check]:
     """Check this machine.

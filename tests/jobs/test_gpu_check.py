@@ -67,6 +67,7 @@ def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tm
     code, report = check(monkeypatch, tmp_path, Jobs(), "world", "rank", "ipc", "alternate")
     world, rank, *others = report["items"]
     assert code == 0
+    assert "GiB" in report["machine"]["memory"]
     assert report["gpus"] == world["on"] == rank["on"] == "no GPU: run on the CPU"
     assert world["answer"] == "yes" and world["figures"]["sync/load_s"] == 0.5
     assert world["figures"]["probe_gap_nats"]["p95"] == 0.05
