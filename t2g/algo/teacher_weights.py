@@ -15,17 +15,18 @@ def clip_of_gap(bound: float) -> float:
 
 
 def weigh_by_teacher(advantages: np.ndarray, gap: np.ndarray, is_trained: np.ndarray, *, bound: float) -> np.ndarray:
-    """Return the factors of a response's token advantages, [R] float32, by self-distilled RLVR (arXiv 2604.03128).
+    """Return the factors of a response's token advantages, [R] float32, after self-distilled RLVR (arXiv 2604.03128).
 
         delta_t = log p_teacher(y_t | critique) - log p_old(y_t)                   the gap
         u_t     = exp(clip(sign(A_t) delta_t, -c, c)),   c = log(bound) / 2
-        w_t     = u_t / mean of u over the trained tokens of the response
+        w_t     = u_t sum |A_s| / sum u_s |A_s|          over the trained tokens s with the sign of A_t
 
     A praised token counts more if the critique makes it likelier, and a criticised one if the critique makes it less
-    likely. Every w_t is positive, so that the rewards alone decide the direction. u and its mean lie between e^-c and
-    e^c: their quotient lies between 1 / bound and bound, and its mean is 1. Both need the clip at half of log(bound).
-    The paper has clip(exp(sign(A) delta), 1 - eps, 1 + eps) without the mean, and one sign for a response; there a
-    teacher that agrees with a response also enlarges its update.
+    likely. Every w_t is positive. The praise of a response keeps its sum, and so does its criticism: the teacher moves
+    each among its tokens. One mean over both would let a teacher that finds the whole response unlikely shrink all
+    praise and enlarge all criticism: advantages whose mean is 0 would then unlearn what the policy can.
+    Sums of u lie between those of e^-c and e^c, so that w lies between 1 / bound and bound.
+    The paper has clip(exp(sign(A) delta), 1 - eps, 1 + eps) without a sum, and one sign for a response.
 
     Args:
         advantages: A, as the loss would read them: after whitening and local credit, [R].
@@ -35,13 +36,17 @@ def weigh_by_teacher(advantages: np.ndarray, gap: np.ndarray, is_trained: np.nda
 
     >>> ones = np.ones(3)
     >>> weigh_by_teacher(np.array([1.0, 1.0, -1.0]), np.array([0.0, 9.0, 9.0]), ones > 0, bound=4.0).round(3)
-    array([0.857, 1.714, 0.429], dtype=float32)
+    array([0.667, 1.333, 1.   ], dtype=float32)
     """
     factors = np.ones(len(advantages), np.float32)
-    if not is_trained.any():
-        return factors
     clip = clip_of_gap(bound)
-    bounded = np.clip(gap[is_trained].astype(np.float64), -clip, clip)
-    unscaled = np.exp(np.sign(advantages[is_trained]) * bounded)
-    factors[is_trained] = unscaled / unscaled.mean()
+    for sign in (1, -1):
+        has_sign = is_trained & (np.sign(advantages) == sign)
+        if not has_sign.any():
+            continue
+        sizes = np.abs(advantages[has_sign].astype(np.float64))
+        bounded = np.clip(gap[has_sign].astype(np.float64), -clip, clip)
+        unscaled = np.exp(sign * bounded)
+        share = sizes / sizes.sum()
+        factors[has_sign] = unscaled / (share @ unscaled)
     return factors

@@ -68,7 +68,7 @@ class TeacherConfig(Section):
     use: Literal["distill", "scale"] = Field(
         "distill",
         description="distill: KL(policy || teacher) is a term of the loss; scale: the teacher multiplies each token's "
-        "advantage by a positive weight with mean 1 over the response, so that the rewards keep its sign",
+        "advantage by a positive weight that keeps the sums of a response's praise and of its criticism",
     )
     weight: float = Field(
         1.0, gt=0, le=1, description="use=distill: weight of KL(policy || teacher) in the loss; PPO's loss has "

@@ -1,4 +1,4 @@
-"""A teacher's weights of token advantages: bounds, mean, signs, and the equations as a plain loop."""
+"""A teacher's weights of token advantages: bounds, sums, signs, and the equations as a plain loop."""
 
 from math import exp, log
 
@@ -19,7 +19,7 @@ def columns(tokens: list[tuple[float, float, bool]]) -> tuple[np.ndarray, np.nda
 
 
 @given(tokens=TOKENS, bound=st.floats(1.01, 100))
-def test_weights_keep_every_sign_stay_within_their_bound_and_have_mean_1(
+def test_weights_keep_every_sign_and_stay_within_their_bound(
     tokens: list[tuple[float, float, bool]], bound: float
 ) -> None:
     advantages, gap, is_trained = columns(tokens)
@@ -29,25 +29,36 @@ def test_weights_keep_every_sign_stay_within_their_bound_and_have_mean_1(
     assert (factors <= bound * rounding).all()
     assert (np.sign(advantages * factors) == np.sign(advantages)).all()
     assert (factors[~is_trained] == 1).all()
-    if is_trained.any():
-        assert factors[is_trained].mean(dtype=np.float64) == pytest.approx(1, abs=1e-6)
+
+
+@given(tokens=TOKENS, bound=st.floats(1.01, 100))
+def test_praise_and_criticism_of_a_response_keep_their_sums(
+    tokens: list[tuple[float, float, bool]], bound: float
+) -> None:
+    advantages, gap, is_trained = columns(tokens)
+    factors = weigh_by_teacher(advantages, gap, is_trained, bound=bound)
+    for has_sign in (advantages > 0, advantages < 0):
+        before = advantages[is_trained & has_sign].astype(np.float64)
+        after = before * factors[is_trained & has_sign]
+        assert after.sum() == pytest.approx(before.sum(), rel=1e-5)
 
 
 @given(tokens=TOKENS, bound=st.floats(1.01, 100))
 def test_the_weights_are_those_of_the_plain_loop(tokens: list[tuple[float, float, bool]], bound: float) -> None:
-    total = 0.0
-    count = 0
-    unscaled = []
+    clip = log(bound) / 2
+    expected: list[float] = []
     for advantage, gap, is_trained in tokens:
-        sign = (advantage > 0) - (advantage < 0)
-        log_weight = sign * min(max(gap, -log(bound) / 2), log(bound) / 2)
-        unscaled.append(exp(log_weight))
-        if is_trained:
-            total += exp(log_weight)
-            count += 1
-    expected = [
-        u * count / total if is_trained else 1.0 for u, (_, _, is_trained) in zip(unscaled, tokens, strict=True)
-    ]
+        if not is_trained or advantage == 0:
+            expected.append(1.0)
+            continue
+        sign = 1 if advantage > 0 else -1
+        total = 0.0
+        weighed = 0.0
+        for other, other_gap, other_is_trained in tokens:
+            if other_is_trained and other * sign > 0:
+                total += abs(other)
+                weighed += abs(other) * exp(sign * min(max(other_gap, -clip), clip))
+        expected.append(exp(sign * min(max(gap, -clip), clip)) * total / weighed)
     np.testing.assert_allclose(weigh_by_teacher(*columns(tokens), bound=bound), expected, rtol=1e-5)
 
 
@@ -67,6 +78,9 @@ def test_a_criticised_token_counts_more_if_the_critique_makes_it_less_likely() -
     assert factors[0] / factors[1] == pytest.approx(exp(1))
 
 
-def test_a_teacher_that_agrees_with_everything_equally_changes_nothing() -> None:
-    factors = weigh_by_teacher(np.full(5, -1.0), np.full(5, -7.0), np.ones(5, bool), bound=4.0)
-    assert factors.tolist() == [1] * 5
+@pytest.mark.parametrize("gap", [-7.0, 0.3])
+def test_a_teacher_to_which_all_tokens_are_equally_unlikely_changes_nothing(gap: float) -> None:
+    """One that cannot follow critiques finds whole responses unlikely: praise must not shrink beside criticism."""
+    advantages = np.array([2.0, 0.5, 0.0, -1.0, -3.0])
+    factors = weigh_by_teacher(advantages, np.full(5, gap), np.ones(5, bool), bound=4.0)
+    assert factors.tolist() == pytest.approx([1] * 5)

@@ -82,21 +82,28 @@ def test_a_teacher_that_scales_multiplies_the_whitened_advantages_of_its_respons
 
 
 def test_a_teacher_that_scales_acts_after_local_credit_and_leaves_out_tokens_without_a_loss() -> None:
-    """Local credit turns the sign of the second token; the third is thinking, which has no loss."""
+    """Local credit turns the sign of the second token; the last is thinking, which has no loss.
+
+    A gap of .5 at the first two: praise moves from the third to the first, criticism from the second to the fourth.
+    """
     rule = {"use": "scale", "bound": 9.0}
     base = ObjectiveConfig(advantages="group", whiten="none", local_coef=4.0, local_cap=1.0, train_thinking=False)
-    answer_tokens = np.array([True, True, False])
-    first = replace(scored_pair([1.0, -1.0, 3.0])[1], answer_tokens=answer_tokens)
-    scored = [first, scored_pair([0.0, 0.0, 0.0])[1]]
-    learner_stats = [stats(3), stats(3)]
+    answer_tokens = np.array([True, True, True, True, False])
+    first = replace(scored_pair([1.0, -1.0, 2.0, -1.0, 3.0])[1], answer_tokens=answer_tokens)
+    scored = [first, scored_pair([0.0] * 5)[1]]
+    learner_stats = [stats(5), stats(5)]
     (plain, _) = make_train_samples(scored, learner_stats, base, kl_coef=0.0, seed=1)
-    assert plain.advantages[0] > 0 > plain.advantages[1]
-    teacher = TeacherStats(logprobs=np.array([-0.5, -0.5, -9.0], np.float32))
+    advantages = plain.advantages[:4]
+    assert (np.sign(advantages) == [1, -1, 1, -1]).all()
+    teacher = TeacherStats(logprobs=np.array([-0.5, -0.5, -1.0, -1.0, -9.0], np.float32))
     objective = with_overrides(base, {"teacher": rule})
     (scaled, _) = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=[teacher, None])
-    unscaled = np.array([math.exp(0.5), math.exp(-0.5)])
-    np.testing.assert_allclose(scaled.advantages[:2], plain.advantages[:2] * unscaled / unscaled.mean(), rtol=1e-5)
-    assert scaled.advantages[2] == plain.advantages[2] and scaled.weights.tolist() == [1, 1, 0]
+    unscaled = np.array([math.exp(0.5), math.exp(-0.5), 1.0, 1.0])
+    expected = advantages * unscaled
+    for members in ([0, 2], [1, 3]):
+        expected[members] *= advantages[members].sum() / expected[members].sum()
+    np.testing.assert_allclose(scaled.advantages[:4], expected, rtol=1e-5)
+    assert scaled.advantages[4] == plain.advantages[4] and scaled.weights.tolist() == [1, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 7])
