@@ -1,9 +1,9 @@
-"""Say in one screen what this machine has, and what of it will stop or slow a run.
+"""Print what this machine has, and every problem that would stop or slow down a run.
 
     t2g doctor
 
 Versions and their requirements, CPU, GPUs, memory, shared memory, open files, disk, proxies. Exit code 2: a run would
-fail. Nothing is started or written. `python -m jobs.deploy doctor` asks the same of a cluster.
+fail. Nothing is started or written. `t2g deploy doctor` checks a cluster.
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program_name("jobs.doctor"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="of the runs, by default runs")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     arguments = parser.parse_args(argv)
     from t2g.resources.machine import check_machine
 

