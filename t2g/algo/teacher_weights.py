@@ -1,4 +1,7 @@
-"""Weights of a response's tokens from a teacher that reads its critique: the size of an update, never its direction."""
+"""Weights of a response's tokens from a teacher that reads its critique. They change no sign of an advantage.
+
+A teacher that cannot follow critiques destroys the policy all the same: t2g/study/local-credit-in-code.md.
+"""
 
 from math import log
 
