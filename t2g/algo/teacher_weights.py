@@ -28,7 +28,7 @@ def weigh_by_teacher(advantages: np.ndarray, gap: np.ndarray, is_trained: np.nda
     likely. Every w_t is positive. The praise of a response keeps its sum, and so does its criticism: the teacher moves
     each among its tokens. One mean over both would let a teacher that finds the whole response unlikely shrink all
     praise and enlarge all criticism: advantages whose mean is 0 would then unlearn what the policy can.
-    Sums of u lie between those of e^-c and e^c, so that w lies between 1 / bound and bound.
+    Each u is within [e^-c, e^c], and so is their weighted mean: each w is within [1 / bound, bound].
     The paper has clip(exp(sign(A) delta), 1 - eps, 1 + eps) without a sum, and one sign for a response.
 
     Args:
