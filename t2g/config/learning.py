@@ -68,13 +68,13 @@ class TeacherConfig(Section):
     use: Literal["distill", "scale"] = Field(
         "distill",
         description="distill: KL(policy || teacher) is a term of the loss; scale: the teacher multiplies each token's "
-        "advantage by a positive weight that keeps the sums of a response's praise and of its criticism",
+        "advantage by a positive weight, more where the critique changes its probability, with the mean 1",
     )
     weight: float = Field(
         1.0, gt=0, le=1, description="use=distill: weight of KL(policy || teacher) in the loss; PPO's loss has "
         "1 - weight"
     )  # fmt: skip
-    bound: float = Field(4.0, gt=1, le=100, description="use=scale: the weights lie between 1 / bound and bound")
+    bound: float = Field(2.0, gt=1, le=100, description="use=scale: the weights lie between 1 / bound and bound")
     top_k: int = Field(
         20,
         ge=1,

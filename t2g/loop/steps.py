@@ -199,7 +199,7 @@ def _scale_by_teacher(sample: TrainSample, teacher_stats: TeacherStats | None, b
     if teacher_stats is None:
         return sample
     gap = teacher_stats.logprobs - sample.old_logprobs
-    factors = weigh_by_teacher(sample.advantages, gap, sample.weights > 0, bound=bound)
+    factors = weigh_by_teacher(gap, sample.weights > 0, bound=bound)
     return replace(sample, advantages=sample.advantages * factors)
 
 
