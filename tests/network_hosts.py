@@ -119,11 +119,11 @@ class Network:
     switch: Holder
     hosts: dict[str, Host] = field(default_factory=dict)
 
-    def add(self, name: str, number: int) -> Host:
+    def add(self, name: str, number: int, *, shm_mib: int = SHM_MIB) -> Host:
         """Start a host; one of this name must have been killed."""
         names = self.folder / f"hosts-{name}"
         names.write_text(f"127.0.0.1 localhost\n{NETWORK}.{number} {name}\n")
-        script = SET_UP.format(name=name, shm_mib=SHM_MIB, names=names)
+        script = SET_UP.format(name=name, shm_mib=shm_mib, names=names)
         holder = Holder("--mount", "--uts", script=script)
         self.hosts[name] = Host(
             name=name, number=number, environ=self.environ, logs=self.folder / f"{name}.log", holder=holder

@@ -1,9 +1,11 @@
 """Checks of every node of a live cluster and of the connections between nodes, by small tasks without a model."""
 
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -22,6 +24,7 @@ from t2g.resources.preflight import satisfies
 from t2g.runs.versions import collect_versions
 from t2g.sandbox import available
 
+SHARED_MEMORY = "/dev/shm"
 WAITING = ("PENDING", "RESCHEDULING")
 CONNECT_S = 5.0
 Listening = Mapping[str, tuple[str, int]]  # by the name of a node: host and port
@@ -50,7 +53,14 @@ def inspect_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: flo
             probe = Path(file.name)
         refs = [_submit_to_node(node["NodeID"], inspect_node, probe, require) for node in alive]
         deadline = time.monotonic() + timeout_s
-        return [_make_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
+        nodes: list[Node] = []
+        for node, ref in zip(alive, refs, strict=True):
+            inspected = _make_node(node, ref, deadline, timeout_s)
+            if not inspected.fault:
+                clock_error_s = _measure_clock(node["NodeID"], deadline)
+                inspected = replace(inspected, clock_error_s=clock_error_s)
+            nodes.append(inspected)
+        return nodes
 
 
 def _list_alive() -> list[dict[str, Any]]:
@@ -76,7 +86,39 @@ def inspect_node(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
         "versions": collect_versions(),
         "sees_file": None if path is None else path.exists(),
         "sandbox": available(require) if require else "",
+        "shared_bytes": _shared_bytes(),
     }
+
+
+def _shared_bytes() -> int | None:
+    try:
+        volume = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return None
+    return volume.f_blocks * volume.f_frsize
+
+
+def read_clock() -> float:
+    """Return the time of the node, in s since the epoch."""
+    return time.time()
+
+
+def _measure_clock(node_id: str, deadline: float) -> float:
+    """Return `bound_clock_error` of a node; 0 if it does not answer."""
+    asked = time.time()
+    answer = _answer(_submit_to_node(node_id, read_clock), deadline)
+    return 0.0 if answer is None else bound_clock_error(asked, answer, time.time())
+
+
+def bound_clock_error(asked: float, answer: float, received: float) -> float:
+    """Return the least error of a clock that was read between two times of this one, in s; above 0: it is ahead.
+
+    >>> bound_clock_error(100.0, 108.0, 101.0), bound_clock_error(100.0, 100.5, 101.0)
+    (7.0, 0.0)
+    """
+    if answer > received:
+        return answer - received
+    return min(0.0, answer - asked)
 
 
 class Listener:

@@ -8,6 +8,9 @@ from t2g.config import ProcessConfig
 from t2g.resources.memory import GIB
 from t2g.resources.preflight import satisfies
 
+MAX_CLOCK_ERROR_S = 2.0  # more than the delay of any message between nodes
+OBJECT_STORE = "object_store_memory"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
@@ -19,6 +22,8 @@ class Node:
     versions: Mapping[str, str]  # package -> version, see t2g.runs.versions
     sees_file: bool | None = None  # whether it sees the file that another node wrote; None: not tested
     sandbox: str = ""  # why generated code cannot run there
+    shared_bytes: int | None = None  # size of /dev/shm; None: it has none
+    clock_error_s: float = 0.0  # by how much its clock is ahead, at the least; below 0: behind
     fault: str = ""  # why it could not be inspected
 
 
@@ -57,6 +62,8 @@ def findings(
     sentences = [f"node {node.name} could not be inspected: {node.fault}" for node in faulty]
     sentences += [f"node {node.name}: {node.sandbox}" for node in refusing]
     sentences += _different_versions(nodes)
+    sentences += _wrong_clocks(nodes)
+    sentences += _small_shared_memory(nodes)
     sentences += _missing_labels(nodes, roles)
     for group in pending:
         reason = why_pending(group, nodes)
@@ -116,6 +123,29 @@ def _different_versions(nodes: Sequence[Node]) -> Iterator[str]:
                 places.append(f"{version} on {', '.join(names)}")
             listed = "; ".join(places)
             yield f"{package} differs between nodes: {listed}; use the same image on all nodes"
+
+
+def _wrong_clocks(nodes: Sequence[Node]) -> Iterator[str]:
+    for node in nodes:
+        error_s = node.clock_error_s
+        if abs(error_s) > MAX_CLOCK_ERROR_S:
+            direction = "ahead of" if error_s > 0 else "behind"
+            yield (
+                f"the clock of node {node.name} is {abs(error_s):.1f} s {direction} that of this node: synchronise all "
+                "nodes by NTP; ages of files, log lines and certificates are wrong by as much"
+            )
+
+
+def _small_shared_memory(nodes: Sequence[Node]) -> Iterator[str]:
+    for node in nodes:
+        store_bytes = node.resources.get(OBJECT_STORE, 0)
+        if node.shared_bytes is not None and store_bytes > node.shared_bytes:
+            yield (
+                f"node {node.name}: /dev/shm has {node.shared_bytes / GIB:.2f} GiB, and Ray's object store there has "
+                f"{store_bytes / GIB:.2f} GiB: Ray keeps it on the disk, and each transfer is as slow; enlarge "
+                "/dev/shm (docker run --shm-size, an emptyDir with medium Memory), or start Ray with a smaller "
+                "--object-store-memory"
+            )
 
 
 def _not_shared(nodes: Sequence[Node], shared: Path | None) -> Iterator[str]:

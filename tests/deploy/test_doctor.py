@@ -87,3 +87,27 @@ def test_a_missing_package_of_a_node_is_reported() -> None:
     assert findings((HEAD, bare), [], {}, None) == [
         "ray differs between nodes: 2.60.0 on head; none on bare; use the same image on all nodes"
     ]
+
+
+@pytest.mark.parametrize(("error_s", "words"), [(4.8, "4.8 s ahead of"), (-61.0, "61.0 s behind")])
+def test_a_wrong_clock_is_reported_with_its_direction(error_s: float, words: str) -> None:
+    wrong = dataclasses.replace(LEARNER, clock_error_s=error_s)
+    (sentence,) = findings((HEAD, wrong), [], {}, None)
+    assert sentence.startswith(f"the clock of node learner-0 is {words} that of this node")
+    assert findings((HEAD, dataclasses.replace(LEARNER, clock_error_s=error_s / 100)), [], {}, None) == []
+
+
+def test_shared_memory_below_the_object_store_is_reported() -> None:
+    resources = LEARNER.resources | {"object_store_memory": 2 * GIB}
+    small = dataclasses.replace(LEARNER, resources=resources, shared_bytes=64 * 2**20)
+    (sentence,) = findings((HEAD, small), [], {}, None)
+    assert sentence.startswith("node learner-0: /dev/shm has 0.06 GiB, and Ray's object store there has 2.00 GiB")
+    for shared_bytes in (None, 2 * GIB):  # none: another system's way to share memory
+        assert findings((HEAD, dataclasses.replace(small, shared_bytes=shared_bytes)), [], {}, None) == []
+
+
+@pytest.mark.parametrize(("answer", "error_s"), [(99.0, -1.0), (100.0, 0), (103.0, 0), (105.5, 2.5)])
+def test_the_error_of_a_clock_is_bounded_by_the_times_of_question_and_answer(answer: float, error_s: float) -> None:
+    from actors.cluster.nodes import bound_clock_error
+
+    assert bound_clock_error(100.0, answer, 103.0) == error_s

@@ -36,6 +36,14 @@ RECOVERY_S = 120.0  # from its return to the next step
 CUT_S = 15.0
 NUM_STEPS = 6
 NUM_PROMPTS = 8
+# One sentence each. Ray names a host by its address.
+DOCTOR_FACTS = (
+    ("transformers differs", "0.1 on 10.77.0.3"),
+    ("clock of node 10.77.0.3", "s ahead of"),
+    ("node 10.77.0.3: /dev/shm has 0.03 GiB", "0.09 GiB"),
+    ("is not shared", "not visible on 10.77.0.3;"),
+    ("node 10.77.0.3 does not reach node 10.77.0.2", "open the ports"),
+)
 KEPT = ("policy/loss", "policy/grad_norm", "policy/kl", "reward/token_mean")
 CONFIG = ROOT / "configs" / "own" / "policy.yaml"
 SETTINGS = f"""
@@ -65,8 +73,9 @@ log.tensorboard=false
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
-    """A head without processes of a run; the folder is shared by all hosts."""
+def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]:
+    """A head without processes of a run; the folder is shared by all hosts. The parameter: has it a dashboard."""
+    dashboard = str(getattr(request, "param", False)).lower()
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -80,8 +89,8 @@ def network(tmp_path: Path) -> Iterator[Network]:
     }
     with make_network(tmp_path, environ) as network:
         head = network.add("head", 1)
-        options = ("--head", f"--port={HEAD_PORT}", f"--node-ip-address={head.address}", "--include-dashboard=false")
-        start_ray(head, *options, "--num-cpus=0")
+        options = ("--head", f"--port={HEAD_PORT}", f"--node-ip-address={head.address}")
+        start_ray(head, *options, f"--include-dashboard={dashboard}", "--num-cpus=0")
         yield network
         namespaces = network.list_namespaces()
     assert find_left(namespaces) == []
@@ -99,7 +108,10 @@ def start_ray(host: Host, *options: str) -> None:
 
 def add_worker(network: Network, name: str, number: int, cpus: int, role: str) -> None:
     """Start a host and its Ray."""
-    host = network.add(name, number)
+    join_ray(network, network.add(name, number), cpus, role)
+
+
+def join_ray(network: Network, host: Host, cpus: int, role: str) -> None:
     join = f"--address={network.hosts['head'].address}:{HEAD_PORT}"
     memory = f"--memory={2**32}"
     start_ray(
@@ -201,6 +213,36 @@ def test_a_cut_of_a_host_changes_no_number(network: Network) -> None:
         for line, other in zip(metrics, whole, strict=True):
             for key in KEPT:
                 assert line[key] == pytest.approx(other[key], abs=1e-6), (line["step"], key)
+
+
+@pytest.mark.parametrize("network", [True], indirect=True)
+def test_doctor_names_what_is_wrong_with_one_of_the_hosts(network: Network, tmp_path: Path) -> None:
+    """Host b has another package, a fast clock, a small /dev/shm, no shared folder, and no way to host a."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    add_worker(network, "a", 2, cpus=2, role="learner")
+    broken = network.add("b", 3, shm_mib=32)
+    extra = tmp_path / "extra"
+    package = extra / "transformers-0.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.1\n")
+    ahead = "import time\n_time = time.time\ntime.time = lambda: _time() + 5\n"
+    (extra / "sitecustomize.py").write_text(ahead)
+    broken.environ = network.environ | {"PYTHONPATH": f"{extra}:{network.environ['PYTHONPATH']}"}
+    broken.run("mount", "-t", "tmpfs", "tmpfs", runs, timeout_s=JOIN_S)
+    join_ray(network, broken, cpus=2, role="rollout")
+    broken.run("ip", "route", "add", "prohibit", network.hosts["a"].address, timeout_s=JOIN_S)
+
+    head = network.hosts["head"]
+    options = ("--address", f"{head.address}:{HEAD_PORT}", "--config", CONFIG)
+    labels = ("learner.labels={rl/role: learner}", "rollout.labels={rl/role: rollout}")
+    command = (sys.executable, "-m", "jobs.deploy", "doctor", *options, f"run.root={runs}", *labels)
+    with pytest.raises(HostError) as error:
+        head.run(*command, timeout_s=RUN_S)
+    sentences = [line for line in str(error.value).splitlines() if line.startswith("- ")]
+    assert len(sentences) == 5, str(error.value)
+    for sentence, facts in zip(sentences, DOCTOR_FACTS, strict=True):
+        assert all(fact in sentence for fact in facts), sentence
 
 
 def test_hosts_end_with_the_process_that_made_them(tmp_path: Path) -> None:
