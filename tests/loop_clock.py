@@ -16,9 +16,11 @@ class LoopClock:
         return time.monotonic() + self._skipped_s
 
     def skip(self, seconds: float) -> None:
-        """Set the clock forward, from any thread."""
+        """Set the clock forward, from any thread, once the loop has set the deadlines of what runs now."""
+        self._loop.call_soon_threadsafe(self._advance, seconds)
+
+    def _advance(self, seconds: float) -> None:
         self._skipped_s += seconds
-        self._loop.call_soon_threadsafe(lambda: None)  # the loop looks at its deadlines
 
     async def wait(self, seconds: float) -> None:
         """Let this time pass in the loop, at once: what is due earlier happens first."""
