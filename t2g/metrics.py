@@ -106,6 +106,8 @@ REPLACED_PROMPTS = _add("group/replaced_prompts", "prompts", "all samples earn t
 GOOD_SHARE = _add("tokens/good_share", "share of tokens", "answer tokens in spans worth more than 0")
 POOR_SHARE = _add("tokens/poor_share", "share of tokens", "answer tokens in spans worth less than 0")
 NEUTRAL_SHARE = _add("tokens/neutral_share", "share of tokens", "all other answer tokens")
+UNNAMED_SHARE = _add("tokens/unnamed_share", "share of tokens", "sampled ids for which the tokenizer has no token")
+ZERO_ADVANTAGE = _add("tokens/zero_advantage_share", "share of tokens", "trained tokens whose advantage is 0")
 LABEL_SHARES = {"good": GOOD_SHARE, "poor": POOR_SHARE, "neutral": NEUTRAL_SHARE}
 
 KL = _add("policy/kl", "nats per sequence", "KL to the reference: mean of the sum over tokens")
@@ -150,6 +152,11 @@ UNPAID_SHARE = _add("turns/unpaid_share", "share of spans", "on the environment'
 
 GAP_MEAN = _add("gap/logprob_mean", "nats per token", "mean of |learner - engine| logprob")
 GAP_P95 = _add("gap/p95", "nats per token", "95th percentile of |learner - engine| logprob")
+GAP_CURRENT = _add(
+    "gap/current_mean",
+    "nats per token",
+    "as gap/logprob_mean, of tokens that the weights before the update sampled",
+)
 IMPORTANCE_MEAN = _add("importance/mean", "", "mean weight exp(learner - engine) logprob, before the cap")
 IMPORTANCE_P95 = _add("importance/p95", "", "95th percentile of the weights")
 IMPORTANCE_OUTSIDE = _add("importance/outside_share", "share of tokens", "weight outside [.9, 1.1]")
@@ -160,6 +167,9 @@ IMPORTANCE_TRUNCATED = _add(
 FAILED_SHARE = _add("feedback/failed_share", "share of responses", "the feedback is neither ok nor empty")
 EMPTY_SHARE = _add("feedback/empty_share", "share of responses", "judged, without a span")
 SOURCE_SHARE = _add("feedback/source/<source>", "share of responses", "judged by this source")
+SAME_FEEDBACK = _add(
+    "feedback/same_share", "share of responses", "different ones whose feedback is the step's most frequent; from 8 on"
+)
 LOCATED_RATE = _add("feedback/located_rate", "share of quotes", "found in their response")
 AT_MAX_SPANS = _add("feedback/metrics/at_max_spans", "share of answers", "of the reward model, with engine.max_spans")
 FEEDBACK_METRICS = _add("feedback/metrics/<name>", "", "of the feedback function: mean over the responses that have it")

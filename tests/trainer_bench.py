@@ -126,6 +126,13 @@ class Bench:
     def dropped(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "dropped.jsonl").read_text().splitlines()]
 
+    def alarms(self, text: str) -> list[int]:
+        """Return the steps with an alarm that contains `text`."""
+        file = self.folder / "alarms.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        alarms = [json.loads(line) for line in lines]
+        return [alarm["step"] for alarm in alarms if text in alarm["alarm"]]
+
     def checkpoint_step(self) -> int | None:
         latest = self.trainer.checkpoints.latest()
         return latest and latest[1]["step"]

@@ -7,6 +7,8 @@ from statistics import fmean
 
 from t2g import metrics as m
 from t2g.config import AlarmConfig
+from t2g.loop.consistency import BOUNDED as CONSISTENCY
+from t2g.loop.consistency import format_consistency_alarm, smallest_recent
 
 Step = Mapping[str, float | None]
 RECALL_STEPS = 3  # window of the mean recall of a fault class
@@ -24,10 +26,13 @@ _BOUNDED = (
     m.LOCATED_RATE,
     m.TEACHER_CONTRAST,
     m.TEACHER_SHARE,
+    *CONSISTENCY,
 )
 
 
-def find_alarms(history: Sequence[Step], config: AlarmConfig, *, truncation_penalty: float = 0.0) -> list[str]:
+def find_alarms(
+    history: Sequence[Step], config: AlarmConfig, *, truncation_penalty: float = 0.0, probe_tolerance: float = inf
+) -> list[str]:
     """Return a sentence for each bound that the last step crossed, unless the step before was beyond it already.
 
     A KL that doubles within a step is reported above EARLY_SHARE of its bound.
@@ -35,6 +40,7 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig, *, truncation_pena
     Args:
         history: The metrics of every step so far. Steps before a resume are included, so that no alarm is repeated.
         truncation_penalty: The run's objective.truncation_penalty, for the advice.
+        probe_tolerance: The difference of logprobs of engine and learner that rounding explains.
     """
     sentences = _find_reward_hacking(history, config.hacking_evaluations)
     if not history:
@@ -49,8 +55,13 @@ def find_alarms(history: Sequence[Step], config: AlarmConfig, *, truncation_pena
         values = _read_values(history, name)
         if name in recalls:  # a step has few faults of a class: a single fault would raise an alarm
             values = _average_recent(values)
+        if name == m.SAME_FEEDBACK:
+            values = smallest_recent(values)
         first = next(filter(None, values), 0.0)
-        alarms = [_format_alarm(name, value, first, config, truncation_penalty) for value in values[-2:]]
+        alarms = []
+        for value in values[-2:]:
+            alarm = _format_alarm(name, value, first, config, truncation_penalty)
+            alarms.append(alarm or format_consistency_alarm(name, value, probe_tolerance=probe_tolerance))
         *before, last = alarms
         if last and not any(before):
             sentences.append(last)

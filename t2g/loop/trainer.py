@@ -30,6 +30,7 @@ from t2g.feedback.rewards import compute_sentence_ids, reward_criteria, sum_crit
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
+from t2g.loop.consistency import consistency_metrics
 from t2g.loop.producer import Producer
 from t2g.loop.resampling import Signal, find_signal
 from t2g.loop.step_metrics import fault_recall, group_metrics, sample_metrics, step_metrics, sync_metrics
@@ -208,7 +209,7 @@ class Trainer:
         synced = await self._push_weights(learned.result.policy_version)
 
         self._advance(step, learned, scored, judged)
-        metrics = self._collect_metrics(judged.responses, scored, learned, synced)
+        metrics = self._collect_metrics(judged.responses, scored, learned, synced, ages)
         metrics |= recovered
         metrics |= await self.extra_metrics()
         metrics |= sample_metrics(judged, ages, self.config.rollout)
@@ -288,11 +289,15 @@ class Trainer:
         scored: Sequence[ScoredRollout],
         learned: _StepUpdate,
         synced: WeightSyncResult,
+        ages: np.ndarray,
     ) -> dict[str, float]:
         """Return the metrics of the step's data, update and weight sync."""
         objective = self.config.objective
         metrics = step_metrics(responses, scored, learned.stats, objective, kl=learned.kl, kl_coef=learned.kl_coef)
         metrics |= group_metrics(scored, objective, seed=self.config.run.seed)
+        metrics |= consistency_metrics(
+            scored, learned.samples, learned.stats, ages, objective, tokenizer=self.tokenizer
+        )
         metrics |= fault_recall(self.task, responses)
         metrics |= learned.result.metrics
         metrics |= sync_metrics(synced)
@@ -450,8 +455,10 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.write_step(step, metrics)
         self.history.append(metrics)
-        penalty = self.config.objective.truncation_penalty
-        alarms = find_alarms(self.history, self.config.alarms, truncation_penalty=penalty)
+        config = self.config
+        penalty = config.objective.truncation_penalty
+        tolerance = config.learner.resolve_probe_tolerance(config.rollout)
+        alarms = find_alarms(self.history, config.alarms, truncation_penalty=penalty, probe_tolerance=tolerance)
         self.log.write_alarms(step, alarms)
         for sentence in alarms:
             logger.warning("step %d: %s", step, sentence)

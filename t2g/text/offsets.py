@@ -66,6 +66,12 @@ def token_offsets(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray
     return offsets
 
 
+def has_token(tokenizer: Any, ids: Iterable[int]) -> np.ndarray:
+    """Return whether the tokenizer has a token for each id, [ids] bool; models have rows for more ids than that."""
+    names = tokenizer.convert_ids_to_tokens([int(token_id) for token_id in ids])
+    return np.array([name is not None for name in names], bool)
+
+
 def _character_starts(data: bytes) -> np.ndarray:
     """Return for each byte whether a character of `data.decode(errors="replace")` starts there, [bytes] bool."""
     codes = np.frombuffer(data, np.uint8)

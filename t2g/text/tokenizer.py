@@ -66,7 +66,8 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """Load the tokenizer of a model folder or hub name, without remote code.
 
     Raises:
-        UserError: There is no tokenizer, it cannot be loaded, or the model has no row for one of its tokens.
+        UserError: There is no tokenizer, it cannot be loaded, the model has no row for one of its tokens, or its chats
+            begin with two BOS tokens.
     """
     from transformers import AutoTokenizer
 
@@ -84,7 +85,28 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
         fetch = "" if Path(model).is_dir() else f"; where there is a network: hf download {model}"
         raise UserError(f"no tokenizer can be loaded from {model}: {reason}{fetch}") from error
     check_vocabulary(tokenizer, model, revision)
+    check_bos(tokenizer, model)
     return tokenizer
+
+
+def check_bos(tokenizer: Any, model: str) -> None:
+    """Check that a chat begins with one BOS token at most; nothing is checked for a template that refuses the chat.
+
+    Raises:
+        UserError: The chat template writes BOS twice, or the tokenizer adds one to that of the template.
+    """
+    if tokenizer.bos_token_id is None or not getattr(tokenizer, "chat_template", None):
+        return
+    try:
+        ids = encode_chat(tokenizer, [{"role": "user", "content": "Hello"}])
+    except UserError:
+        return
+    bos = tokenizer.bos_token_id
+    if ids[:2] == [bos, bos]:
+        raise UserError(
+            f"chats of {model} begin with two BOS tokens ({tokenizer.bos_token!r}, id {bos}), and models are trained "
+            "with one: remove it from its chat template (chat_template.jinja or tokenizer_config.json)"
+        )
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
