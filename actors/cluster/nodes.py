@@ -105,12 +105,12 @@ def read_clock() -> float:
 
 def _measure_clock(node_id: str, deadline: float) -> float:
     """Return `bound_clock_error` of a node; 0 if it does not answer."""
-    asked = time.time()
+    requested = time.time()
     answer = _answer(_submit_to_node(node_id, read_clock), deadline)
-    return 0.0 if answer is None else bound_clock_error(asked, answer, time.time())
+    return 0.0 if answer is None else bound_clock_error(requested, answer, time.time())
 
 
-def bound_clock_error(asked: float, answer: float, received: float) -> float:
+def bound_clock_error(requested: float, answer: float, received: float) -> float:
     """Return the least error of a clock that was read between two times of this one, in s; above 0: it is ahead.
 
     >>> bound_clock_error(100.0, 108.0, 101.0), bound_clock_error(100.0, 100.5, 101.0)
@@ -118,7 +118,7 @@ def bound_clock_error(asked: float, answer: float, received: float) -> float:
     """
     if answer > received:
         return answer - received
-    return min(0.0, answer - asked)
+    return min(0.0, answer - requested)
 
 
 class Listener:
