@@ -146,8 +146,12 @@ TRUNCATED_SHARE = _add("response/truncated_share", "share of responses", "trunca
 UNANSWERED_SHARE = _add(
     "response/unanswered_share", "share of responses", "end within their thinking; only of models that think"
 )
+TURNS_PREFIX = "turns/"
 TURNS = _add("turns/mean", "turns per conversation", "of the policy, with an environment")
 WINDOW_SHARE = _add("turns/window_share", "share of conversations", "ended because rollout.max_model_len was full")
+CALLS = _add("turns/calls", "calls per conversation", "of tools, with an environment that offers them")
+MALFORMED_SHARE = _add("turns/malformed_share", "share of calls", "unreadable, of an unknown tool, or wrong arguments")
+TOOL_ERROR_SHARE = _add("turns/tool_error_share", "share of calls", "the tool raised, or gave no usable answer")
 UNPAID_SHARE = _add("turns/unpaid_share", "share of spans", "on the environment's text alone, which pay nothing")
 
 GAP_MEAN = _add("gap/logprob_mean", "nats per token", "mean of |learner - engine| logprob")

@@ -47,6 +47,24 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolResult:
+    """A tool's message about a call. Characters are those of the turn's answer."""
+
+    tool: str  # "" for a call of an unknown tool, or one that cannot be read
+    text: str
+    # malformed: unreadable, unknown tool, wrong arguments; failed: the tool raised; lost: no usable answer of the tool,
+    # or too many calls, which is not the fault of the arguments
+    status: Literal["ok", "malformed", "failed", "lost"] = "ok"
+    characters: tuple[int, int]  # the call
+    arguments: dict[str, tuple[int, int]] = field(default_factory=dict)  # each argument by its JSON path
+
+    @property
+    def is_fault(self) -> bool:
+        """Return whether the message is an error that the call caused."""
+        return self.status in ("malformed", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyTurn:
     """What the policy sampled between two messages of the environment; a response of a single turn is one, too."""
 
@@ -54,6 +72,8 @@ class PolicyTurn:
     characters: tuple[int, int]  # half-open range of response_text
     answer_start: int | None  # first character of the answer in response_text; None: the turn ended within its thinking
     reply: str = ""  # the environment's message about the turn; between two turns it was inserted
+    # The tools' messages, if the turn has calls; `reply` is then their text.
+    results: Annotated[tuple[ToolResult, ...], Field(exclude_if=lambda results: not results)] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

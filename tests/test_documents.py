@@ -27,6 +27,7 @@ MAX_WORDS = {  # of `wc -w`: tables and code count
     "actors/README.md": 1900,
     "docker/README.md": 1600,
     "t2g/guides/02-your-feedback.md": 1600,
+    "t2g/guides/13-conversations.md": 1400,
     "t2g/guides/15-measure-and-compare.md": 1300,
     "t2g/sandbox/README.md": 2000,
     "t2g/study/README.md": 5900,

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 from actors.engines.rollout import RolloutFleet, check_window
 from actors.fleet.fleet_worker import RequestTimedOut
 from t2g.config import RolloutConfig
+from t2g.environments.call_readers import ReadCalls
 from t2g.environments.converse import converse, make_encoder
 from t2g.environments.environment import Environment
 from t2g.interfaces import RolloutSource, Sampling
@@ -30,8 +31,20 @@ MAX_CONVERSATION_S = 86400.0  # a conversation; each of its turns and replies ha
 class Conversations(RolloutSource):
     """A rollout fleet and an environment as a source of conversations."""
 
-    def __init__(self, fleet: RolloutFleet, config: RolloutConfig, environment: Environment, tokenizer: Any) -> None:
-        """Raise UserError for a tokenizer, see `make_encoder`."""
+    def __init__(
+        self,
+        fleet: RolloutFleet,
+        config: RolloutConfig,
+        environment: Environment,
+        tokenizer: Any,
+        read_calls: ReadCalls | None = None,
+    ) -> None:
+        """Raise UserError for a tokenizer, see `make_encoder`.
+
+        Args:
+            read_calls: Reads the calls of the environment's tools; None: it has none.
+        """
+        self._read_calls = read_calls
         self._fleet = fleet
         self._window = config.max_model_len
         self._max_turns = config.max_turns
@@ -76,4 +89,5 @@ class Conversations(RolloutSource):
             self._encode,
             max_turns=self._max_turns,
             max_context_tokens=self._window - sampling.max_new_tokens,
+            read_calls=self._read_calls,
         )

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 from actors.learner.lora import check_adapters
+from actors.vllm_compat.tool_parsers import load_tool_parser
 from t2g.config import PolicyJob
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
+from t2g.environments.call_readers import ReadCalls, make_call_reader
 from t2g.environments.converse import make_encoder
 from t2g.environments.environment import Environment
 from t2g.feedback.outcome_rewards import OutcomeRewards
@@ -17,7 +19,7 @@ from t2g.loop.resampling import check_further_prompts
 from t2g.loop.steps import check_truncation_penalty
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references
-from t2g.text.policy_chat import load_policy_tokenizer
+from t2g.text.policy_chat import load_policy_tokenizer, set_tools
 from t2g.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -32,11 +34,13 @@ class PolicyData:
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     environment: Environment | None = None
+    read_calls: ReadCalls | None = None  # reads the calls of the environment's tools; None: it has none
 
     @property
     def trainer_inputs(self) -> dict[str, Any]:
         """Return the fields that a trainer takes."""
-        return {name: value for name, value in vars(self).items() if name != "environment"}
+        of_conversations = ("environment", "read_calls")
+        return {name: value for name, value in vars(self).items() if name not in of_conversations}
 
 
 def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyData:
@@ -54,6 +58,8 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
         check_adapters(learner.lora, config.model, cpu_engines=uses_cpu_engines)
     task = get_task(config.task)
     tokenizer = load_policy_tokenizer(config.model)
+    environment = Environment(config, task) if config.environment else None
+    read_calls = prepare_tools(config, environment, tokenizer) if environment else None
     room = config.rollout.max_prompt_tokens
     records = load_records(config.data)
     prompts = make_prompts(records, task, tokenizer, room, too_long=config.data.too_long)
@@ -61,10 +67,6 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
     jobs = (config, *methods)
     for job in jobs:
         OutcomeRewards(job, task, prompts)  # checks them
-    environment = Environment(config, task) if config.environment else None
-    if environment is not None:
-        make_encoder(tokenizer)  # checks the chat template
-
     penalty = max(job.objective.truncation_penalty for job in jobs)
     check_truncation_penalty(tokenizer, prompts, config.model, penalty)
     for job in jobs:
@@ -82,8 +84,28 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
         too_long = config.eval_data.too_long
         eval_prompts = make_prompts(eval_records, task, tokenizer, room, too_long=too_long, key="eval_data")
     return PolicyData(
-        task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, environment=environment
+        task=task,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        environment=environment,
+        read_calls=read_calls,
     )
+
+
+def prepare_tools(config: PolicyJob, environment: Environment, tokenizer: Any) -> ReadCalls | None:
+    """Put the environment's tools into the tokenizer's chat template; return what reads their calls, None without any.
+
+    Raises:
+        UserError: The chat template has no room for tools or replies, or its calls cannot be read.
+    """
+    if environment.tools is None:
+        make_encoder(tokenizer)  # checks the chat template
+        return None
+    schemas = environment.tools.schemas
+    set_tools(tokenizer, schemas, config.model.policy)
+    make_encoder(tokenizer, has_tools=True)
+    return make_call_reader(tokenizer, schemas, config.rollout.tool_parser, load_tool_parser)
 
 
 def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:

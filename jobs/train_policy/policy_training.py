@@ -259,7 +259,7 @@ def make_rollout_source(config: PolicyJob, data: PolicyData, rollouts: RolloutFl
     """Return the engines, which converse with the environment if the config has one."""
     if data.environment is None:
         return rollouts
-    return Conversations(rollouts, config.rollout, data.environment, data.tokenizer)
+    return Conversations(rollouts, config.rollout, data.environment, data.tokenizer, data.read_calls)
 
 
 def learner_spec(config: PolicyJob) -> LearnerSpec:

@@ -173,6 +173,11 @@ class RolloutConfig(_GeneratingConfig):
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(128, ge=1)
     max_turns: int = Field(2, ge=1, description="with environment: most turns of the policy, each of max_new_tokens")
+    max_calls: int = Field(8, ge=1, description="with tools: most calls of a turn; further ones get an error")
+    tool_parser: str | None = Field(
+        None, description="what reads the calls of tools: hermes, llama3_json, response_template (transformers) or a "
+        "parser of vLLM; default: the tokenizer's response template, without one hermes"
+    )  # fmt: skip
     max_staleness: int = Field(
         0, ge=0, le=2, description="most steps between the weights that sampled a response and those it trains. 0: "
         "synchronous; 1 or 2: generation, feedback and learning overlap"

@@ -8,18 +8,20 @@ sampled, and earlier thinking stays.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from t2g.environments.call_readers import ReadCalls
 from t2g.environments.environment import Environment, Reply
 from t2g.errors import UserError
 from t2g.feedback.sources.user_function import FunctionFailed
 from t2g.text.tokenizer import Message, chat_renderer, encode_texts
-from t2g.text.transcript import AFTER_REPLY, BEFORE_REPLY
-from t2g.types import PolicyTurn, Prompt, Rollout
+from t2g.text.transcript import format_reply, list_reply
+from t2g.types import PolicyTurn, Prompt, Rollout, ToolResult
 
 DUMMY_ANSWER = "t2g-dummy-answer"
+DUMMY_RESULT = "t2g-dummy-result"
 DUMMY: tuple[Message, ...] = (
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": DUMMY_ANSWER},
@@ -27,23 +29,25 @@ DUMMY: tuple[Message, ...] = (
 
 # Context [P] and number of the turn, 0, 1, ... -> the turn.
 SampleTurn = Callable[[np.ndarray, int], Awaitable[Rollout]]
-# Reply, and the ids of the turn before it -> inserted ids.
-EncodeReply = Callable[[str, np.ndarray], np.ndarray]
+# The messages of a reply, and the ids of the turn before it -> inserted ids.
+EncodeReply = Callable[[Sequence[Message], np.ndarray], np.ndarray]
 
 
-def make_encoder(tokenizer: Any) -> EncodeReply:
+def make_encoder(tokenizer: Any, *, has_tools: bool = False) -> EncodeReply:
     """Return the function that encodes a reply: from the end of the turn before it to the start of the next turn.
 
     A turn that ends with the token that the template puts there is not ended twice.
 
+    Args:
+        has_tools: Whether results of tools are to be checked, too.
+
     Raises:
-        UserError: The tokenizer has no chat template, or its template leaves out earlier answers.
+        UserError: The tokenizer has no chat template, or its template leaves out earlier answers or results of tools.
     """
     render = chat_renderer(tokenizer)
 
-    def encode(reply: str, turn_ids: np.ndarray) -> np.ndarray:
-        message = {"role": "user", "content": reply}
-        text = render([*DUMMY, message])
+    def encode(reply: Sequence[Message], turn_ids: np.ndarray) -> np.ndarray:
+        text = render([*DUMMY, *reply])
         _, separator, added = text.partition(DUMMY_ANSWER)
         if not separator:
             name = tokenizer.name_or_path
@@ -56,8 +60,27 @@ def make_encoder(tokenizer: Any) -> EncodeReply:
                 return ids[1:]
         return by_start[0]
 
-    encode("Hello", np.zeros(0, np.int32))
+    no_ids = np.zeros(0, np.int32)
+    encode([{"role": "user", "content": "Hello"}], no_ids)
+    if has_tools:
+        result = ToolResult(tool="tool", text=DUMMY_RESULT, characters=(0, 0))
+        reply = list_reply("", [result])
+        encode(reply, no_ids)
+        if DUMMY_RESULT not in render([*DUMMY, *reply]):
+            name = tokenizer.name_or_path
+            raise UserError(f"environment: the chat template of {name} leaves out results of tools; take another model")
     return encode
+
+
+class TurnReply(NamedTuple):
+    """The reply to a turn, which is the results of its calls if it has any."""
+
+    reply: Reply
+    results: tuple[ToolResult, ...] = ()
+
+    @property
+    def messages(self) -> list[Message]:
+        return list_reply(self.reply.text, self.results)
 
 
 async def converse(
@@ -68,6 +91,7 @@ async def converse(
     *,
     max_turns: int,
     max_context_tokens: int,
+    read_calls: ReadCalls | None = None,
 ) -> Rollout:
     """Return the conversation that starts with a prompt.
 
@@ -76,6 +100,7 @@ async def converse(
 
     Args:
         max_context_tokens: A turn of full length fits after them.
+        read_calls: Reads the calls of the environment's tools; None: it has none.
 
     Raises:
         RunStopped: As `Environment.reply`.
@@ -83,7 +108,7 @@ async def converse(
     context = prompt.prompt_ids
     messages: list[Message] = []
     turns: list[Rollout] = []
-    replies: list[Reply] = []
+    replies: list[TurnReply] = []
     inserted: list[np.ndarray] = []
     failure = ""
     is_window_full = False
@@ -94,25 +119,45 @@ async def converse(
         if turn.answer_start is None:
             break
         try:
-            reply = await environment.reply(prompt, messages)
+            reply = await _reply(prompt, turn, messages, environment, read_calls)
         except FunctionFailed as failed:
             failure = str(failed)
             break
         replies.append(reply)
-        if reply.done or turn.is_truncated or len(turns) == max_turns:
+        if reply.reply.done or turn.is_truncated or len(turns) == max_turns:
             break
-        added = encode(reply.text, turn.response_ids)
+        added = encode(reply.messages, turn.response_ids)
         context = np.concatenate([context, turn.response_ids, added])
         is_window_full = len(context) > max_context_tokens
         if is_window_full:
             break
         inserted.append(added)
-        messages.append({"role": "user", "content": reply.text})
+        messages += reply.messages
     return join_turns(prompt, turns, replies, inserted, failure=failure, is_window_full=is_window_full)
 
 
+async def _reply(
+    prompt: Prompt,
+    turn: Rollout,
+    messages: Sequence[Message],
+    environment: Environment,
+    read_calls: ReadCalls | None,
+) -> TurnReply:
+    """Return the results of the turn's calls, or the environment's reply to a turn without calls."""
+    calls = read_calls(turn.response_ids, turn.answer) if read_calls else []
+    if not calls:
+        return TurnReply(await environment.reply(prompt, messages))
+    results = await environment.call_tools(prompt, calls)
+    text = "\n\n".join(result.text for result in results)
+    return TurnReply(Reply(text), tuple(results))
+
+
 def join_turns(
-    prompt: Prompt, turns: Sequence[Rollout], replies: Sequence[Reply], inserted: Sequence[np.ndarray], **ending: Any
+    prompt: Prompt,
+    turns: Sequence[Rollout],
+    replies: Sequence[TurnReply],
+    inserted: Sequence[np.ndarray],
+    **ending: Any,
 ) -> Rollout:
     """Return the turns as one rollout.
 
@@ -125,11 +170,11 @@ def join_turns(
     transcript = _Transcript()
     metrics: dict[str, float] = {}
     for turn, reply, added in zip_longest(turns, replies, inserted):
-        transcript.add_turn(turn, reply.text if reply else "")
+        transcript.add_turn(turn, reply or TurnReply(Reply("")))
         if reply:
-            metrics |= reply.metrics
+            metrics |= reply.reply.metrics
         if added is not None:
-            transcript.add_reply(reply.text, added)
+            transcript.add_reply(reply.messages, added)
     first_turn = turns[0]
     last_turn = turns[-1]
     response_ids = np.concatenate(transcript.ids)
@@ -163,7 +208,7 @@ class _Transcript:
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     turns: list[PolicyTurn] = field(default_factory=list)
 
-    def add_turn(self, turn: Rollout, reply_text: str) -> None:
+    def add_turn(self, turn: Rollout, reply: TurnReply) -> None:
         first_character = len(self.text)
         end = self.num_tokens + len(turn.response_ids)
         answer_start = None if turn.answer_start is None else first_character + turn.answer_start
@@ -171,7 +216,8 @@ class _Transcript:
             tokens=(self.num_tokens, end),
             characters=(first_character, first_character + len(turn.response_text)),
             answer_start=answer_start,
-            reply=reply_text,
+            reply=reply.reply.text,
+            results=reply.results,
         )
         self.turns.append(joined)
         for first, last, version in turn.policy_versions:
@@ -181,9 +227,9 @@ class _Transcript:
         self.logprobs.append(turn.rollout_logprobs)
         self.num_tokens = end
 
-    def add_reply(self, text: str, added: np.ndarray) -> None:
+    def add_reply(self, messages: Sequence[Message], added: np.ndarray) -> None:
         """Add a reply with its inserted tokens."""
-        self.text += f"{BEFORE_REPLY}{text}{AFTER_REPLY}"
+        self.text += format_reply(messages)
         self.ids.append(added)
         self.logprobs.append(np.zeros(len(added), np.float32))
         self.num_tokens += len(added)

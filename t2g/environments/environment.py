@@ -1,10 +1,13 @@
 """The environment that a config names, and calls of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from t2g.config import PolicyJob
+from t2g.environments.toolbox import ToolBox
+from t2g.environments.tools import read_tools
 from t2g.errors import UserError
 from t2g.feedback.parse import MAX_ANSWER_CHARS, read_metrics, replace_surrogates
 from t2g.feedback.sources.user_function import (
@@ -18,7 +21,8 @@ from t2g.feedback.sources.user_function import (
 )
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import Message
-from t2g.types import Prompt
+from t2g.text.tool_calls import ToolCall
+from t2g.types import Prompt, ToolResult
 
 SHIPPED = {"code_repair": "t2g.environments.code_repair:CodeRepair"}
 
@@ -33,17 +37,19 @@ class Reply:
 
 
 class Environment:
-    """An object with the method `reply(prompt, messages)`, async or not, which returns a `Reply`.
+    """An object with the method `reply(prompt, messages)`, async or not, which returns a `Reply`, and perhaps `tools`.
 
     It may be constructed with the keyword arguments `task` and `sandbox`. The messages are the policy's first answer,
-    the reply to it, and so on to the policy's last answer, without thinking.
+    the reply to it, and so on to the policy's last answer, without thinking. A turn with calls gets the results of the
+    tools instead of a reply. An object with tools needs no method `reply`: a turn without calls then ends the
+    conversation.
     """
 
     def __init__(self, config: PolicyJob, task: Task) -> None:
         """Construct the environment.
 
         Raises:
-            UserError: It cannot be imported or constructed, or has no method `reply`.
+            UserError: It cannot be imported or constructed, has no method `reply`, or its tools cannot be used.
         """
         key = f"environment={config.environment}"
         name = str(config.environment)
@@ -58,20 +64,19 @@ class Environment:
             environment = make(**select_options(make, options))
         except Exception as error:  # a user's class may raise anything
             raise UserError(f"{key} cannot be constructed: {describe_error(error)}") from error
-        reply = getattr(environment, "reply", None)
-        check_function(reply, f"{key}, its method reply,", "(prompt, messages)", num_arguments=2)
         timeout_s = max(source.timeout_s for source in sources)
         concurrency = max(source.concurrency for source in sources)
         if config.environment in SHIPPED:
             concurrency = sandbox.max_concurrent  # with more programs at once than cores, right ones time out
-        self._function = UserFunction(
-            reply,
-            kind="environment",
-            key=key,
-            log=config.run.folder / "feedback.log",
-            timeout_s=timeout_s,
-            concurrency=concurrency,
-        )
+        calls = {"key": key, "log": config.run.folder / "feedback.log", "timeout_s": timeout_s}
+        make_function = partial(_make_function, concurrency=concurrency, **calls)
+        tools = read_tools(environment, key)
+        self.tools = ToolBox(tools, make_function, max_calls=config.rollout.max_calls) if tools else None
+        reply = getattr(environment, "reply", None)
+        self._function: UserFunction | None = None
+        if reply is not None or not tools:
+            check_function(reply, f"{key}, its method reply,", "(prompt, messages)", num_arguments=2)
+            self._function = make_function(reply, "environment")
 
     async def reply(self, prompt: Prompt, messages: Sequence[Message]) -> Reply:
         """Return the reply to the last turn.
@@ -79,8 +84,19 @@ class Environment:
         Raises:
             FunctionFailed, RunStopped: As `UserFunction.call`.
         """
+        if self._function is None:
+            return Reply("", done=True)
         own_messages = [*map(dict, messages)]
         return await self._function.call(read_reply, prompt.prompt_id, prompt, own_messages)
+
+    async def call_tools(self, prompt: Prompt, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Return the results of a turn's calls. RunStopped as `UserFunction.call`."""
+        assert self.tools is not None, "calls are read only if there are tools"
+        return await self.tools.call(prompt, calls)
+
+
+def _make_function(function: Callable[..., Any], kind: str, **options: Any) -> UserFunction:
+    return UserFunction(function, kind=kind, **options)
 
 
 def read_reply(answer: Any) -> Reply:

@@ -15,6 +15,8 @@ from t2g.errors import UserError
 from t2g.feedback.sources.user_function import FunctionFailed, UserFunction, load_function
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
+from t2g.text.tokenizer import Message
+from t2g.text.transcript import list_reply
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 KEY = "objective.outcome_rewards"
@@ -160,15 +162,21 @@ def _copy_messages(prompt: Prompt) -> list[dict[str, str]]:
     return [dict(message) for message in prompt.messages]
 
 
-def list_messages(rollout: Rollout) -> list[dict[str, str]]:
+def list_messages(rollout: Rollout) -> list[Message]:
     """Return a response as chat messages: one, or the answers of a conversation and the replies between them."""
     if not rollout.conversation:
         return [{"role": "assistant", "content": rollout.response_text}]
-    messages: list[dict[str, str]] = []
-    for turn in rollout.conversation:
+    last_answer = {"role": "assistant", "content": rollout.answer_of(rollout.conversation[-1])}
+    return [*list_history(rollout, len(rollout.conversation) - 1), last_answer]
+
+
+def list_history(rollout: Rollout, num_turns: int) -> list[Message]:
+    """Return the first turns of a conversation and the replies to them, as chat messages."""
+    messages: list[Message] = []
+    for turn in rollout.conversation[:num_turns]:
         messages.append({"role": "assistant", "content": rollout.answer_of(turn)})
-        messages.append({"role": "user", "content": turn.reply})
-    return messages[:-1]
+        messages += list_reply(turn.reply, turn.results)
+    return messages
 
 
 def read_rewards(answer: Any, *, count: int) -> list[float | None]:

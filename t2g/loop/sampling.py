@@ -18,13 +18,14 @@ from t2g.concurrency import gather_all
 from t2g.config import PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped
 from t2g.feedback.conversations import NEXT_MESSAGE
-from t2g.feedback.outcome_rewards import list_messages, measure
+from t2g.feedback.outcome_rewards import list_history, measure
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.rewards import score_spans
 from t2g.feedback.sources.combined import combine_feedback
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.resampling import FilteredGroups
+from t2g.loop.step_metrics import tool_metrics
 from t2g.loop.steps import sampling_seed
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
@@ -162,10 +163,9 @@ async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
         return shift_spans(judged, turn.answer_start or 0)
 
     opening = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
-    messages = list_messages(rollout)
     works = []
     for index, turn in enumerate(rollout.conversation):
-        history = messages[: 2 * index]
+        history = list_history(rollout, index)
         works.append(judge(turn, history))
     judgements = await gather_all(works)
     by_turn = {f"turn_{number}": judgement for number, judgement in enumerate(judgements, start=1)}
@@ -222,6 +222,8 @@ async def compute_held_out_metrics(
 
     lengths = [rollout.policy_mask.sum() for _, rollout in pairs]
     metrics = {m.HELD_OUT_LENGTH: float(np.mean(lengths))}
+    calls = tool_metrics([rollout for _, rollout in pairs])
+    metrics |= {m.EVAL + name.removeprefix(m.TURNS_PREFIX): share for name, share in calls.items()}
     if measured:
         return metrics | _average_measures(config, task, measured, num_responses=len(pairs))
 

@@ -175,10 +175,28 @@ def _conversation_metrics(responses: Sequence[JudgedResponse]) -> dict[str, floa
 
     if not num_turns:
         return {}
-    return {
+    metrics = {
         m.TURNS: float(np.mean(num_turns)),
         m.WINDOW_SHARE: float(np.mean(is_window_full)),
         m.UNPAID_SHARE: float(np.mean(is_unpaid)) if is_unpaid else 0.0,
+    }
+    return metrics | tool_metrics([response.rollout for response in responses])
+
+
+def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the metrics of calls of tools; {} if no policy called one."""
+    statuses: list[str] = []
+    for rollout in rollouts:
+        for turn in rollout.turns:
+            statuses += [result.status for result in turn.results]
+    if not statuses:
+        return {}
+    is_malformed = [status == "malformed" for status in statuses]
+    is_error = [status in ("failed", "lost") for status in statuses]
+    return {
+        m.CALLS: len(statuses) / len(rollouts),
+        m.MALFORMED_SHARE: float(np.mean(is_malformed)),
+        m.TOOL_ERROR_SHARE: float(np.mean(is_error)),
     }
 
 

@@ -3,12 +3,14 @@
 So every prompt of a run has them, and a model exported by the run keeps them, in t2g and in other servers.
 """
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t2g.config import ModelConfig
 from t2g.errors import UserError
-from t2g.text.tokenizer import load_tokenizer
+from t2g.text.tokenizer import chat_renderer, check_chat_template, load_tokenizer
 
 
 def load_policy_tokenizer(model: ModelConfig) -> Any:
@@ -67,4 +69,28 @@ def set_template_defaults(tokenizer: Any, model: ModelConfig) -> None:
         raise UserError(
             f"model.system_prompt: the chat template of {name} leaves out messages of the role system; put the text "
             "into the prompts instead"
+        )
+
+
+def set_tools(tokenizer: Any, schemas: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Change the tokenizer's chat template to one that describes these tools, unless the caller gives others.
+
+    Args:
+        schemas: Tools of OpenAI's form.
+        name: The model, for messages.
+
+    Raises:
+        UserError: The tokenizer has no chat template, or its template leaves out tools.
+    """
+    check_chat_template(tokenizer)
+    template = tokenizer.get_chat_template(tools=[*schemas])
+    literal = repr(json.loads(json.dumps([*schemas])))
+    tokenizer.chat_template = f"{{% if not tools %}}{{% set tools = {literal} %}}{{% endif %}}\n{template}"
+    render = chat_renderer(tokenizer)
+    text = render([{"role": "user", "content": "Hello"}])
+    missing = [schema["function"]["name"] for schema in schemas if schema["function"]["name"] not in text]
+    if missing:
+        raise UserError(
+            f"environment: the chat template of {name} leaves out the tools {', '.join(missing)}; take a model that "
+            "was trained with tools"
         )

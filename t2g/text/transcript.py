@@ -13,15 +13,38 @@ A response of a single turn is its own transcript, see `t2g.types.Rollout`.
         return n + 2
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from t2g.text.offsets import token_offsets
-from t2g.types import Rollout
+from t2g.text.tokenizer import Message
+from t2g.types import Rollout, ToolResult
 
-BEFORE_REPLY = "\n\n[user]\n"
+UNKNOWN_TOOL = "unknown"
 AFTER_REPLY = "\n\n[assistant]\n"
+
+
+def list_reply(reply: str, results: Sequence[ToolResult]) -> list[Message]:
+    """Return the messages between two turns: of the user, or of each tool that was called."""
+    if not results:
+        return [{"role": "user", "content": reply}]
+    messages = []
+    for number, result in enumerate(results):
+        name = result.tool or UNKNOWN_TOOL
+        call_id = f"call{number:05d}"  # Mistral's templates take nine letters and digits
+        messages.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": result.text})
+    return messages
+
+
+def format_reply(messages: Iterable[Message]) -> str:
+    """Return the messages between two turns under headings, as the transcript has them."""
+    parts = []
+    for message in messages:
+        heading = f"tool {message['name']}" if message["role"] == "tool" else message["role"]
+        parts.append(f"\n\n[{heading}]\n{message['content']}")
+    return "".join(parts) + AFTER_REPLY
 
 
 def rollout_offsets(tokenizer: Any, rollout: Rollout) -> np.ndarray:

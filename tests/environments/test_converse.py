@@ -105,7 +105,9 @@ class Conversation:
             policy_versions=((0, len(response_ids), number),), answer_start=answer_start,
         )  # fmt: skip
 
-    def run(self, environment: Any, *, max_turns: int = 5, max_context_tokens: int = 10_000) -> Rollout:
+    def run(
+        self, environment: Any, *, max_turns: int = 5, max_context_tokens: int = 10_000, read_calls: Any = None
+    ) -> Rollout:
         encode = make_encoder(self.tokenizer)
         return asyncio.run(
             converse(
@@ -115,6 +117,7 @@ class Conversation:
                 encode,
                 max_turns=max_turns,
                 max_context_tokens=max_context_tokens,
+                read_calls=read_calls,
             )
         )
 

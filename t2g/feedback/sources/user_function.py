@@ -31,9 +31,9 @@ Result = TypeVar("Result")
 class FunctionFailed(Exception):
     """A call without a usable answer; the message is the reason, a sentence."""
 
-    def __init__(self, reason: str, *, was_raised: bool = False) -> None:
+    def __init__(self, reason: str, *, error: str = "") -> None:
         super().__init__(reason)
-        self.was_raised = was_raised  # by the function itself, which may succeed when it is called again
+        self.error = error  # that the function raised, with its type: it may succeed when it is called again
 
 
 class UserFunction:
@@ -99,7 +99,7 @@ class UserFunction:
             call = partial(self._function, *arguments, **accepted)
             answer = await self._call_once(call, read, prompt_id)
             for attempt in range(self._retries):
-                if not isinstance(answer, FunctionFailed) or not answer.was_raised:
+                if not isinstance(answer, FunctionFailed) or not answer.error:
                     break
                 wait_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))  # concurrent calls must not return together
@@ -109,7 +109,7 @@ class UserFunction:
             kind = reason.partition(":")[0]
             self._failures.log(kind, f"{self._key}: {reason}, on prompt {prompt_id}")
             self._check_timeouts()
-            raise FunctionFailed(reason)
+            raise FunctionFailed(reason, error=answer.error)
         return answer
 
     async def _call_once(
@@ -170,8 +170,8 @@ class UserFunction:
             return error
         message = mask_secrets(traceback.format_exception_only(error)[-1].strip())  # str(error) may raise
         reference = self._log_traceback(error)
-        reason = f"raised {shorten(printable(message))}{reference}"
-        return FunctionFailed(reason, was_raised=True)
+        error_text = shorten(printable(message))
+        return FunctionFailed(f"raised {error_text}{reference}", error=error_text)
 
     def _log_traceback(self, error: BaseException) -> str:
         """Write the traceback of the first error of its type to the log; return a reference to it, or ''."""
