@@ -25,8 +25,8 @@ from t2g.feedback.sources.combined import combine_feedback
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.resampling import FilteredGroups
-from t2g.loop.step_metrics import tool_metrics
 from t2g.loop.steps import sampling_seed
+from t2g.loop.tool_metrics import tool_metrics
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.text.thinking import NO_ANSWER

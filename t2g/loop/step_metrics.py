@@ -11,6 +11,7 @@ from t2g.config import ObjectiveConfig, RolloutConfig
 from t2g.feedback.rewards import compute_label_shares
 from t2g.loop.sampling import JudgedStep
 from t2g.loop.step_advantages import zero_variance_share
+from t2g.loop.tool_metrics import tool_metrics
 from t2g.tasks.base import Task
 from t2g.types import (
     JudgedResponse,
@@ -181,23 +182,6 @@ def _conversation_metrics(responses: Sequence[JudgedResponse]) -> dict[str, floa
         m.UNPAID_SHARE: float(np.mean(is_unpaid)) if is_unpaid else 0.0,
     }
     return metrics | tool_metrics([response.rollout for response in responses])
-
-
-def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of calls of tools; {} if no policy called one."""
-    statuses: list[str] = []
-    for rollout in rollouts:
-        for turn in rollout.turns:
-            statuses += [result.status for result in turn.results]
-    if not statuses:
-        return {}
-    is_malformed = [status == "malformed" for status in statuses]
-    is_error = [status in ("failed", "lost") for status in statuses]
-    return {
-        m.CALLS: len(statuses) / len(rollouts),
-        m.MALFORMED_SHARE: float(np.mean(is_malformed)),
-        m.TOOL_ERROR_SHARE: float(np.mean(is_error)),
-    }
 
 
 def _overlaps(span: Span, turn: PolicyTurn) -> bool:
