@@ -407,6 +407,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool =
 
     Raises:
         FileNotFoundError: The folder has no such checkpoint.
+        ValueError: It is of another model, or the optimizer's state is not that of its step.
     """
     engine._config.load_universal_checkpoint = universal  # read at each load
     source = universal_folder(folder, tag) if universal else folder
@@ -415,7 +416,26 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool =
         raise FileNotFoundError(f"{source / tag} holds no ZeRO-3 checkpoint of {engine.world_size} ranks")
     if universal:
         _load_buffers(engine.module, folder / tag)
+    _check_optimizer(engine, source / tag)
     _type_steps(engine)
+
+
+def _check_optimizer(engine: Engine, source: Path) -> None:
+    """Check that Adam has made as many steps as the model: DeepSpeed compares the two nowhere.
+
+    Raises:
+        ValueError: The numbers differ: the next update would start with other moments.
+    """
+    num_steps = engine.global_steps - engine.skipped_steps
+    adam = engine.optimizer.optimizer
+    for flat in engine.optimizer.fp32_partitioned_groups_flat:
+        state = adam.state.get(flat, {})
+        count = int(state.get("step", 0))
+        if count != num_steps:
+            raise ValueError(
+                f"{source}: the optimizer's state was not restored: Adam has made {count} steps, and the model "
+                f"{num_steps}"
+            )
 
 
 def _load_buffers(model: torch.nn.Module, checkpoint: Path) -> None:

@@ -274,8 +274,8 @@ def test_microbatches_are_summed_in_float32() -> None:
         assert {weight.ds_tensor.dtype for weight in critic.parameters()} == {torch.bfloat16}
 
 
-def step_counts(folder: Path, *, offload: bool) -> list[float]:
-    """Of Adam, by sub-group (a part of 10^9 weights), after a step, a converted load and a step more."""
+def make_engine(*, offload: bool) -> Any:
+    """Return a ZeRO-3 engine of this process with three sub-groups (in real models of 10^9 weights each)."""
     import deepspeed
 
     zero3.init_distributed(0, 1, "127.0.0.1", free_port(), "gloo", timeout_s=60)
@@ -284,21 +284,42 @@ def step_counts(folder: Path, *, offload: bool) -> list[float]:
     config["zero_optimization"]["sub_group_size"] = 64
     optimizer = zero3._adamw(model, OptimConfig(), offload=offload)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
 
-    def step() -> None:
-        zero3.train_step(engine, [torch.ones(1, 8)], lambda model, x: (model(x).sum(), {}), label="step")
 
-    step()
+def make_step(engine: Any) -> None:
+    zero3.train_step(engine, [torch.ones(1, 8)], lambda model, x: (model(x).sum(), {}), label="step")
+
+
+def step_counts(folder: Path, *, offload: bool) -> list[float]:
+    """Of Adam, by sub-group, after a step, a converted load and a step more."""
+    engine = make_engine(offload=offload)
+    make_step(engine)
     zero3.save_checkpoint(engine, folder, "part")
     zero3.convert_checkpoint(folder, "part")
     zero3.load_checkpoint(engine, folder, "part", universal=True)
-    step()
+    make_step(engine)
     return [float(state["step"]) for state in engine.optimizer.optimizer.state.values()]
 
 
 def test_each_sub_group_counts_its_own_steps(tmp_path: Path) -> None:
     with as_a_rank():
         assert step_counts(tmp_path, offload=False) == [2.0, 2.0, 2.0]
+
+
+def test_an_optimizer_whose_state_was_not_restored_is_refused(tmp_path: Path) -> None:
+    """Its file is that of an earlier step: DeepSpeed loads both as if they belonged together."""
+    with as_a_rank():
+        engine = make_engine(offload=False)
+        folders = [tmp_path / "first", tmp_path / "second"]
+        for folder in folders:
+            make_step(engine)
+            zero3.save_checkpoint(engine, folder, "part")
+        first, second = (next(folder.glob("part/*_optim_states.pt")) for folder in folders)
+        zero3.load_checkpoint(engine, folders[1], "part")
+        shutil.copy(first, second)
+        with pytest.raises(ValueError, match=r"was not restored: Adam has made 1 steps, and the model 2$"):
+            zero3.load_checkpoint(engine, folders[1], "part")
 
 
 @pytest.mark.slow  # DeepSpeed compiles its AdamW for two minutes
