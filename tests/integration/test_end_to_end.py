@@ -82,7 +82,7 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
     assert time.monotonic() - started < 30
     changed = start(own_command(folder, **{"objective.lam": 0.5}), log)
     assert changed.wait(timeout=60) == 2
-    assert "objective.lam (0.95 -> 0.5)" in log.read_text()
+    assert "objective.lam (1.0 -> 0.5)" in log.read_text()
 
 
 @pytest.mark.slow  # a whole start; tests/jobs/test_console.py has what `init` writes
