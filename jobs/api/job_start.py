@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel
 
-from jobs.common.cli import Config, Result, StopFlag, check_job, config_errors, find_resources
+from jobs.common.cli import Config, Result, StopFlag, check_job, find_resources, run_checked
 from t2g.config import AnyJob, loading, with_overrides
 from t2g.config.python_functions import forget_functions, name_function
 from t2g.errors import RunStopped, Stopped, UserError
@@ -102,9 +102,7 @@ def _check_and_run(
     config: AnyJob, run: Callable[[Any, Any], Result], read: str, check: Callable[[Any], None] | None
 ) -> Result:
     checked = check_job(config, read, check)
-    (data,) = checked.inputs
-    with config_errors(config):
-        return run(checked.config, data)
+    return run_checked(checked, run)
 
 
 def _remove_unused(new_files: list[Path]) -> None:

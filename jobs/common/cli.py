@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -83,7 +83,8 @@ def main(
         if dry_run:
             print("nothing was found that would stop the job")
             return 0
-        return _run_checked(checked, partial(run, **arguments))
+        result = run_checked(checked, partial(run, **arguments))
+        return result if isinstance(result, int) else 0
 
     return exit_code(parser.prog, execute)
 
@@ -103,11 +104,15 @@ class CheckedJob(NamedTuple):
     inputs: list[Any]  # what `read` returned; [] for a job that reads nothing
 
 
-def _run_checked(checked: CheckedJob, run: Callable[..., Any]) -> int:
-    """Run the job; return its exit code."""
-    with config_errors(checked.config):
-        result = run(checked.config, *checked.inputs)
-    return result if isinstance(result, int) else 0
+def run_checked(checked: CheckedJob, run: Callable[..., Result]) -> Result:
+    """Run the job, whose run folder is copied to `run.mirror` meanwhile."""
+    config = checked.config
+    with ExitStack() as opened:
+        opened.enter_context(config_errors(config))
+        if config.run.mirror_url:
+            mirroring = import_module("jobs.common.mirroring")  # heavy
+            opened.enter_context(mirroring.mirrored(config))
+        return run(config, *checked.inputs)
 
 
 def check_job(config: AnyJob, read: str | None, check: Any = None, describe: Any = None) -> CheckedJob:

@@ -90,6 +90,7 @@ def with_value_at(section: Any, keys: Sequence[str], value: Any, depth: int = 0)
 Dtype = Literal["float32", "bfloat16"]
 GpuSharing = Literal["none", "split", "alternate"]
 TEMPLATE_INPUTS = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
+MIRROR_END_S = 600.0  # deadline of the last copy to run.mirror, at the end of a job
 RESTART_WINDOW_S = 6 * 3600.0  # default of each restart_window_s
 
 
@@ -111,6 +112,10 @@ class RunConfig(Section):
         (), description="changed inputs with which the run may continue: [feedback:HASH], as the refusal prints it; "
         "each entry accepts one change"
     )  # fmt: skip
+    mirror: ResumeMutable[str | None] = Field(
+        None, description="URL of a folder, such as s3://BUCKET/runs, gs://BUCKET/runs or file:///mnt/runs; the run "
+        "folder is copied there during the run, and restored from there when it is empty"
+    )  # fmt: skip
     smoke: bool = Field(
         False, description="a short run in a folder of its own: three steps of a training, or three records"
     )
@@ -129,10 +134,25 @@ class RunConfig(Section):
             )
         return Path(os.path.normpath(context.cwd / root))
 
+    @field_validator("mirror")
+    @classmethod
+    def check_mirror(cls, mirror: str | None) -> str | None:
+        """Check that it is a URL; `preflight` checks that there is a package for its kind."""
+        if mirror is not None and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s?#]+", mirror):
+            raise ValueError(f"got {mirror!r}, needs a URL such as s3://BUCKET/runs or file:///mnt/runs")
+        return mirror and mirror.rstrip("/")
+
     def make_part(self, *, root: Path, name: str, seed: int) -> Self:
         """Return the settings of a part of this job, such as a method: it has a folder of its own, and may go on."""
         resume = "readable" if self.resume == "readable" else "auto"
         return type(self)(root=root, name=name, seed=seed, accept=self.accept, resume=resume)
+
+    @property
+    def mirror_url(self) -> str | None:
+        """Return the URL of this run's folder in the mirror; a smoke run, which never continues, has none."""
+        if self.mirror is None or self.smoke:
+            return None
+        return f"{self.mirror}/{self.name}"
 
     @property
     def folder(self) -> Path:

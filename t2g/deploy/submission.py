@@ -24,6 +24,7 @@ from t2g.config import (
     SFTJob,
     loading,
 )
+from t2g.config.common import MIRROR_END_S
 from t2g.errors import UserError
 
 RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
@@ -89,6 +90,8 @@ def submission(job_kind: str, config: JobConfig, file: Path, overrides: Sequence
     """Return the job that runs `config`, read from `file` (relative to the upload) and `overrides`."""
     program = JOBS[job_kind].program
     wait_s = int(config.stop_deadline_s) + MARGIN_S
+    if config.run.mirror_url:
+        wait_s += int(MIRROR_END_S)
     return Submission(
         name=config.run.name,
         arguments=(*program.split(), "--config", str(file), *overrides),

@@ -32,6 +32,7 @@ from t2g.feedback.sources.make import make_local_source
 from t2g.resources.job_memory import JobRanks, find_ranks
 from t2g.resources.memory import BYTES, GIB
 from t2g.resources.model_shape import find_shape
+from t2g.resources.packages import find_mirror_problem
 from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
@@ -108,6 +109,8 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
         findings.collect(_check_memory, ranks)
     if task is not None:
         _check_sources(findings, job, task)
+    if problem := find_mirror_problem(job):
+        findings.missing.append(problem)
     log = job.log_options
     if log.wandb_project is not None and find_spec("wandb") is None:
         findings.missing.append(

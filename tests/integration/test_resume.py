@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shutil
 import string
 import time
 from pathlib import Path
@@ -144,3 +146,45 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(
     assert len(set(rewards)) > NUM_STEPS / 2
     assert len(set(losses)) > NUM_STEPS / 2
     assert any(line["policy/kl"] > 1e-3 for line in whole[1:])  # the policy moved
+
+
+@pytest.mark.slow  # two whole runs; tests/runs/test_mirror.py has the same on fakes
+def test_a_run_that_loses_its_disk_after_step_7_goes_on_from_its_mirror(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    log = tmp_path / "log.txt"
+    (folder / "vowels.py").write_text(FUNCTION)
+    mark = f"{os.getpid()}-{tmp_path.name}"
+    environ = {MARK: mark, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    environ["JUDGED"] = str(folder / "judged.txt")
+
+    def run(name: str, **changes: object) -> list[str]:
+        rates = {"learner.policy.lr": 0.001, "learner.critic.lr": 0.001, "rollout.start_timeout_s": 600}
+        source = {"feedback.source": "vowels:judge", "num_steps": 12, "checkpoint.every": 2}
+        return command(folder, **{"run.name": name, **source, **rates, **changes})
+
+    assert start(run("whole"), log, **environ).wait(timeout=DEADLINE_S) == 0, log.read_text()[-4000:]
+    whole = lines(folder / "runs" / "whole")
+
+    mirror = tmp_path / "mirror"
+    killed_run = folder / "runs" / "killed"
+    arguments = run("killed", **{"run.mirror": f"file://{mirror}"})
+    process = start(arguments, log, **environ)
+    manifest = mirror / "killed" / "manifest.json"
+    wait_for(lambda: process.poll() is not None or 7 in logged_steps(killed_run), log)
+    wait_for(lambda: process.poll() is not None or "/step-" in manifest.read_text(), log)
+    assert process.poll() is None, log.read_text()[-4000:]
+    process.kill()
+    process.wait(timeout=DEADLINE_S)
+    wait_for(lambda: not marked(mark), log)
+    shutil.rmtree(killed_run)
+
+    assert start(arguments, log, **environ).wait(timeout=DEADLINE_S) == 0, log.read_text()[-4000:]
+    wait_for(lambda: not marked(mark), log)
+    assert re.search(r"restoring .*/killed: [\s\S]*going on after [46] of 12|going on after 8 of 12", log.read_text())
+    killed = lines(killed_run)
+    assert [line["step"] for line in killed] == [line["step"] for line in whole]
+    for a, b in zip(whole, killed, strict=True):
+        names = [name for name in a if name.startswith(COMPARED)]
+        expected = {name: a[name] for name in names}
+        assert {name: b[name] for name in names} == pytest.approx(expected, abs=TOLERANCE, rel=TOLERANCE)
+    assert (mirror / "killed" / "report.html").read_bytes() == (killed_run / "report.html").read_bytes()

@@ -1,6 +1,7 @@
 """One command line for all jobs: exit codes, sentences without tracebacks, help at once, signals that set a flag."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -342,3 +343,44 @@ def test_messages_begin_with_the_command_that_was_typed(
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", command)
     assert program_name("jobs.train_policy") == name
+
+
+def test_the_same_command_goes_on_from_the_mirror(config: str, tmp_path: Path) -> None:
+    """The job finds its folder restored, and its last files are copied when it ends by an error as well."""
+    arguments = ["--config", config, "run.name=own", f"run.mirror=file://{tmp_path}/mirror/"]
+    file = tmp_path / "own" / "progress.txt"
+
+    def run(_config: DemoJob) -> int:
+        lines = file.read_text() if file.exists() else ""
+        file.write_text(f"{lines}start\n")
+        if len(lines) < 10:
+            raise RunStopped("not done")
+        return 7
+
+    assert main(DemoJob, run, words, arguments) == 3
+    assert main(DemoJob, run, words, [*arguments, "--dry-run"]) == 0
+    shutil.rmtree(tmp_path / "own")
+    assert main(DemoJob, run, words, arguments) == 3
+    shutil.rmtree(tmp_path / "own")
+    assert main(DemoJob, run, words, arguments) == 7
+    assert file.read_text() == "start\n" * 3
+    assert main(DemoJob, never, words, [*arguments, "run.resume=never"]) == 2
+    assert main(DemoJob, lambda job: 0, words, [*arguments, "run.smoke=true", "run.resume=never"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("mirror", "message"),
+    [
+        ("/mnt/runs", "run.mirror"),
+        ("s3://me:password123@bucket/runs", "run.mirror holds a key or a password"),
+        ("s3://bucket/runs?key=password123", "run.mirror holds a key or a password"),
+        ("nix://bucket/runs", "run.mirror=nix://bucket/runs: Protocol not known: nix"),
+    ],
+)
+def test_a_mirror_that_cannot_be_used_is_refused(
+    config: str, mirror: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(DemoJob, never, words, ["--config", config, f"run.mirror={mirror}"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "password123" not in err
