@@ -74,7 +74,7 @@ class Machine:
     def job(self, name: str, job: str, config: Path, *overrides: str) -> list[Figures]:
         """Return the metrics per step of a job in `out`/name; raise RunStopped if it fails or misses the deadline."""
         command = [sys.executable, "-m", f"jobs.{job}", "--config", str(config)]
-        command += [f"run.root={self.out}", f"run.name={name}", "run.resume=never", "log.tensorboard=false", *overrides]
+        command += [f"run.root={self.out}", f"run.name={name}", "run.resume=never", "log.trackers=[]", *overrides]
         log = self.out / f"{name}.log"
         try:
             with log.open("w") as stderr:

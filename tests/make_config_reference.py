@@ -88,7 +88,6 @@ MEANINGS = {  # of keys that the schema does not describe: (section, key), or th
     "temperature": "of sampling",
     "max_new_tokens": "longest response, tokens",
     "max_quote_chars": "bound of a quote in guided decoding",
-    "tensorboard": "write TensorBoard files into the run folder",
     "keep": "newest checkpoints that stay; the best policy stays as well",
     ("CheckpointConfig", "every"): "steps between checkpoints",
     ("EvalConfig", "num_prompts"): "held-out prompts of an evaluation",

@@ -53,9 +53,8 @@ def test_metrics_of_an_earlier_run_are_read_under_their_names_of_today(tmp_path:
     path.write_text(json.dumps(line) + "\n")
     expected = {"step": 1, "sync/copy_to_core_s": 0.25, "response/truncated_share": 0.5, "reward/token_mean": 0.125}
     assert [*read_records(path)] == [expected]
-    log = RunLog(tmp_path, LogConfig(tensorboard=False))
+    log = RunLog(tmp_path, LogConfig())
     assert log.truncate(first_step=2) == [expected]
-    log.close()
     assert json.loads(path.read_text()) == expected
     for name, current in EARLIER_NAMES.items():
         assert find_metric(current) is not None and find_metric(name) is None

@@ -41,7 +41,7 @@ def job(
             "learner": {"minibatches_per_epoch": 2},
             "eval": {"every": 3},
             "checkpoint": {"every": 2},
-            "log": {"tensorboard": False},
+            "log": {"trackers": []},
         }
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ray.util.metrics import Counter, Gauge
 
 from t2g import metrics as m
+from t2g.runs.log import Sink
 
 # Metric -> name on the port; the description is the unit and meaning of the registry.
 TRAINING_GAUGES = {
@@ -48,8 +49,8 @@ COUNTERS: dict[str, str] = {
 TAG = "run"
 
 
-class RayMetrics:
-    """A `t2g.runs.log.Sink`. Needs `ray.init` before the first `log`."""
+class RayMetrics(Sink):
+    """The gauges and counters of a run. Needs `ray.init` before the first `log`."""
 
     def __init__(self, run: str) -> None:
         self._tags = {TAG: run}
@@ -65,9 +66,6 @@ class RayMetrics:
                 self._gauges[metric].set(value, tags=self._tags)
             elif metric in self._counters and value > 0:
                 self._counters[metric].inc(value, tags=self._tags)
-
-    def close(self) -> None:
-        """Do nothing: Ray stops the export when the driver ends."""
 
 
 def _describe(name: str) -> str:

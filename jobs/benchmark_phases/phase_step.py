@@ -4,7 +4,7 @@ next to TRL's GRPO: one optimizer step on the same number of tokens."""
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -301,7 +301,8 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
     rollout = job.rollout
     num_tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
     spec = learner_spec(job)
-    with Fleets() as fleets, closing(RunLog(job.run.folder, job.log)) as log:
+    log = RunLog(job.run.folder, job.log)
+    with Fleets() as fleets:
         fleet = fleets.rollouts(job.model, rollout, job)
         with loaded_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
             trainer = make_trainer(bench, job, fleet, learner, log, wait_for_turn)

@@ -19,6 +19,7 @@ from t2g.runs.control import now
 from t2g.runs.identity import Identity
 from t2g.runs.log import COMMANDS_FILE, FEEDBACK_LOG
 from t2g.runs.progress import PROGRESS_FILE, record_lines
+from t2g.runs.trackers.tracker_threads import Trackers
 
 LOCK = "lock"
 SMOKE_STEPS = 3  # steps of a training
@@ -83,6 +84,12 @@ def begin_folder(config: AnyJob, **identity_extras: Any) -> Path:
     with (folder / COMMANDS_FILE).open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"{now().isoformat()} {command}\n")
     return folder
+
+
+def make_trackers(config: AnyJob) -> Trackers:
+    """Return the trackers of the job, which get its config."""
+    values = loading.flatten(config.model_dump(mode="json"))
+    return Trackers(config.run.folder, config.log_options, values)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
 from t2g.data.batching import count_steps
 from t2g.errors import Stopped
 from t2g.interfaces import FeedbackSource, RolloutSource
+from t2g.report.run_page import REPORT_FILE
 from t2g.runs import identity
 from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import RunLog
@@ -61,7 +62,8 @@ def run_baseline(
     """
     folder = job.run.folder
     started = time.monotonic()
-    with run_folder.sole_process(folder), closing(RunLog(folder, job.log)) as log:
+    with run_folder.sole_process(folder), closing(run_folder.make_trackers(job)) as trackers:
+        log = RunLog(folder, job.log, [trackers])
         run_folder.begin_folder(job, procedure=procedure, reviser=reviser, **identity_extras)
         log.truncate(0)
         for leftover in (POLICY, f"{POLICY}.part", IMITATION):
@@ -86,7 +88,9 @@ def run_baseline(
         with closing(journaled):
             metrics = METHODS[procedure](baseline)
             log.write_step(job.num_steps, metrics)
-    return write_summary(job, seconds=time.monotonic() - started)
+        summary = write_summary(job, seconds=time.monotonic() - started)
+        trackers.log_report(folder / REPORT_FILE)
+    return summary
 
 
 def with_engines(

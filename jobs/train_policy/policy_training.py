@@ -24,7 +24,7 @@ from actors.weights.probe import PROBE_TOKENS
 from actors.weights.sync import FleetWeightSync
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import loaded_learner, wait_for_engines
-from jobs.common.run_folder import begin_folder, sole_process
+from jobs.common.run_folder import begin_folder, make_trackers, sole_process
 from jobs.train_policy.policy_data import PolicyData
 from jobs.train_policy.policy_results import open_checkpoints, write_summary
 from t2g.concurrency import run_with_background
@@ -33,10 +33,12 @@ from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.metrics import format_step
+from t2g.report.run_page import REPORT_FILE
 from t2g.runs import identity
 from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import RunLog
 from t2g.runs.progress import ProgressBar, log_duration, show_progress
+from t2g.runs.trackers.tracker_threads import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +71,26 @@ class PolicyTraining:
         steering = Steering(config, self.rollouts, self.feedback)  # one for all learners: its picture of the run stays
         restarts = RestartBudget(config.learner, self.stop)
         state: TrainerState | None = None
-        with sole_process(config.run.folder), closing(KeptPlacements()) as placements:
+        with (
+            sole_process(config.run.folder),
+            closing(KeptPlacements()) as placements,
+            closing(make_trackers(config)) as trackers,
+        ):
             begin_folder(config, **identity_extras)
             while state is None:
                 try:
-                    state = self._train(steering, placements, lost_at=restarts.lost_at)
+                    state = self._train(steering, placements, trackers, lost_at=restarts.lost_at)
                 except LearnerLost as lost:
                     restarts.spend(lost)
-        if state.step < config.num_steps:
-            raise Stopped
-        return write_summary(config, seconds=state.wall_s)
+            if state.step < config.num_steps:
+                raise Stopped
+            summary = write_summary(config, seconds=state.wall_s)
+            trackers.log_report(config.run.folder / REPORT_FILE)
+        return summary
 
-    def _train(self, steering: Steering, placements: KeptPlacements, *, lost_at: float | None) -> TrainerState:
+    def _train(
+        self, steering: Steering, placements: KeptPlacements, trackers: Trackers, *, lost_at: float | None
+    ) -> TrainerState:
         """Continue the run from its last checkpoint, with a new learner group; return the last state.
 
         Args:
@@ -98,8 +108,8 @@ class PolicyTraining:
 
         gpu_sharing = self._share_gpus()
         loading = self._load_learner(placements, is_replaced=lost_at is not None)
-        log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
-        with closing(log), closing(journaled), loading as learner, ExitStack() as opened:
+        log = RunLog(folder, config.log, [RayMetrics(config.run.name), trackers])
+        with closing(journaled), loading as learner, ExitStack() as opened:
             sync = make_weight_sync(config, self.data, learner, rollouts)
             opened.enter_context(joining_engines_served(rollouts, sync))
             if gpu_sharing is not None:

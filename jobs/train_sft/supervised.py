@@ -7,7 +7,7 @@ from dataclasses import asdict
 from actors.learner.lora import check_adapters
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
-from jobs.common.run_folder import SMOKE_STEPS, begin_folder, sole_process
+from jobs.common.run_folder import SMOKE_STEPS, begin_folder, make_trackers, sole_process
 from t2g.config import SFTJob, SFTOptions, with_overrides
 from t2g.config.run_values import MODEL
 from t2g.data.batching import count_steps
@@ -63,7 +63,8 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
     whole = count_steps(len(examples), config.sft.num_epochs, config.sft.batch_size)
     options = _limit_smoke(config, len(examples))
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
-    with closing(RunLog(folder, config.log)) as log, ExitStack() as bars:
+    with closing(make_trackers(config)) as trackers, ExitStack() as bars:
+        log = RunLog(folder, config.log, [trackers])
         bar: ProgressBar | None = None  # a model that is kept shows none, and keeps its lines
 
         def on_start(done: int) -> None:
@@ -86,11 +87,15 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
             on_report=on_report,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
+    print(_format_result(metrics, whole if config.run.smoke else None))
+    return metrics
 
+
+def _format_result(metrics: dict[str, float], whole: int | None) -> str:
+    """Return the result in one line; with `whole` also the duration of a training of so many steps."""
     steps_done = metrics["step"]
     line = f"loss {metrics['loss']:.4f} after {steps_done:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"
-    if config.run.smoke:
+    if whole is not None:
         step_s = metrics["train_s"] / steps_done
         line += f"; the whole training of {whole} steps takes about {format_duration(step_s * whole)}"
-    print(line)
-    return metrics
+    return line

@@ -88,6 +88,7 @@ def with_value_at(section: Any, keys: Sequence[str], value: Any, depth: int = 0)
 
 
 Dtype = Literal["float32", "bfloat16"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 GpuSharing = Literal["none", "split", "alternate"]
 TEMPLATE_INPUTS = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 MIRROR_END_S = 600.0  # deadline of the last copy to run.mirror, at the end of a job
@@ -328,10 +329,17 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Dashboards and logged samples."""
+    """Trackers and logged samples."""
 
-    tensorboard: bool = True
-    wandb_project: str | None = Field(None, description="Weights & Biases project; needs the extra `wandb`")
+    trackers: tuple[TrackerName, ...] = Field(
+        ("tensorboard",), description="each gets metrics, config, samples and the report; all but "
+        "tensorboard need the extra of their name"
+    )  # fmt: skip
+    project: str = Field(
+        "t2g",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        description="project of wandb and trackio, experiment of mlflow",
+    )
     num_samples: int = Field(8, ge=0, description="samples per step written to samples.jsonl")
 
 

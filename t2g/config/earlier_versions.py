@@ -5,15 +5,17 @@ from typing import Any
 
 # A config with all of these keys was written by a run: people do not set them together.
 _WRITTEN_KEYS = {"clip_eps", "kl_horizon", "rollout_correction_cap", "vf_coef"}
+_WRITTEN_LOG_KEYS = {"tensorboard", "wandb_project", "num_samples"}
 # Every teacher was distilled before there was objective.teacher.use.
 _TEACHER_KEYS = {"objective.teacher.use": "distill", "objective.teacher.bound": 4.0}
 
 
 def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of a config file, in which a run of an earlier version keeps its objective.
+    """Return the values of a config file, in which a run of an earlier version keeps its objective and its trackers.
 
     Before objective.local_coef, objective.lam was written with every run and read with a critic alone.
     """
+    values = _upgrade_log(values)
     objective = values.get("objective")
     if not isinstance(objective, Mapping):
         return values
@@ -23,6 +25,18 @@ def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if objective.get("advantages") != "gae":
         upgraded["lam"] = 1.0
     return {**values, "objective": upgraded}
+
+
+def _upgrade_log(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    log = values.get("log")
+    if not isinstance(log, Mapping) or not log.keys() >= _WRITTEN_LOG_KEYS:
+        return values
+    upgraded = {key: value for key, value in log.items() if key not in ("tensorboard", "wandb_project")}
+    trackers = ["tensorboard"] if log["tensorboard"] else []
+    if log["wandb_project"]:
+        trackers.append("wandb")
+        upgraded["project"] = log["wandb_project"]
+    return {**values, "log": {**upgraded, "trackers": trackers}}
 
 
 def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

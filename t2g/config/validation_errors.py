@@ -34,6 +34,8 @@ REMOVED_KEYS = {
     ".health.probe_every_s": "renamed to check_interval_s in the same section",
     ".health.probe_timeout_s": "renamed to check_timeout_s in the same section",
     "serve.then": "renamed to serve.command",
+    "log.tensorboard": "replaced by log.trackers: [tensorboard] for true, [] for false",
+    "log.wandb_project": "replaced by log.project, and log.trackers=[tensorboard,wandb]",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }
 REMOVED_DEFAULTS: dict[str, Any] = {  # values of removed keys that an earlier version wrote, and that change nothing

@@ -146,7 +146,7 @@ def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
 def keys_of(config: JobConfig) -> list[str]:
     """Return the environment variables with secrets that the driver needs."""
     names = [server.key_env for server in config.servers()]
-    if config.log_options.wandb_project:
+    if "wandb" in config.log_options.trackers:
         names.append("WANDB_API_KEY")
     return list(dict.fromkeys(names))
 

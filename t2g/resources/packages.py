@@ -1,5 +1,7 @@
 """The optional packages that a config needs."""
 
+from importlib.util import find_spec
+
 import fsspec
 
 from t2g.config import AnyJob
@@ -20,3 +22,12 @@ def find_mirror_problem(job: AnyJob) -> str | None:
         remedy = f"install the extra `{extra}`" if extra else "fsspec has no other package for it"
         return f"run.mirror={url}: {error} ({remedy})"
     return None
+
+
+def find_absent_trackers(job: AnyJob) -> list[str]:
+    """Return a sentence for each tracker whose package is not installed."""
+    absent = [name for name in job.log_options.trackers if find_spec(name) is None]
+    return [
+        f"log.trackers has {name}, whose package is not installed: install the extra `{name}`, or take it out"
+        for name in absent
+    ]

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +31,7 @@ from t2g.feedback.sources.make import make_local_source
 from t2g.resources.job_memory import JobRanks, find_ranks
 from t2g.resources.memory import BYTES, GIB
 from t2g.resources.model_shape import find_shape
-from t2g.resources.packages import find_mirror_problem
+from t2g.resources.packages import find_absent_trackers, find_mirror_problem
 from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
@@ -111,12 +110,7 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
         _check_sources(findings, job, task)
     if problem := find_mirror_problem(job):
         findings.missing.append(problem)
-    log = job.log_options
-    if log.wandb_project is not None and find_spec("wandb") is None:
-        findings.missing.append(
-            f"log.wandb_project={log.wandb_project!r} needs the package wandb, which is not installed: "
-            "install the extra `wandb`, or leave the field out"
-        )
+    findings.missing.extend(find_absent_trackers(job))
     return findings
 
 

@@ -1,13 +1,12 @@
-"""The logs of a run: metrics.jsonl, samples.jsonl, dropped.jsonl, alarms.jsonl and dashboards."""
+"""The logs of a run: metrics.jsonl, samples.jsonl, dropped.jsonl, alarms.jsonl; dashboards get the same as sinks."""
 
 import json
 import math
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
@@ -17,7 +16,6 @@ from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.files import raise_if_unwritable, read_regular, write_atomic
 from t2g.metrics import STEP, with_current_names
-from t2g.text.segments import printable, to_html
 from t2g.text.transcript import rollout_offsets
 from t2g.types import FinishReason, PolicyTurn, Prompt, Rollout, ScoredRollout, SpanFeedback
 
@@ -28,7 +26,7 @@ ALARMS_FILE = "alarms.jsonl"
 FEEDBACK_LOG = "feedback.log"  # tracebacks of a user's functions
 COMMANDS_FILE = "commands.log"  # time and command of each start
 
-TABLE_STEPS = 10  # W&B has a table of the samples of the first step and of each such one, and of each evaluation
+TABLE_STEPS = 10  # sinks get a table of the samples of the first step and of each such one, and of each evaluation
 
 Split = Literal["train", "eval"]
 _ANY_RECORD = TypeAdapter(dict[str, Any])
@@ -50,29 +48,40 @@ class SampleRecord:
     turns: Annotated[tuple[PolicyTurn, ...], Field(exclude_if=lambda turns: not turns)] = ()
 
 
-class Sink(Protocol):
-    """A dashboard."""
+class SampleRow(NamedTuple):
+    """A row of a dashboard's table."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    sample: SampleRecord
+    reward: float | None  # sum of the token rewards, of a trained response
 
-    def close(self) -> None: ...
+
+class Sink:
+    """A dashboard that takes what it can show of a RunLog."""
+
+    def start(self, first_step: int) -> None:
+        """Begin with this step, also if a process that died has logged later ones."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+
+    def log_samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
+        """Take a table of samples."""
 
 
 _SAMPLE = TypeAdapter(SampleRecord)
 
 
 class RunLog:
-    """Writer of the log files and dashboards of one run folder; lines are on the disk when a call returns.
+    """Writer of the log files of one run folder; lines are on the disk when a call returns.
 
-    Call `truncate` first. A number that is not finite becomes null in metrics.jsonl. A full disk raises UserError; the
-    lines before are kept.
+    Call `truncate` first; the caller closes the sinks. A number that is not finite becomes null in metrics.jsonl. A
+    full disk raises UserError; the lines before are kept.
     """
 
-    def __init__(self, folder: Path, config: LogConfig, extra_sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, folder: Path, config: LogConfig, sinks: Sequence[Sink] = ()) -> None:
         self._folder = folder
         self._config = config
-        self._sinks = [*extra_sinks]
-        self._wandb: WandbSink | None = None
+        self._sinks = sinks
         self._last_step = -1
 
     def truncate(self, first_step: int) -> list[dict[str, float | None]]:
@@ -85,11 +94,8 @@ class RunLog:
         for name in (SAMPLES_FILE, DROPPED_FILE, ALARMS_FILE):
             _drop_steps(self._folder / name, first_step)
         self._last_step = first_step - 1
-        if self._config.tensorboard:
-            self._sinks.append(TensorBoardSink(self._folder / "tensorboard", first_step))
-        if self._config.wandb_project is not None:
-            self._wandb = WandbSink(self._config.wandb_project, self._folder)
-            self._sinks.append(self._wandb)
+        for sink in self._sinks:
+            sink.start(first_step)
         return history
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -123,7 +129,7 @@ class RunLog:
             index_by_key[response.rollout.prompt_id, response.rollout.sample_index] = index
 
         records = []
-        rows: list[tuple[SampleRecord, float | None]] = []
+        rows: list[SampleRow] = []
         for number in range(count):
             prompt, rollout, feedback = judged[number * len(judged) // count]
             sample = _make_sample_record(step, split, prompt, rollout, feedback)
@@ -135,12 +141,12 @@ class RunLog:
                 record |= _make_token_lists(scored[index], tokenizer, own_columns)
                 reward = float(scored[index].rewards.sum())
             records.append(record)
-            rows.append((sample, reward))
+            rows.append(SampleRow(sample, reward))
 
         _append(self._folder / SAMPLES_FILE, records)
         has_table = split == "eval" or step == 1 or step % TABLE_STEPS == 0
-        if self._wandb is not None and has_table:
-            self._wandb.log_samples(step, split, rows)
+        for sink in self._sinks if has_table else ():
+            sink.log_samples(step, split, rows)
 
     def write_dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Write the responses of the step that are not trained on; see `t2g.loop.sampling.make_dropped_records`."""
@@ -152,10 +158,6 @@ class RunLog:
         if sentences:
             lines = [{STEP: step, "alarm": sentence} for sentence in sentences]
             _append(self._folder / ALARMS_FILE, lines)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
 
 
 def _make_sample_record(
@@ -187,67 +189,6 @@ def _make_token_lists(scored: ScoredRollout, tokenizer: Any, columns: Mapping[st
     for name, column in columns.items():
         lists[name] = [round(float(value), 5) for value in column[is_sampled]]
     return lists
-
-
-class TensorBoardSink:
-    """TensorBoard event files; points of `first_step` and later, from a run that died, are hidden."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Weights & Biases; a resumed run continues under the id in its folder.
-
-    W&B refuses to log a step twice. For steps that a run repeats after a crash the dashboard keeps the first numbers,
-    and metrics.jsonl the second.
-    """
-
-    def __init__(self, project: str, folder: Path) -> None:
-        import wandb
-
-        id_file = folder / "wandb_id"
-        run_id = read_regular(id_file)
-        if run_id is None:
-            run_id = uuid.uuid4().hex.encode()
-            write_atomic(id_file, run_id)
-        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id.decode(), resume="allow")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, step: int, split: Split, rows: Sequence[tuple[SampleRecord, float | None]]) -> None:
-        """Log a table of samples with colored spans, and of trained ones the sum of the token rewards."""
-        import wandb
-
-        table = wandb.Table(columns=["prompt_id", "prompt", "response", "critique", "status", "reward", "outcomes"])
-        no_feedback = SpanFeedback(critique="", spans=(), status="empty", source="", version="")
-        for sample, reward in rows:
-            feedback = sample.feedback or no_feedback
-            response_html = to_html(sample.response, feedback.spans)
-            table.add_data(
-                printable(sample.prompt_id),
-                printable(sample.prompt),
-                wandb.Html(response_html),
-                printable(feedback.critique),
-                feedback.status,
-                reward,
-                json.dumps(feedback.outcomes),
-            )
-        self._run.log({f"samples/{split}": table}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def read_records(path: Path, schema: TypeAdapter[Any] = _ANY_RECORD) -> Iterator[Any]:

@@ -94,7 +94,7 @@ class Mirror:
         self._sessions: list[str] = []
         self._manifest = Manifest(session=self._session)
         self._present: set[str] | None = None  # objects, incomplete ones included; None until they are listed
-        self._published: dict[str, MirroredFile] = {}  # of FOR_PEOPLE
+        self._published: dict[str, MirroredFile] = {}  # objects that lie under their own names too
         self._hashed: dict[tuple[int, int, int], MirroredFile] = {}  # by the version of a file
 
     # -------------------------------------------------------------------------------------------------------- opening

@@ -17,7 +17,7 @@ SMOKE = "smoke"
 
 CHUNK_BYTES = 8 << 20
 NUM_TRIES = 5  # snapshots, while the run removes files
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # a file system without hard links
 
 
 class Source(NamedTuple):

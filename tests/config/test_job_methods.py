@@ -147,9 +147,9 @@ def test_ranks_are_placed_together_and_engines_alone() -> None:
 
 
 def test_dashboards() -> None:
-    assert make(SFTJob, log={"wandb_project": "p"}).log_options.wandb_project == "p"
-    assert make(PolicyJob, log={"wandb_project": "p"}).log_options.wandb_project == "p"
-    assert make(ServeJob).log_options.wandb_project is None
+    assert make(SFTJob, log={"project": "p"}).log_options.project == "p"
+    assert make(PolicyJob, log={"project": "p"}).log_options.project == "p"
+    assert make(ServeJob).log_options.trackers == ("tensorboard",)
 
 
 def test_what_an_identity_adds_to_the_config() -> None:

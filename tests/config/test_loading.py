@@ -58,11 +58,11 @@ def refused(folder: Path, text: str, *overrides: str) -> list[str]:
 
 
 def test_values_of_file_overrides_and_defaults(tmp_path: Path) -> None:
-    job = load(tmp_path, GOOD, "rollout.max_new_tokens=45", "learner.policy.lr=1e-5", "log.tensorboard=false")
+    job = load(tmp_path, GOOD, "rollout.max_new_tokens=45", "learner.policy.lr=1e-5", "log.trackers=[]")
     assert job.rollout.temperature == 0.6
     assert job.rollout.max_new_tokens == 45
     assert job.learner.policy.lr == 1e-5
-    assert job.log.tensorboard is False
+    assert job.log.trackers == ()
     assert job.rollout.samples_per_prompt == 4
 
 
@@ -112,6 +112,8 @@ def test_a_removed_key_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
         ("cluster.colocate=true", "cluster.gpu_sharing=alternate"),
         ("stages=demo.yaml", "artifacts"),
         ("rollout.health.probe_every_s=1", "check_interval_s"),
+        ("log.tensorboard=false", "log.trackers"),
+        ("log.wandb_project=mine", "log.project"),
     ],
 )
 def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, override: str, new: str) -> None:
@@ -738,6 +740,24 @@ def test_the_config_of_an_earlier_run_keeps_its_objective(tmp_path: Path, advant
     (tmp_path / "earlier.yaml").write_text(yaml.safe_dump(written))
     objective = loading.load(PolicyJob, tmp_path / "earlier.yaml").objective
     assert (objective.local_coef, objective.lam) == (0.0, lam)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "trackers", "project"),
+    [
+        ({"tensorboard": True, "wandb_project": None}, ("tensorboard",), "t2g"),
+        ({"tensorboard": False, "wandb_project": None}, (), "t2g"),
+        ({"tensorboard": True, "wandb_project": "mine"}, ("tensorboard", "wandb"), "mine"),
+    ],
+)
+def test_the_config_of_an_earlier_run_keeps_its_trackers(
+    tmp_path: Path, earlier: dict[str, object], trackers: tuple[str, ...], project: str
+) -> None:
+    written = yaml.safe_load(loading.to_yaml(load(tmp_path, GOOD)))
+    written["log"] = {**earlier, "num_samples": 3}
+    (tmp_path / "earlier.yaml").write_text(yaml.safe_dump(written))
+    log = loading.load(PolicyJob, tmp_path / "earlier.yaml").log
+    assert (log.trackers, log.project, log.num_samples) == (trackers, project, 3)
 
 
 def test_a_target_per_token_is_read_back(tmp_path: Path) -> None:

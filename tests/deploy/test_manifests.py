@@ -283,7 +283,7 @@ def test_every_job_kind_has_a_job_of_its_own_and_the_groups_that_it_needs() -> N
 
 def test_the_drivers_secrets_come_from_one_secret() -> None:
     llm = "feedback={source: llm, llm: {url: 'https://h/v1', model: m, key_env: TEAM_KEY}}"
-    config = policy(llm, "log.wandb_project=mine")
+    config = policy(llm, "log.trackers=[wandb]")
     head, *workers, _ = pods(render(config))
     env = {entry["name"]: entry for entry in head["containers"][0]["env"]}
     for name in ("TEAM_KEY", "WANDB_API_KEY"):

@@ -68,7 +68,7 @@ learner.num_epochs=1
 learner.policy.lr=1.0e-3
 learner.policy.schedule=constant
 learner.probe_tolerance=1.0e+9
-log.tensorboard=false
+log.trackers=[]
 """
 
 

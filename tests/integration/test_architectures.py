@@ -62,7 +62,7 @@ def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
         "rollout": rollout,
         "feedback": {"source": f"{__name__}:judge"},
         "learner": {"num_epochs": 1, **learner},
-        "log": {"tensorboard": False},
+        "log": {"trackers": []},
     }
     return PolicyJob.model_validate(values)
 

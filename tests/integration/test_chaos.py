@@ -107,7 +107,7 @@ def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:
         "learner": "{workers: 2, cpus: 0.5, memory_gib: 0.5, labels: {rl/role: learner}, sync_bucket_mib: 0.05, "
         "probe_tolerance: 1.0e+9, step_timeout_s: 120}",
         "checkpoint.every": 1,
-        "log.tensorboard": "false",
+        "log.trackers": "[]",
         "log.num_samples": PROMPTS_PER_STEP * SAMPLES,
     }
     values |= overrides

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -126,7 +125,7 @@ def make_job(folder: Path) -> PolicyJob:
             "num_steps": NUM_STEPS,
             "feedback": {"source": "m:f", "engine": {"max_model_len": 2048, "max_new_tokens": 64}},
             "rollout": {"prompts_per_step": 2, "samples_per_prompt": 3, "max_model_len": 64, "max_new_tokens": 8},
-            "log": {"tensorboard": False},
+            "log": {"trackers": []},
         }
     )
 
@@ -137,9 +136,7 @@ def worth(rollout: Rollout) -> int:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Any:
-    new_world = World(tmp_path)
-    with closing(new_world.log):
-        yield new_world
+    return World(tmp_path)
 
 
 def test_the_base_is_scored_at_step_0_and_sampled_as_ppo_samples_it(world: World) -> None:
@@ -156,8 +153,7 @@ def test_the_base_is_scored_at_step_0_and_sampled_as_ppo_samples_it(world: World
 def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world: World, tmp_path: Path) -> None:
     metrics = dpo(world.baseline)
     again = World(tmp_path / "again")
-    with closing(again.log):
-        _, steps = again.from_base(3)  # a function of the seed: the same samples
+    _, steps = again.from_base(3)  # a function of the seed: the same samples
     groups = []
     for step in steps:
         sampled = [rollout for _, rollout, _ in step.responses]
@@ -294,7 +290,7 @@ def test_nothing_to_learn_from_stops_the_run_in_a_sentence(world: World) -> None
 
 def test_a_stop_ends_the_sampling(tmp_path: Path) -> None:
     world = World(tmp_path, stop=lambda: True)
-    with closing(world.log), pytest.raises(Stopped):
+    with pytest.raises(Stopped):
         world.from_base(1)
 
 

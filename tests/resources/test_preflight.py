@@ -136,8 +136,8 @@ def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any
         ),
         ({"feedback": {"source": "reward_model", "reward_model": "/no/reward"}}, "feedback.reward_model=/no/reward"),
         pytest.param(
-            {"log": {"wandb_project": "mine"}},
-            "log.wandb_project='mine' needs the package wandb",
+            {"log": {"trackers": ["tensorboard", "wandb"]}},
+            "log.trackers has wandb, whose package is not installed: install the extra `wandb`",
             marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed"),
         ),
     ],

@@ -17,7 +17,7 @@ from t2g.runs.identity import load_identity, load_result
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.log import ALARMS_FILE, DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 
-PLAIN = LogConfig(tensorboard=False)
+PLAIN = LogConfig()
 FEEDBACK = {"num_steps": 2, "feedback": {"source": "pkg:judge"}}
 RECORD = AnnotatedRecord(prompt_id="1", prompt="p", response="r", critique="c")
 

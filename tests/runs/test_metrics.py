@@ -1,10 +1,6 @@
 import json
-import re
-import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,88 +12,26 @@ from transformers import PreTrainedTokenizerFast
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.metrics import format_step, pair_evaluations, select_held_out
-from t2g.runs.log import ALARMS_FILE, DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, read_records
+from t2g.runs.log import ALARMS_FILE, DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, SampleRow, Sink, read_records
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
 
-PLAIN = LogConfig(tensorboard=False, num_samples=2)
+PLAIN = LogConfig(num_samples=2)
 
 
-class FakeSink:
+class FakeSink(Sink):
     def __init__(self) -> None:
+        self.first_steps: list[int] = []
         self.steps: list[tuple[int, dict[str, float]]] = []
-        self.closed = False
+        self.tables: list[tuple[int, str, int]] = []
+
+    def start(self, first_step: int) -> None:
+        self.first_steps.append(first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append((step, dict(metrics)))
 
-    def close(self) -> None:
-        self.closed = True
-
-
-class FakeWandb:
-    """The part of W&B's module that a run uses."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, dict[str, Any]]] = []
-
-    def init(self, **options: Any) -> "FakeWandb":
-        return self
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        self.logged.append((step, values))
-
-    def finish(self) -> None: ...
-
-    def Html(self, text: str) -> str:  # noqa: N802 the name of W&B
-        return f"html:{text}"
-
-    class Table:
-        def __init__(self, columns: list[str]) -> None:
-            self.columns = columns
-            self.rows = list[dict[str, Any]]()
-
-        def add_data(self, *values: Any) -> None:
-            self.rows.append(dict(zip(self.columns, values, strict=True)))
-
-
-def test_wandb_has_a_table_of_samples_with_colored_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    log = RunLog(tmp_path, LogConfig(tensorboard=False, wandb_project="mine", num_samples=2))
-    log.truncate(0)
-    prompt, rollout, feedback = judged(0, text="<é")
-    feedback = replace(feedback, outcomes={"task": 0.5}, critique="bad\0")
-    rewards = np.array([0, -1, 0, 0.25], np.float32)
-    scored = ScoredRollout(
-        rollout=rollout, feedback=feedback, token_rewards=rewards, per_token_rewards=rewards, sentence_ids=np.zeros(4),
-        answer_tokens=np.ones(4, bool),
-    )  # fmt: skip
-    for step in (0, 1, 2, 10):
-        log.write_samples(step, "eval", [(prompt, rollout, None)])
-        if step:
-            log.write_samples(step, "train", [(prompt, rollout, feedback)], [scored], tokenizer())
-        log.write_step(step, {"policy/kl": 1.0, "feedback/metrics/tone": 0.5})
-    tables = [
-        (step, name, *table.rows)
-        for step, values in wandb.logged
-        for name, table in values.items()
-        if "/" in name and hasattr(table, "rows")
-    ]
-    assert [(step, name) for step, name, _ in tables] == [
-        (0, "samples/eval"), (1, "samples/eval"), (1, "samples/train"), (2, "samples/eval"), (10, "samples/eval"),
-        (10, "samples/train"),
-    ]  # fmt: skip
-    row = tables[2][2]
-    assert re.search(r"^html:<div.*&lt;<mark .*>é</mark></div>$", row.pop("response"))
-    assert row == {
-        "prompt_id": "p0", "prompt": "question 0", "critique": "bad␀", "status": "ok", "reward": -0.75,
-        "outcomes": '{"task": 0.5}',
-    }  # fmt: skip
-    assert (tables[0][2]["status"], tables[0][2]["reward"]) == ("empty", None), "a response that was not judged"
-    assert [values for step, values in wandb.logged if step == 2][-1] == {
-        "policy/kl": 1.0,
-        "feedback/metrics/tone": 0.5,
-    }
+    def log_samples(self, step: int, split: str, rows: Sequence[SampleRow]) -> None:
+        self.tables.append((step, split, len(rows)))
 
 
 def test_an_evaluation_has_the_training_reward_since_the_one_before() -> None:
@@ -264,7 +198,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
 
 
 def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=3))
+    log = RunLog(tmp_path, LogConfig(num_samples=3))
     log.truncate(0)
     triples = [judged(i) for i in range(5)]
     log.write_samples(0, "eval", [triples[0], *((p, r, None) for p, r, _ in triples[1:3])])
@@ -275,7 +209,7 @@ def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
 
 
 def test_no_samples_are_kept_when_none_are_wanted(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=0))
+    log = RunLog(tmp_path, LogConfig(num_samples=0))
     log.truncate(0)
     log.write_samples(1, "train", [judged(0)])
     assert (tmp_path / SAMPLES_FILE).read_text() == ""
@@ -290,30 +224,17 @@ def test_text_without_utf8_can_be_logged(tmp_path: Path) -> None:
     assert [r["prompt"] for r in read_records(tmp_path / SAMPLES_FILE)] == ["\ud800\u2028\n\0"]
 
 
-def test_sinks_get_every_step_and_are_closed(tmp_path: Path) -> None:
+def test_sinks_get_every_step_and_tables_of_some(tmp_path: Path) -> None:
     sink = FakeSink()
     log = RunLog(tmp_path, PLAIN, [sink])
-    log.truncate(0)
-    log.write_step(1, {"a": 0.5})
-    log.write_step(2, {"a": 0.25})
-    log.close()
-    assert sink.steps == [(1, {"a": 0.5}), (2, {"a": 0.25})]
-    assert sink.closed
-
-
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = LogConfig(num_samples=0)
-    for first_step, value in ((0, 0.5), (2, 0.25)):
-        log = RunLog(tmp_path, config)
-        log.truncate(first_step)
-        for step in range(first_step, 4):
-            log.write_step(step, {"policy/kl": value})
-        log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("policy/kl")] == [(0, 0.5), (1, 0.5), (2, 0.25), (3, 0.25)]
+    log.truncate(1)
+    for step in range(1, 12):
+        log.write_samples(step, "train", [judged(index) for index in range(3)])
+        log.write_step(step, {"a": step / 4})
+    log.write_samples(12, "eval", [judged(0)])
+    assert sink.first_steps == [1]
+    assert sink.steps == [(step, {"a": step / 4}) for step in range(1, 12)]
+    assert sink.tables == [(1, "train", 2), (10, "train", 2), (12, "eval", 1)]
 
 
 def test_step_line_is_one_line_of_what_there_is() -> None:
