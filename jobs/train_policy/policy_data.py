@@ -14,6 +14,7 @@ from t2g.data.prompts import make_prompts
 from t2g.environments.call_readers import ReadCalls, make_call_reader
 from t2g.environments.converse import make_encoder
 from t2g.environments.environment import Environment
+from t2g.errors import UserError
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.loop.resampling import check_further_prompts
 from t2g.loop.steps import check_truncation_penalty
@@ -60,11 +61,13 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
     tokenizer = load_policy_tokenizer(config.model)
     environment = Environment(config, task) if config.environment else None
     read_calls = prepare_tools(config, environment, tokenizer) if environment else None
+    jobs = (config, *methods)
+    for job in jobs:
+        check_spans(job, has_tools=read_calls is not None)
     room = config.rollout.max_prompt_tokens
     records = load_records(config.data)
     prompts = make_prompts(records, task, tokenizer, room, too_long=config.data.too_long)
 
-    jobs = (config, *methods)
     for job in jobs:
         OutcomeRewards(job, task, prompts)  # checks them
     penalty = max(job.objective.truncation_penalty for job in jobs)
@@ -90,6 +93,17 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
         eval_prompts=eval_prompts,
         environment=environment,
         read_calls=read_calls,
+    )
+
+
+def check_spans(config: PolicyJob, *, has_tools: bool) -> None:
+    """Raise UserError if replies are the feedback, and nothing finds spans in them or pays otherwise."""
+    feedback = config.feedback
+    if feedback.source != "next_message" or feedback.align is not None or config.objective.outcome_rewards or has_tools:
+        return
+    raise UserError(
+        "feedback.source=next_message has replies without spans, and nothing else is paid: set feedback.align, which "
+        "finds the spans, or objective.outcome_rewards, or give the environment tools"
     )
 
 

@@ -18,11 +18,6 @@ def check_conversations(environment: str | None, feedback: FeedbackConfig, objec
             "the task's program judges one response, and environment gives conversations: set next_message, with "
             "feedback.align=program for the spans of each turn, or a function that reads the transcript"
         )
-    if feedback.source == "next_message" and feedback.align is None and not objective.outcome_rewards:
-        raise ValueError(
-            "feedback.source=next_message has replies without spans, and nothing else is paid: set feedback.align, "
-            "which finds the spans, or objective.outcome_rewards"
-        )
     if feedback.sources and feedback.reads_conversations:
         raise ValueError(
             "feedback.sources has next_message, which judges each turn: set feedback.source=next_message alone"

@@ -5,7 +5,9 @@
 
 The first turn has a prompt (the user's message), a response and a critique (the tool's message). The second one has no
 reply. A turn's text is its content, then one line of JSON for each tool call:
-{"name": "search", "arguments": {"town": "Oslo"}}.
+{"name": "search", "arguments": {"town": "Oslo"}}. A tool's message belongs to the call with its tool_call_id, without
+one to the first call that has no message. It is an error if it begins with "Error" or "Traceback", or is a JSON object
+with a field `error`.
 """
 
 import json
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 from t2g.feedback.parse import replace_surrogates
 from t2g.text.messages import ROLES, get_content, get_role, read_content
 from t2g.text.tokenizer import Message
+from t2g.text.tool_calls import ToolCall, read_json_call
+from t2g.types import ToolResult
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # fields of a record that may hold the messages
@@ -32,6 +36,7 @@ class AssistantTurn:
     history: tuple[Message, ...]  # all messages before it
     response: str
     critique: str  # the messages by users and tools before the assistant's next one; "" without a reply
+    results: tuple[ToolResult, ...] = ()  # the tools' messages among them
     problem: str = ""  # what is not understood of the response, of its replies, or of the messages that it answers
 
 
@@ -40,15 +45,19 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     problems: dict[int, str]  # index of a message -> what is not understood of it, in a sentence
+    results: dict[int, ToolResult]  # index of a tool's message -> what it says about a call
 
 
 def split_conversation(
-    messages: Sequence[Message], problems: Mapping[int, str] = MappingProxyType({})
+    messages: Sequence[Message],
+    problems: Mapping[int, str] = MappingProxyType({}),
+    results: Mapping[int, ToolResult] = MappingProxyType({}),
 ) -> Iterator[AssistantTurn]:
     """Yield the turns of the assistant, in order. Several replies to a turn are joined by empty lines.
 
     Args:
-        problems: See `Conversation`. A message with a problem is in the history of later turns with its text alone.
+        problems, results: See `Conversation`. A message with a problem is in the history of later turns with its text
+            alone.
     """
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     borders = [*starts, len(messages)]
@@ -59,7 +68,10 @@ def split_conversation(
         critique = _join_replies(messages[start + 1 : end])
         turn_problems = [problems[index] for index in range(first, end) if index in problems]
         problem = turn_problems[0] if turn_problems else ""
-        yield AssistantTurn(number=number, history=history, response=response, critique=critique, problem=problem)
+        turn_results = tuple(results[index] for index in range(start + 1, end) if index in results)
+        yield AssistantTurn(
+            number=number, history=history, response=response, critique=critique, results=turn_results, problem=problem
+        )
         first = start + 1
 
 
@@ -83,15 +95,79 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     messages = record.get(name)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"field {name} is {messages!r:.80}; it needs to be a list of messages")
-    conversation = Conversation([], {})
+    conversation = Conversation([], {}, {})
+    calls: list[_LoggedCall] = []  # without a result, in the last message by the assistant
     for index, message in enumerate(messages):
         where = f"{name}[{index}]"
         role = _get_role(message, where)
         text, problem = _read_text(message, role, where)
         conversation.messages.append({"role": role, "content": text})
+        if role == "assistant":
+            calls = _locate_calls(message, text)
+        if role == "tool" and calls:
+            call = _take_call(calls, message.get("tool_call_id"))
+            conversation.results[index] = _make_result(call.call, text)
         if problem:
             conversation.problems[index] = problem
     return conversation
+
+
+class _LoggedCall(NamedTuple):
+    """A call in the text of a message."""
+
+    call_id: Any  # None: without one
+    call: ToolCall
+
+
+def _list_calls(message: Mapping[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls") or message.get("function_call") or []
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _locate_calls(message: Mapping[str, Any], text: str) -> list[_LoggedCall]:
+    """Return the calls of a message, which are the last lines of its text."""
+    calls = _list_calls(message)
+    lines = text.split("\n")
+    if not calls or len(lines) < len(calls):
+        return []
+    located: list[_LoggedCall] = []
+    start = len("".join(f"{line}\n" for line in lines[: -len(calls)]))
+    for logged, line in zip(calls, lines[-len(calls) :], strict=True):
+        end = start + len(line)
+        call = read_json_call(text, start, end, characters=(start, end))
+        call_id = logged.get("id") if isinstance(logged, dict) else None
+        located.append(_LoggedCall(call_id, call))
+        start = end + 1
+    return located
+
+
+def _take_call(calls: list[_LoggedCall], call_id: Any) -> _LoggedCall:
+    """Remove and return the call with this id, or the first one."""
+    for number, call in enumerate(calls):
+        if call_id is not None and call.call_id == call_id:
+            return calls.pop(number)
+    return calls.pop(0)
+
+
+def _make_result(call: ToolCall, text: str) -> ToolResult:
+    return ToolResult(
+        tool=call.name,
+        text=replace_surrogates(text),
+        status="failed" if _is_error(text) else "ok",
+        characters=call.characters,
+        arguments=call.argument_characters,
+    )
+
+
+def _is_error(text: str) -> bool:
+    """Return whether a tool's message says that its call failed."""
+    if text.lstrip().lower().startswith(("error", "traceback")):
+        return True
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and bool(value.get("error"))
 
 
 def _get_role(message: Any, where: str) -> str:
@@ -109,11 +185,8 @@ def _read_text(message: Mapping[str, Any], role: str, where: str) -> tuple[str, 
     if not is_complete and not (content is None and role == "assistant"):  # with tool calls
         problem = f"{where} has the content {content!r:.80}; it needs to be text, or a list of text parts"
 
-    calls = message.get("tool_calls") or message.get("function_call") or []
-    if not isinstance(calls, list):
-        calls = [calls]
     lines = [text]
-    for call in calls:
+    for call in _list_calls(message):
         try:
             lines.append(_format_call(call, where))
         except ValueError as error:

@@ -26,6 +26,7 @@ from t2g.feedback.conversations import (
 )
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
+from t2g.feedback.tool_spans import TOOL_RESULTS, write_results
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Record, Task, describe_record, stable_id
 from t2g.tasks.prompts_only import format_chat
@@ -172,7 +173,8 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             samples.append(Sample(whole, 0, problem=f"{where} has no message by the assistant", is_left_out=True))
 
         payload = task.payload(record)
-        others = {name: value for name, value in payload.items() if name not in CONVERSATION_FIELDS}
+        left_out = (*CONVERSATION_FIELDS, TOOL_RESULTS)
+        others = {name: value for name, value in payload.items() if name not in left_out}
         group = ""
         for turn in turns:
             text = format_chat(turn.history)
@@ -180,7 +182,7 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             prompt = make_prompt(
                 prompt_id=prompt_id,
                 prompt_text=text,
-                payload={**others, NEXT_MESSAGE: turn.critique},
+                payload={**others, NEXT_MESSAGE: turn.critique, **_list_results(turn)},
                 messages=turn.history,
             )
             if not group and _has_user(turn):
@@ -198,6 +200,10 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             if not problem:
                 num_responses[prompt_id] += 1
     return samples
+
+
+def _list_results(turn: AssistantTurn) -> dict[str, Any]:
+    return {TOOL_RESULTS: write_results(turn.results)} if turn.results else {}
 
 
 def _has_user(turn: AssistantTurn) -> bool:

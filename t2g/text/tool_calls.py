@@ -49,7 +49,7 @@ def read_hermes_calls(text: str) -> list[ToolCall]:
     calls = []
     for match in _HERMES.finditer(text):
         start, end = match.span(1)
-        calls.append(_read_json_call(text, start, end, characters=match.span()))
+        calls.append(read_json_call(text, start, end, characters=match.span()))
     return calls
 
 
@@ -62,7 +62,7 @@ def read_llama3_calls(text: str) -> list[ToolCall]:
     length = len(text.rstrip())
     while position < length:
         end = _find_json_end(text, position, length)
-        calls.append(_read_json_call(text, position, end, characters=(position, end)))
+        calls.append(read_json_call(text, position, end, characters=(position, end)))
         between = _BETWEEN_CALLS.match(text, end)
         position = between.end() if between else length
     return calls
@@ -77,7 +77,7 @@ def _find_json_end(text: str, start: int, length: int) -> int:
     return end
 
 
-def _read_json_call(text: str, start: int, end: int, *, characters: Characters) -> ToolCall:
+def read_json_call(text: str, start: int, end: int, *, characters: Characters) -> ToolCall:
     """Return the call whose JSON is text[start:end]."""
     try:
         call = json.loads(text[start:end], parse_constant=_refuse_constant)

@@ -1,5 +1,6 @@
 """Logged conversations: the messages of a record, and the replies that are critiques of the assistant's turns."""
 
+import asyncio
 import json
 import random
 import re
@@ -11,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.feedback.conversations import AssistantTurn, read_conversation, split_conversation
+from t2g.feedback.sources.next_message import NextMessageFeedback
+from t2g.loop.annotation import make_turn_samples
+from t2g.tasks.base import get_task
 from t2g.text.messages import ROLES
 from t2g.text.tokenizer import Message
 
@@ -82,7 +86,7 @@ def test_every_assistant_message_is_a_turn_whose_history_is_all_before_it() -> N
     ],
 )
 def test_forms_of_openai_and_sharegpt_are_read(message: dict[str, Any], expected: str) -> None:
-    assert read_conversation({"messages": [message]}) == (chat(expected), {})
+    assert read_conversation({"messages": [message]}) == (chat(expected), {}, {})
 
 
 def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
@@ -98,6 +102,33 @@ def test_a_tool_call_is_a_line_of_its_own_in_the_text() -> None:
     assert read_conversation({"messages": [old]}).messages[0]["content"] == '{"name": "f", "arguments": "{broken"}'
     half = {"role": "assistant", "function_call": {"name": "f", "arguments": '{"town": "\\ud800"}'}}  # of a character
     read_conversation({"messages": [half]}).messages[0]["content"].encode()
+
+
+def test_errors_of_logged_tools_are_about_the_arguments_of_their_call() -> None:
+    def call(call_id: str, town: str) -> dict[str, Any]:
+        arguments = json.dumps({"town": town, "note": "a\u2028b\n"})
+        return {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+    unknown = '{"error": "no town \\"Rom\\"", "hint": "`town` is unknown"}'
+    messages: list[dict[str, Any]] = chat("user: Weather?")
+    messages.append(
+        {"role": "assistant", "content": "Let me\nlook.", "tool_calls": [call("a", "Oslo"), call("b", "Rom")]}
+    )
+    messages.append({"role": "tool", "tool_call_id": "b", "content": unknown})
+    messages += chat("tool: rain")
+    messages.append({"role": "assistant", "content": "Rain.", "tool_calls": [call("c", "Ås")]})
+    messages += chat("tool: Error: timeout", "tool: Error: nobody called this", "assistant: Rain.", "user: Error: no.")
+    record = {"id": "7", "messages": messages, "tool_results": "of the record"}
+    samples = make_turn_samples([record], get_task("prompts"))
+    source = NextMessageFeedback()
+    judged = []
+    for sample in samples:
+        assert sample.response is not None
+        feedback = asyncio.run(source.judge(sample.prompt, sample.response))
+        judged.append([sample.response[span.start : span.end] for span in feedback.spans])
+    whole_call = json.dumps({"name": "weather", "arguments": {"town": "Ås", "note": "a\u2028b\n"}}, ensure_ascii=False)
+    assert judged == [['"Rom"'], [whole_call], []]
+    assert "tool_results" not in samples[-1].prompt.payload
 
 
 @pytest.mark.parametrize(

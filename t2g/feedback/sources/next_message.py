@@ -6,13 +6,18 @@ from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.program import ProgramFeedback
+from t2g.feedback.tool_spans import find_tool_spans, read_results
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.prompts_only import format_chat
 from t2g.types import Prompt, SpanFeedback
 
 
 class NextMessageFeedback(FeedbackSource):
-    """The critique is the field NEXT_MESSAGE of the prompt's payload. An aligner finds its spans; none: no spans."""
+    """The critique is the field NEXT_MESSAGE of the prompt's payload.
+
+    Errors of tools have their spans, see `t2g.feedback.tool_spans`. An aligner finds those of a critique without such
+    errors; none: no spans.
+    """
 
     name = NEXT_MESSAGE
     judges_turns = True
@@ -28,8 +33,9 @@ class NextMessageFeedback(FeedbackSource):
         if not isinstance(critique, str) or not critique.strip():
             reason = f"no message follows the response to prompt {prompt.prompt_id}"
             return make_failed_feedback("failed", source=self.name, version="", reason=reason)
-        feedback = make_feedback(critique, (), (), response_text, source=self.name, version="")
-        if self._aligner is None:
+        poor = find_tool_spans(read_results(prompt.payload), response_text, critique)
+        feedback = make_feedback(critique, (), poor, response_text, source=self.name, version="")
+        if poor or self._aligner is None:
             return feedback
         if prompt.messages and not isinstance(self._aligner, ProgramFeedback):
             # A program reads the question, a model the chat so far, as it is in the records of logged conversations.

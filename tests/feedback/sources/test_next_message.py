@@ -155,7 +155,6 @@ def test_configs_that_cannot_work_are_refused(fields: dict[str, Any], sentence: 
             {"environment": "a:B", "feedback": {"source": "c:d", "align": "program"}},
             "program judges one response",
         ),
-        ({"environment": "a:B", "feedback": {"source": "next_message"}}, r"set feedback\.align"),
         (
             {"environment": "a:B", "feedback": {"sources": {"x": {"source": "next_message"}}}},
             r"feedback\.sources has next_message, which judges each turn",

@@ -1,0 +1,82 @@
+"""Spans of what tools say: an error is about the arguments that it names, or about the whole call.
+
+call    weather(town="Rom", days="2")
+error   `days` is "2"; it needs to be integer
+span    "2", the value of days
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from t2g.types import Span, ToolResult
+
+TOOL_RESULTS = "tool_results"  # field of a payload: the results of the response's calls, for next_message
+
+QUOTES = ("``", "''", '""', ('"', '\\"'))  # the last one within a JSON text
+_RESULTS = TypeAdapter(tuple[ToolResult, ...])
+
+
+def read_results(payload: dict[str, Any]) -> tuple[ToolResult, ...]:
+    """Return the results of a payload, () without any."""
+    return _RESULTS.validate_python(payload.get(TOOL_RESULTS, ()))
+
+
+def write_results(results: Sequence[ToolResult]) -> Any:
+    """Return results as JSON values."""
+    return _RESULTS.dump_python(tuple(results), mode="json")
+
+
+def find_tool_spans(results: Sequence[ToolResult], answer: str, critique: str) -> list[Span]:
+    """Return a poor span for each argument that an error names, or for its call.
+
+    Args:
+        results: The results of the calls in `answer`.
+        critique: Their texts, in order.
+    """
+    spans: list[Span] = []
+    position = 0
+    for result in results:
+        first = critique.find(result.text, position)
+        critique_range = None
+        if first >= 0:
+            position = first + len(result.text)
+            critique_range = (first, position)
+        if not result.is_fault:
+            continue
+        for start, end in find_named_arguments(result, answer) or [result.characters]:
+            spans.append(Span(start=start, end=end, label=-1, critique_range=critique_range))
+    return spans
+
+
+def find_named_arguments(result: ToolResult, answer: str) -> list[tuple[int, int]]:
+    """Return the characters of the arguments that a message names in quotes or backticks.
+
+    An argument is named by its path, by the last name of the path, or, if no name is quoted, by its value.
+    """
+    by_name: list[tuple[int, int]] = []
+    by_value: list[tuple[int, int]] = []
+    for path, (start, end) in result.arguments.items():
+        last_name = path.rpartition(".")[2]
+        if _is_quoted(path, result.text) or _is_quoted(last_name, result.text):
+            by_name.append((start, end))
+        if any(_is_quoted(form, result.text) for form in _list_forms(answer[start:end])):
+            by_value.append((start, end))
+    return by_name or by_value
+
+
+def _is_quoted(name: str, text: str) -> bool:
+    return any(f"{opening}{name}{closing}" in text for opening, closing in QUOTES)
+
+
+def _list_forms(text: str) -> Iterator[str]:
+    """Yield a value as it stands in a call, and a JSON text without its quotes and escapes."""
+    yield text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return
+    if isinstance(value, str):
+        yield value

@@ -1,0 +1,159 @@
+"""Spans of tools' errors: the arguments that an error names, or the whole call."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.train_policy.policy_data import check_spans
+from t2g.config import PolicyJob
+from t2g.data.buffer import Group, read_groups, write_groups
+from t2g.errors import UserError
+from t2g.feedback.sources.next_message import NextMessageFeedback
+from t2g.feedback.sources.program import ProgramFeedback
+from t2g.feedback.tool_spans import find_named_arguments, find_tool_spans, read_results, write_results
+from t2g.loop.sampling import judge_answer
+from t2g.loop.tool_metrics import tool_metrics
+from t2g.text.json_schema import find_violations
+from t2g.text.tool_calls import read_hermes_calls
+from t2g.types import PolicyTurn, Prompt, Rollout, ToolResult
+
+CALL = '<tool_call>{"name": "f", "arguments": {"town": "Oslo", "days": 2, "filter": {"min": "Oslo"}}}</tool_call>'
+
+
+def make_result(text: str, status: Any = "failed", answer: str = CALL, number: int = 0) -> ToolResult:
+    call = read_hermes_calls(answer)[number]
+    return ToolResult(
+        tool="f", text=text, status=status, characters=call.characters, arguments=call.argument_characters
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "quotes"),
+    [
+        ("Error: `town` is unknown", ['"Oslo"']),
+        ("Error: 'filter.min' and \"days\" are wrong", ["2", '"Oslo"']),
+        ("Error: `min` is wrong", ['"Oslo"']),
+        ("Error: KeyError: 2", []),
+        ("Error: KeyError: '2'", ["2"]),
+        ("Error: KeyError: 'Oslo'", ['"Oslo"', '"Oslo"']),
+        ('Error: `days` is 2; it needs to be one of "Oslo"', ["2"]),
+        ("Error: the town is unknown", []),
+        ("Error: `country` is missing", []),
+    ],
+)
+def test_an_error_is_about_the_arguments_that_it_names(text: str, quotes: list[str]) -> None:
+    places = find_named_arguments(make_result(text), CALL)
+    assert [CALL[start:end] for start, end in places] == quotes
+    spans = find_tool_spans([make_result(text)], CALL, text)
+    expected = places or [(0, len(CALL))]
+    assert [(span.start, span.end, span.label) for span in spans] == [(*place, -1) for place in expected]
+    assert {span.critique_range for span in spans} == {(0, len(text))}
+
+
+def test_results_that_are_no_fault_of_the_call_have_no_spans() -> None:
+    results = [make_result("7", "ok"), make_result("Error: the tool f gave no answer", "lost")]
+    assert find_tool_spans(results, CALL, "7\n\nError: the tool f gave no answer") == []
+
+
+def test_each_error_is_about_its_own_call_and_its_own_part_of_the_critique() -> None:
+    answer = CALL + " " + CALL
+    results = [make_result("Error: `days` is bad", answer=answer, number=number) for number in (0, 1)]
+    critique = "\n\n".join(result.text for result in results)
+    first, second = find_tool_spans(results, answer, critique)
+    assert second.start - first.start == len(CALL) + 1
+    assert first.critique_range == (0, 20) and second.critique_range == (22, 42)
+
+
+NAMES = st.sampled_from(["town", "days", "unit"])
+
+
+@given(st.dictionaries(NAMES, st.integers(0, 9) | st.sampled_from(["a", "days", "b c"]), min_size=1), NAMES)
+def test_a_wrong_type_is_about_that_argument(arguments: dict[str, Any], wrong: str) -> None:
+    """The message of a violation, made by the check of schemas, leads back to the value."""
+
+    answer = f'<tool_call>{{"name": "f", "arguments": {json.dumps(arguments)}}}</tool_call>'
+    schema = {"properties": {name: {"type": "boolean"} if name == wrong else {} for name in arguments}}
+    violations = find_violations(arguments, schema, "f")
+    assert len(violations) == (wrong in arguments)
+    for violation in violations:
+        result = make_result(f"Error: {violation.message}", "malformed", answer)
+        places = [answer[start:end] for start, end in find_named_arguments(result, answer)]
+        assert json.dumps(arguments[wrong]) in places
+
+
+def make_rollout(answers: list[str], results: list[tuple[ToolResult, ...]]) -> Rollout:
+    turns = []
+    text = ""
+    for answer, of_turn in zip(answers, results, strict=True):
+        reply = "\n\n".join(result.text for result in of_turn)
+        start = len(text)
+        end = start + len(answer)
+        turn = PolicyTurn(
+            tokens=(start, end), characters=(start, end), answer_start=start, reply=reply, results=of_turn
+        )
+        turns.append(turn)
+        text += answer
+    size = len(text)
+    return Rollout(
+        prompt_id="p", sample_index=0, prompt_ids=np.array([1], np.int32), response_ids=np.arange(size, dtype=np.int32),
+        rollout_logprobs=np.zeros(size, np.float32), response_text=text, finish_reason="stop", policy_versions=(),
+        conversation=tuple(turns),
+    )  # fmt: skip
+
+
+def praise(prompt: str, response: str, critique: str) -> Any:
+    """An aligner: it praises the town of a call whose result is a number."""
+    return critique, ['"Oslo"'] if critique == "7" else [], []
+
+
+def test_errors_are_mapped_and_the_user_s_program_maps_the_others() -> None:
+    failed = make_result("Error: `days` is bad")
+    right = make_result("7", "ok")
+    rollout = make_rollout([CALL, CALL], [(failed,), (right,)])
+    prompt = Prompt(prompt_id="p", prompt_text="How?", task="t", payload={"tool_results": "the record's own"})
+    for aligner, expected in (
+        (None, [(CALL.index("2"), -1)]),
+        (ProgramFeedback(praise, field="align"), [(CALL.index("2"), -1), (len(CALL) + CALL.index('"Oslo"'), 1)]),
+    ):
+        feedback = asyncio.run(judge_answer(NextMessageFeedback(aligner), prompt, rollout))
+        spans = sorted((span.start, span.label) for span in feedback.spans)
+        assert spans == expected
+        assert {span.criterion for span in feedback.spans} <= {"turn_1", "turn_2"}
+        assert failed.text in feedback.critique
+
+
+def test_results_are_kept_in_checkpoints_and_payloads(tmp_path: Any) -> None:
+    result = make_result("Error: `days` is bad")
+    assert read_results({"tool_results": write_results([result])}) == (result,)
+    assert read_results({}) == ()
+    rollout = make_rollout([CALL], [(result,)])
+    prompt = Prompt(prompt_id="p", prompt_text="", task="t", prompt_ids=rollout.prompt_ids)
+    feedback = asyncio.run(judge_answer(NextMessageFeedback(), prompt, rollout))
+    write_groups(tmp_path / "buffer", {1: [Group(prompt=prompt, samples=((rollout, feedback),))]})
+    ((restored, _),) = read_groups(tmp_path / "buffer", {"p": prompt})[1][0].samples
+    assert restored.conversation == rollout.conversation
+
+
+def test_calls_are_counted() -> None:
+    statuses = ("ok", "malformed", "failed", "lost")
+    results = tuple(replace(make_result("x"), status=status) for status in statuses)
+    silent = make_rollout([CALL], [()])
+    metrics = tool_metrics([make_rollout([CALL], [results]), silent])
+    assert metrics == {"turns/calls": 2, "turns/malformed_share": 0.25, "turns/tool_error_share": 0.5}
+    assert tool_metrics([silent]) == {}
+
+
+def test_replies_without_spans_are_refused_unless_there_are_tools() -> None:
+    values = {"model": {"policy": "m"}, "data": {"path": "d"}, "environment": "a:B"}
+    job = PolicyJob.model_validate(values | {"feedback": {"source": "next_message"}})
+    check_spans(job, has_tools=True)
+    with pytest.raises(UserError, match=r"set feedback\.align"):
+        check_spans(job, has_tools=False)
+    aligned = PolicyJob.model_validate(values | {"feedback": {"source": "next_message", "align": "a:b"}})
+    check_spans(aligned, has_tools=False)
