@@ -26,7 +26,7 @@ def weigh_by_teacher(gap: np.ndarray, is_trained: np.ndarray, *, bound: float) -
 
     The paper has exp(sign(A_t) delta_t), clipped. Such a weight depends on the advantage: where that is noise, a or -a
     with equal odds, the mean of w A is a sinh(delta), and noise moves the policy towards the teacher. A teacher that
-    cannot follow critiques then destroys it (t2g/study/local-credit-in-code.md). Here that mean is 0.
+    cannot follow critiques then destroys it (t2g/study/local-credit.md). Here that mean is 0.
 
     Args:
         gap: delta, [R].
