@@ -88,7 +88,8 @@ def _make_located_reader(tokenizer: Any, parse: ParseCalls) -> ReadCalls:
 def _check_reader(tokenizer: Any, schemas: Schemas, parser: str, read_calls: ReadCalls) -> None:
     """Raise UserError if the chat template writes a call in a form that the parser does not read."""
     name = schemas[0]["function"]["name"]
-    call = {"type": "function", "function": {"name": name, "arguments": {"t2g_dummy": 1}}, "id": "call00000"}
+    arguments = {"t2g_dummy": "value"}  # a text: a parser of XML knows the types of a tool's own arguments alone
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}, "id": "call00000"}
     question = {"role": "user", "content": "Hello"}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
@@ -101,7 +102,7 @@ def _check_reader(tokenizer: Any, schemas: Schemas, parser: str, read_calls: Rea
     (ids,) = encode_texts(tokenizer, [everything[len(before) :]])
     answer = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     calls = read_calls(np.asarray(ids, np.int32), answer)
-    if [(one.name, one.arguments, one.problem) for one in calls] == [(name, {"t2g_dummy": 1}, "")]:
+    if [(one.name, one.arguments, one.problem) for one in calls] == [(name, arguments, "")]:
         return
     raise UserError(
         f"environment: the chat template of {tokenizer.name_or_path} writes a call as {answer.strip()!r:.200}, which "
