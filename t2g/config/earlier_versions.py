@@ -6,8 +6,11 @@ from typing import Any
 # A config with all of these keys was written by a run: people do not set them together.
 _WRITTEN_KEYS = {"clip_eps", "kl_horizon", "rollout_correction_cap", "vf_coef"}
 _WRITTEN_LOG_KEYS = {"tensorboard", "wandb_project", "num_samples"}
+_TEACHER_USE = "objective.teacher.use"
+_TEACHER_BOUND = "objective.teacher.bound"
 # Every teacher was distilled before there was objective.teacher.use.
-_TEACHER_KEYS = {"objective.teacher.use": "distill", "objective.teacher.bound": 4.0}
+_TEACHER_KEYS = {_TEACHER_USE: "distill", _TEACHER_BOUND: 2.0}
+_EARLIER_BOUND = 4.0  # the default while the weights of use=scale followed the sign of the advantage
 
 
 def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,6 +47,8 @@ def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     upgraded = {**settings}
     if "objective.teacher.weight" in settings:
         upgraded = _TEACHER_KEYS | upgraded
+        if upgraded[_TEACHER_USE] == "distill" and upgraded[_TEACHER_BOUND] == _EARLIER_BOUND:
+            upgraded[_TEACHER_BOUND] = _TEACHER_KEYS[_TEACHER_BOUND]
     if "objective.advantages" not in settings or "objective.local_coef" in settings:
         return upgraded
     upgraded["objective.local_coef"] = 0.0

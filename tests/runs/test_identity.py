@@ -323,8 +323,9 @@ def test_a_run_from_before_a_teacher_could_scale_was_distilled(inputs: Inputs) -
     saved = json.loads(path.read_text())
     for key in ("use", "bound"):
         del saved["config"][f"objective.teacher.{key}"]
-    path.write_text(json.dumps(saved))
-    assert inputs.begin(objective={"teacher": {}}) == identity
+    for earlier in ({}, {"objective.teacher.use": "distill", "objective.teacher.bound": 4.0}):
+        path.write_text(json.dumps(saved | {"config": saved["config"] | earlier}))
+        assert inputs.begin(objective={"teacher": {}}) == identity
     path.write_text(json.dumps(saved))
     refusal = inputs.refusal(objective={"teacher": {"use": "scale"}})
     assert 'objective.teacher.use ("distill" -> "scale")' in refusal

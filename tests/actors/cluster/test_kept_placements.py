@@ -110,7 +110,14 @@ def test_a_run_keeps_them_over_restarts_and_gives_them_back_with_the_last(
 ) -> None:
     taken: list[Any] = []
 
-    def train(training: PolicyTraining, steering: Any, placements: KeptPlacements, *, lost_at: float | None) -> None:
+    def train(
+        training: PolicyTraining,
+        steering: Any,
+        placements: KeptPlacements,
+        trackers: Any,
+        *,
+        lost_at: float | None,
+    ) -> None:
         group = placements.take("learner", ROLE, timeout_s=1)
         assert ray_tables.removed == []
         taken.append(group)
