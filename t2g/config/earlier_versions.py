@@ -22,12 +22,25 @@ def upgrade_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     objective = values.get("objective")
     if not isinstance(objective, Mapping):
         return values
+    objective = _upgrade_teacher(objective)
+    values = {**values, "objective": objective}
     if "local_coef" in objective or not objective.keys() >= _WRITTEN_KEYS:
         return values
     upgraded = {**objective, "local_coef": 0.0}
     if objective.get("advantages") != "gae":
         upgraded["lam"] = 1.0
     return {**values, "objective": upgraded}
+
+
+def _upgrade_teacher(objective: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the objective without the earlier default of the bound, which a distilled teacher does not read."""
+    teacher = objective.get("teacher")
+    if not isinstance(teacher, Mapping) or not objective.keys() >= _WRITTEN_KEYS:
+        return objective
+    if teacher.get("use") != "distill" or teacher.get("bound") != _EARLIER_BOUND:
+        return objective
+    unbounded = {key: value for key, value in teacher.items() if key != "bound"}
+    return {**objective, "teacher": unbounded}
 
 
 def _upgrade_log(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -760,6 +760,17 @@ def test_the_config_of_an_earlier_run_keeps_its_trackers(
     assert (log.trackers, log.project, log.num_samples) == (trackers, project, 3)
 
 
+@pytest.mark.parametrize(("use", "bound"), [("distill", 2.0), ("scale", 4.0)])
+def test_the_config_of_an_earlier_run_keeps_its_teacher(tmp_path: Path, use: str, bound: float) -> None:
+    """Every teacher had the bound 4, which a distilled one does not read."""
+    written = yaml.safe_load(loading.to_yaml(load(tmp_path, f"{GOOD}objective: {{teacher: {{use: {use}}}}}\n")))
+    written["objective"]["teacher"]["bound"] = 4.0
+    (tmp_path / "earlier.yaml").write_text(yaml.safe_dump(written))
+    teacher = loading.load(PolicyJob, tmp_path / "earlier.yaml").objective.teacher
+    assert teacher is not None
+    assert (teacher.use, teacher.bound) == (use, bound)
+
+
 def test_a_target_per_token_is_read_back(tmp_path: Path) -> None:
     job = load(tmp_path, GOOD + "objective: {kl_target_per_token: 0.01}\n")
     assert loading.load(PolicyJob, loading.write(job, tmp_path / "run")) == job
