@@ -69,7 +69,7 @@ def _make_template_parser(tokenizer: Any, schemas: Schemas) -> ParseCalls:
 
 
 def _make_located_reader(tokenizer: Any, parse: ParseCalls) -> ReadCalls:
-    """Return the reader of a parser that does not say where a call stands. An answer that it refuses has no calls."""
+    """Return the reader of a parser that gives no positions of calls. An answer that it refuses has no calls."""
 
     def read_calls(ids: np.ndarray, answer: str) -> list[ToolCall]:
         offsets = token_offsets(tokenizer, ids)

@@ -72,7 +72,7 @@ def _is_quoted(name: str, text: str) -> bool:
 
 
 def _list_forms(text: str) -> Iterator[str]:
-    """Yield a value as it stands in a call, and a JSON text without its quotes and escapes."""
+    """Yield a value as a call writes it, and a JSON text without its quotes and escapes."""
     yield text
     try:
         value = json.loads(text)

@@ -16,7 +16,7 @@ from t2g.text.offsets import has_token
 from t2g.types import ScoredRollout, SpanFeedback, TokenStats, TrainSample
 
 MIN_RESPONSES = 8  # different texts in a step; fewer may well deserve the same feedback
-WHOLE = None  # stands for the quote of a span that covers the whole answer
+WHOLE = None  # in place of the quote of a span that covers the whole answer
 
 MAX_UNNAMED_SHARE = 1e-3  # rows that only pad an embedding are next to never sampled
 MAX_SAME_SHARE = 0.95

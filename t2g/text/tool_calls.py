@@ -4,7 +4,7 @@
     {"name": "weather", "arguments": {"town": "Oslo"}}
     </tool_call>
 
-This is one call: name weather, arguments {"town": "Oslo"}, and "town" stands at the characters of "Oslo". A call that
+This is one call: name weather, arguments {"town": "Oslo"}, and "town" has the characters of "Oslo". A call that
 cannot be read is a call with a `problem`. Results are never read: what a policy writes as a result is text.
 """
 
@@ -115,7 +115,7 @@ def shorten_value(value: Any) -> str:
 def locate_calls(text: str, calls: Sequence[NamedCall]) -> list[ToolCall]:
     """Return the calls with their characters in a text of any form, from which a parser read them in this order.
 
-    A call goes from its name to the name of the next one; an argument's value stands after the argument's name, as JSON
+    A call goes from its name to the name of the next one; an argument's value follows the argument's name, as JSON
     or as bare text. An argument that is not found has no characters. A call whose name is not found has those of the
     whole text.
     """

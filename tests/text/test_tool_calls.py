@@ -1,4 +1,4 @@
-"""Calls in a sampled text: what is read, where it stands, and that no text raises."""
+"""Calls in a sampled text: what is read, at which characters, and that no text raises."""
 
 import json
 from typing import Any

@@ -20,7 +20,7 @@ MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!~])")  # characters with a meaning 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run of which a tracker is told."""
+    """The run that a tracker logs."""
 
     folder: Path
     project: str
