@@ -138,7 +138,7 @@ TEACHER_CONTRAST = _add(
 )
 TEACHER_KL = _add("teacher/kl", "nats per token", "KL(policy || teacher), where it is distilled; 0 without a critique")
 TEACHER_CLIPPED = _add(
-    "teacher/clipped_share", "share of tokens", "|teacher - policy logprob| above log(objective.teacher.bound)"
+    "teacher/clipped_share", "share of trained tokens", "|teacher - policy logprob| above log(objective.teacher.bound)"
 )
 
 LENGTH = _add("response/length_mean", "tokens", "sampled tokens, EOS included")

@@ -147,6 +147,7 @@ def compare_samples(
     lam: float,
     normalize: bool,
     whitening: Whitening,
+    is_trained: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scaled advantages without a critic, and returns: `gae` over values from the prompt's other samples.
 
@@ -159,6 +160,7 @@ def compare_samples(
         lam: lambda of `gae` from one state to the next. 1 with values by position is `group_advantages`.
         normalize: See `group_advantages`; needs values by position and lambda 1.
         whitening: Mode of `whiten`.
+        is_trained: Tokens that the loss counts, [B, R]: the scale is theirs, and the others get 0.
     """
     if state_ids is None and lam == 1:
         advantages, returns = group_advantages(rewards, mask, groups, gamma, normalize=normalize)
@@ -175,7 +177,7 @@ def compare_samples(
         advantages = advantages.to(rewards.dtype)
         returns = returns.to(rewards.dtype)
 
-    advantages = whiten(advantages, mask, whitening)
+    advantages = whiten(advantages, is_trained, whitening)
     is_constant = constant_groups(returns, mask, groups, state_ids)
     return torch.where(is_constant[:, None], 0, advantages), returns
 
@@ -232,7 +234,7 @@ def add_local_credit(
     Args:
         advantages: A, whitened, [B, R].
         span_values: c, the value of the spans that cover token t, [B, R]; 0 elsewhere.
-        mask: 1 on sampled tokens.
+        mask: 1 on the tokens that the loss counts; the others get 0.
         coef: Weight of the local term.
         cap: Bound of the local term before `coef`; where few tokens have spans, the rms makes each of them large.
         keep_sign: Whether the sum keeps the sign of an A that is not 0; a span that would turn it leaves 0.

@@ -45,7 +45,10 @@ class RewardRuleConfig(FollowingSection):
     poor: tuple[float, float, float] = Field(
         (-1.0, -1.0, -1.0), description="value by severity 1, 2, 3; the default of severity 1 is 0 in the task code"
     )
-    overlap: Literal["poor", "good", "sum"] = Field("poor", description="label of a token in both good and poor spans")
+    overlap: Literal["poor", "good", "sum"] = Field(
+        "poor",
+        description="label of a token in both good and poor spans, whatever their confidence; sum: both values are added",
+    )
 
 
 class OutcomeRewardConfig(Section):

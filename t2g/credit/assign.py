@@ -99,7 +99,7 @@ def assign_credit(
         paid = normalized.rewards.float()
         span_values = normalized.scales[:, None].float() * span_values
     step = StepRewards(mask=mask, rewards=objective.span_coef * paid, gamma=objective.gamma)
-    compared = compare_with_group(step, numbers, _pad_states(rows, objective), objective)
+    compared = compare_with_group(step, numbers, _pad_states(rows, objective), mask, objective)
     advantages = add_span_credit(compared.advantages, span_values, mask, objective)
     return Credit(token_rewards=token_rewards, advantages=advantages)
 

@@ -23,7 +23,7 @@ from t2g.types import CriterionRewards, Rollout, ScoredRollout, TokenStats
 class StepAdvantages(NamedTuple):
     """The learner's targets for the sampled tokens of a step, right-padded: [B, R] each."""
 
-    advantages: torch.Tensor  # scaled over the step
+    advantages: torch.Tensor  # scaled over the step's trained tokens, 0 at the others
     returns: torch.Tensor  # from advantages before scaling
 
 
@@ -59,14 +59,15 @@ def compute_advantages(
         return _punish_unlikely(scored, objective)
     feedback_rewards = _collect_rewards(scored, objective, seed)
     step = _mix_rewards(scored, feedback_rewards, stats, objective, kl_coef=kl_coef)
+    is_trained = _pad_trained(scored, objective)
     if objective.uses_critic:
         values = pad_sampled(scored, [token_stats.values for token_stats in stats])
         advantages, returns = gae(step.rewards, values, step.mask, step.gamma, objective.lam)
-        advantages = whiten(advantages, step.mask, objective.whiten)
+        advantages = whiten(advantages, is_trained, objective.whiten)
     else:
         state_ids = _state_ids(scored, objective, seed)
-        advantages, returns = compare_with_group(step, number_prompts(scored), state_ids, objective)
-    advantages = add_span_credit(advantages, feedback_rewards.span_values, step.mask, objective)
+        advantages, returns = compare_with_group(step, number_prompts(scored), state_ids, is_trained, objective)
+    advantages = add_span_credit(advantages, feedback_rewards.span_values, is_trained, objective)
     return StepAdvantages(advantages=advantages, returns=returns)
 
 
@@ -75,16 +76,25 @@ def trained_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndar
     return scored.rollout.policy_mask if objective.train_thinking else scored.answer_tokens
 
 
+def _pad_trained(scored: Sequence[ScoredRollout], objective: ObjectiveConfig) -> torch.Tensor:
+    """Return whether the loss counts each sampled token, [B, R]: tokens that it does not count set no scale."""
+    return pad_sampled(scored, [trained_tokens(response, objective) for response in scored])
+
+
 def _punish_unlikely(scored: Sequence[ScoredRollout], objective: ObjectiveConfig) -> StepAdvantages:
     """Return the advantages of the control without feedback, and returns of 0."""
     logprobs = pad_sampled(scored, [response.rollout.rollout_logprobs for response in scored])
-    is_trained = pad_sampled(scored, [trained_tokens(response, objective) for response in scored])
+    is_trained = _pad_trained(scored, objective)
     advantages = whiten(punish_unlikely(logprobs, is_trained), is_trained, objective.whiten)
     return StepAdvantages(advantages=advantages, returns=torch.zeros_like(advantages))
 
 
 def compare_with_group(
-    step: StepRewards, groups: torch.Tensor, state_ids: torch.Tensor | None, objective: ObjectiveConfig
+    step: StepRewards,
+    groups: torch.Tensor,
+    state_ids: torch.Tensor | None,
+    is_trained: torch.Tensor,
+    objective: ObjectiveConfig,
 ) -> StepAdvantages:
     """Return scaled advantages against the prompt's other samples; see `t2g.algo.advantages.compare_samples`."""
     compared = compare_samples(
@@ -96,12 +106,13 @@ def compare_with_group(
         lam=objective.lam,
         normalize=objective.advantages == "group_normalised",
         whitening=objective.whiten,
+        is_trained=is_trained,
     )
     return StepAdvantages(*compared)
 
 
 def add_span_credit(
-    advantages: torch.Tensor, span_values: torch.Tensor, mask: torch.Tensor, objective: ObjectiveConfig
+    advantages: torch.Tensor, span_values: torch.Tensor, is_trained: torch.Tensor, objective: ObjectiveConfig
 ) -> torch.Tensor:
     """Return the advantages plus `objective.local_coef` times the spans' values on their own tokens, [B, R] each."""
     if objective.local_coef == 0:
@@ -109,7 +120,7 @@ def add_span_credit(
     return add_local_credit(
         advantages,
         span_values,
-        mask,
+        is_trained,
         coef=objective.local_coef,
         cap=objective.local_cap,
         keep_sign=objective.local_keeps_sign,

@@ -7,7 +7,8 @@ import numpy as np
 
 from t2g import metrics as m
 from t2g.algo.teacher_weights import clip_of_gap
-from t2g.config.learning import TeacherConfig
+from t2g.config import ObjectiveConfig
+from t2g.loop.step_advantages import trained_tokens
 from t2g.types import ScoredRollout, TeacherStats, TokenStats
 
 
@@ -70,19 +71,19 @@ def teacher_metrics(
     scored: Sequence[ScoredRollout],
     teacher: Sequence[TeacherStats | None],
     stats: Sequence[TokenStats],
-    rule: TeacherConfig,
+    objective: ObjectiveConfig,
 ) -> dict[str, float]:
     """Return the share of the step with a teacher, the means of `split_teacher_gap`, and `teacher_contrast`.
 
-    With a teacher that scales, also the share of tokens at whose gap its weights are clipped.
+    With a teacher that scales, also the share of trained tokens at whose gap its weights are clipped.
     """
-    gaps_of_responses: list[np.ndarray] = []
+    gaps_of_trained: list[np.ndarray] = []
     gaps_by_kind: dict[str, list[np.ndarray]] = {}
     for response, token_stats, teacher_stats in zip(scored, stats, teacher, strict=True):
         if teacher_stats is None:
             continue
         gap = teacher_stats.logprobs - token_stats.old_logprobs
-        gaps_of_responses.append(gap)
+        gaps_of_trained.append(gap[trained_tokens(response, objective)])
         for kind, gaps in split_teacher_gap(gap, response.per_token_rewards).items():
             gaps_by_kind.setdefault(kind, []).append(gaps)
 
@@ -96,8 +97,10 @@ def teacher_metrics(
     contrast = teacher_contrast(means)
     if contrast:
         metrics[m.TEACHER_CONTRAST] = contrast["contrast"]
-    metrics[m.TEACHER_SHARE] = len(gaps_of_responses) / len(teacher)
-    if rule.use == "scale" and gaps_of_responses:
-        is_clipped = np.abs(np.concatenate(gaps_of_responses)) > clip_of_gap(rule.bound)
+    metrics[m.TEACHER_SHARE] = len(gaps_of_trained) / len(teacher)
+    rule = objective.teacher
+    sizes = np.abs(np.concatenate(gaps_of_trained)) if gaps_of_trained else np.zeros(0)
+    if rule.use == "scale" and sizes.size:
+        is_clipped = sizes > clip_of_gap(rule.bound)
         metrics[m.TEACHER_CLIPPED] = float(is_clipped.mean())
     return metrics

@@ -334,7 +334,7 @@ class Trainer:
         result = await self._call(self.learner.update, batch)
         stats = list(result.stats) or stats
         if objective.teacher is not None:
-            measured = teacher_metrics(scored, teacher, stats, objective.teacher)
+            measured = teacher_metrics(scored, teacher, stats, objective)
             result = replace(result, metrics=result.metrics | measured)
         kl = steps.step_kl(scored, stats)
         seconds = time.monotonic() - started

@@ -222,7 +222,7 @@ def test_a_group_that_is_equal_in_its_states_has_no_advantage(whitening: str) ->
     mask = torch.ones_like(rewards)
     groups = torch.tensor([0, 0, 1, 1, 2])
     advantages, _ = compare_samples(
-        rewards, mask, groups, 1.0, state_ids=states, lam=0.9, normalize=False, whitening=whitening
+        rewards, mask, groups, 1.0, state_ids=states, lam=0.9, normalize=False, whitening=whitening, is_trained=mask
     )
     is_zero = (advantages == 0).all(1)
     assert is_zero.tolist() == [True, True, False, False, True]

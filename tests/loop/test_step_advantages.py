@@ -253,3 +253,19 @@ def test_the_control_without_critiques_leaves_out_thinking_that_is_not_trained()
     response = replace(response, rollout=rollout, answer_tokens=np.array([0, 0, 1, 1, 1, 1], bool))
     assert advantages_of([response], advantages="unlikely") == [[-1, -1, 0, 0, 0, 0]]
     assert advantages_of([response], advantages="unlikely", train_thinking=False) == [[0, 0, 0, -1, 0, 0]]
+
+
+@pytest.mark.parametrize("advantages", ["group", "gae"])
+def test_thinking_that_is_not_trained_sets_no_scale(advantages: str) -> None:
+    """Thinking of eight tokens before an answer of two: scaled as the answer alone, and 0 itself."""
+    answer_spans = [[1.0, 0.0], [0.0, -1.0]]
+    alone = [make_scored(spans) for spans in answer_spans]
+    rule = {"advantages": advantages, "local_coef": 0.5, "local_cap": 1.5, "whiten": "full", "train_thinking": False}
+    expected = advantages_of(alone, **rule)
+
+    thinks = [make_scored([0.0] * 8 + spans, sentences=[0] * 10) for spans in answer_spans]
+    is_answer = np.array([False] * 8 + [True] * 2)
+    rows = advantages_of([replace(response, answer_tokens=is_answer) for response in thinks], **rule)
+    for row, answer in zip(rows, expected, strict=True):
+        assert row[:8] == [0.0] * 8
+        assert row[8:] == pytest.approx(answer)

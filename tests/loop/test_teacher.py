@@ -150,7 +150,7 @@ def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
     scored = [scored_pair(rewards)[1] for rewards in ([1.0, -1.0, -1.0, 0.0, -2.0], [0.0, 0.0])]
     policy = [stats(5), stats(2)]  # log-probability -1
     teacher = [teacher_stats([-0.5, -1.25, -3.0, -9.0, -1.75]), None]
-    metrics = teacher_metrics(scored, teacher, policy, TeacherConfig())
+    metrics = teacher_metrics(scored, teacher, policy, ObjectiveConfig(teacher=TeacherConfig()))
     assert metrics == pytest.approx(
         {
             "teacher/share": 0.5,
@@ -160,10 +160,15 @@ def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
             "teacher/contrast": 0.5,
         }
     )
-    scaling = teacher_metrics(scored, teacher, policy, TeacherConfig(use="scale", bound=math.exp(1.5)))
+    scale = ObjectiveConfig(teacher=TeacherConfig(use="scale", bound=math.exp(1.5)), train_thinking=False)
+    scaling = teacher_metrics(scored, teacher, policy, scale)
     assert scaling == metrics | {"teacher/clipped_share": 2 / 5}, "gaps .5 -.25 -2 -8 -.75, clipped at 1.5"
-    for use in ("distill", "scale"):
-        assert teacher_metrics(scored, [None, None], policy, TeacherConfig(use=use)) == {"teacher/share": 0.0}
+    answer_tokens = np.array([True, True, True, False, True])
+    thinks = [replace(scored[0], answer_tokens=answer_tokens), scored[1]]
+    scaling = teacher_metrics(thinks, teacher, policy, scale)
+    assert scaling["teacher/clipped_share"] == 1 / 4, "without the gap of -8, which is thinking"
+    for objective in (scale, ObjectiveConfig(teacher=TeacherConfig())):
+        assert teacher_metrics(scored, [None, None], policy, objective) == {"teacher/share": 0.0}
 
 
 @pytest.mark.parametrize(
