@@ -102,7 +102,7 @@ ZERO_VARIANCE = _add(
     "all samples earn the same at every token",
 )
 FURTHER_PROMPTS = _add("group/further_prompts", "prompts", "drawn in the step by rollout.resample_zero_groups")
-REPLACED_PROMPTS = _add("group/replaced_prompts", "prompts", "all samples earn the same; replaced by a further prompt")
+REPLACED_PROMPTS = _add("group/replaced_prompts", "prompts", "all samples earn the same; a further one is trained")
 GOOD_SHARE = _add("tokens/good_share", "share of tokens", "answer tokens in spans worth more than 0")
 POOR_SHARE = _add("tokens/poor_share", "share of tokens", "answer tokens in spans worth less than 0")
 NEUTRAL_SHARE = _add("tokens/neutral_share", "share of tokens", "all other answer tokens")
@@ -168,7 +168,9 @@ IMPORTANCE_TRUNCATED = _add(
     "importance/truncated_share", "share of tokens", "whose weight rollout_correction_cap changed"
 )
 
-FAILED_SHARE = _add("feedback/failed_share", "share of responses", "the feedback is neither ok nor empty")
+FAILED_SHARE = _add(
+    "feedback/failed_share", "share of responses", "the feedback is neither ok nor empty, also of replaced prompts"
+)
 EMPTY_SHARE = _add("feedback/empty_share", "share of responses", "judged, without a span")
 SOURCE_SHARE = _add("feedback/source/<source>", "share of responses", "judged by this source")
 SAME_FEEDBACK = _add(

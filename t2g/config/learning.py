@@ -47,7 +47,7 @@ class RewardRuleConfig(FollowingSection):
     )
     overlap: Literal["poor", "good", "sum"] = Field(
         "poor",
-        description="label of a token in both good and poor spans, whatever their confidence; sum: both values are added",
+        description="label of a token in both good and poor spans, whatever their confidence; sum: adds both values",
     )
 
 

@@ -64,7 +64,6 @@ def step_metrics(
     metrics |= _length_metrics(responses)
     metrics[m.GAP_MEAN] = float(tokens.gaps.mean())
     metrics[m.GAP_P95] = float(np.quantile(tokens.gaps, 0.95))
-    metrics[m.FAILED_SHARE] = 1 - len(scored) / len(responses)
     metrics |= _quote_metrics(responses)
     return metrics
 
@@ -294,6 +293,7 @@ def sample_metrics(judged: JudgedStep, ages: np.ndarray, rollout: RolloutConfig)
     metrics = {
         m.STALENESS_MEAN: float(ages.mean()),
         m.STALENESS_MAX: float(ages.max()),
+        m.FAILED_SHARE: num_unusable / len(judged.all_responses),
         m.DROPPED_SAMPLES: float(num_unusable + judged.num_unsampled),
         m.DROPPED_PROMPTS: float(len(judged.unsampled)),
     }

@@ -308,6 +308,8 @@ def test_a_further_prompt_without_feedback_or_samples_replaces_none_and_is_count
     assert metrics["samples"] == (PER_STEP + 2) * SAMPLES, "one of three further prompts has no responses"
     assert metrics["dropped/prompts"] == 1
     assert metrics["dropped/samples"] == 3 * SAMPLES
+    judged = (PER_STEP + 2) * SAMPLES
+    assert metrics["feedback/failed_share"] == pytest.approx(2 * SAMPLES / judged), "a further prompt, an own one"
     reasons = [(line["prompt_id"], line["sample_index"] is None) for line in bench.dropped()]
     assert reasons.count((drawn[0], False)) == SAMPLES
     assert reasons.count((drawn[1], True)) == reasons.count((own_ids[2], True)) == 1

@@ -239,7 +239,7 @@ def test_quotes_of_responses_that_are_dropped_count_and_so_do_answers_at_max_spa
     metrics = step_metrics(pairs, [scored] * 2, [stats(1)] * 2, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
     assert metrics["feedback/located_rate"] == 1 / 4
     assert metrics["feedback/metrics/at_max_spans"] == 1 / 3
-    assert (metrics["feedback/failed_share"], metrics["feedback/empty_share"]) == pytest.approx((1 / 3, 1 / 3))
+    assert metrics["feedback/empty_share"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -286,7 +286,6 @@ def test_step_metrics_by_hand() -> None:
     assert metrics["reward/response_mean"] == pytest.approx((0 + 2) / 2)
     assert metrics["tokens/good_share"] == pytest.approx(3 / 6)
     assert metrics["tokens/poor_share"] == pytest.approx(1 / 6)
-    assert metrics["feedback/failed_share"] == pytest.approx(1 / 3)
     assert metrics["feedback/empty_share"] == 1
     assert metrics["feedback/source/reward_model"] == 1.0
     assert metrics["gap/logprob_mean"] == pytest.approx(2 * 0.2 / 6, rel=1e-5)
