@@ -290,11 +290,13 @@ def sample_metrics(judged: JudgedStep, ages: np.ndarray, rollout: RolloutConfig)
         ages: `steps.token_staleness` of the step, [N].
     """
     num_unusable = sum(not response.feedback.usable for response in judged.all_responses)
+    failed_share = num_unusable / len(judged.all_responses)
+    num_dropped = num_unusable + judged.num_unsampled
     metrics = {
         m.STALENESS_MEAN: float(ages.mean()),
         m.STALENESS_MAX: float(ages.max()),
-        m.FAILED_SHARE: num_unusable / len(judged.all_responses),
-        m.DROPPED_SAMPLES: float(num_unusable + judged.num_unsampled),
+        m.FAILED_SHARE: failed_share,
+        m.DROPPED_SAMPLES: float(num_dropped),
         m.DROPPED_PROMPTS: float(len(judged.unsampled)),
     }
     metrics |= {m.GENERATE_S: judged.generate_s, m.FEEDBACK_S: judged.feedback_s}
