@@ -94,8 +94,7 @@ def assign_credit(
     paid = token_rewards
     span_values = pad_rows([row.per_token for row in rows])
     if objective.normalize_criteria:
-        is_judged = mask.any(1)
-        normalized = normalize_criterion(paid, mask, numbers, objective.gamma, is_judged)
+        normalized = normalize_criterion(paid, mask, numbers, objective.gamma, mask.any(1))
         paid = normalized.rewards.float()
         span_values = normalized.scales[:, None].float() * span_values
     step = StepRewards(mask=mask, rewards=objective.span_coef * paid, gamma=objective.gamma)
