@@ -21,12 +21,13 @@ export DO_NOT_TRACK := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup gpu demo real real-lines real-reward test test-all lint docs
+.PHONY: help setup gpu demo real real-lines real-proof real-reward test test-all lint docs
 
 help:
 	@echo "make demo      the whole pipeline on the tiny world, three methods, a table and a report (ARGS=\"key=value ...\")"
 	@echo "make real      a real instruct model of 135 M on real texts: critiques, SFT, PPO from a feedback function, a table"
 	@echo "make real-lines   span against scalar on that model, on long and short answers; makes the runs that the results lack"
+	@echo "make real-proof   spans against one number where the model's faults follow rules; hours, and goes on where it stopped"
 	@echo "make real-reward  a span reward model of 135 M from a program's critiques, and PPO from it"
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
@@ -65,6 +66,12 @@ real-lines: setup
 	@$(RUN) python -m jobs.train_sft --config configs/smol_lines/sft.yaml sft.dtype=$(DTYPE)
 	@$(RUN) python -m jobs.compare --config configs/smol_lines/compare.yaml $(ARGS)
 	@$(RUN) python -m jobs.compare --config configs/smol/compare.yaml $(ARGS)
+
+# Always in bfloat16, as the finished runs are.
+real-proof: setup
+	@$(RUN) python docker/real.py
+	@$(RUN) python -m jobs.train_sft --config configs/smol_checked/sft.yaml
+	@$(RUN) python -m jobs.compare --config configs/smol_checked/compare.yaml $(ARGS)
 
 # Records of the policies of `make real`: first those to learn from, at last those of the policy that PPO has trained.
 JUDGE = $(RUN) python -m jobs.annotate --config configs/smol_reward/annotate.yaml $(ROLLOUT)

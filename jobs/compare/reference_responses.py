@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from actors.engines.rollout import RolloutFleet
@@ -23,6 +24,7 @@ from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import make_sampling
 from t2g.study import targeting
 from t2g.study.baselines import POLICY
+from t2g.study.choices import choice_accuracy, read_questions
 from t2g.study.methods import ComparisonPlan
 from t2g.study.retention import measure_retention, read_texts
 from t2g.types import JudgedResponse
@@ -66,6 +68,7 @@ class ReferenceResponses:
         groups = read_groups(samples, prompts_by_id)[0]
         self.responses = [JudgedResponse(group.prompt, *group.samples[0]) for group in groups]
         self._retained = read_texts(plan.job.compare.retention, data.tokenizer, job.rollout.max_model_len)
+        self._questions = read_questions(plan.job.compare.choices, data.tokenizer)
 
     def measure(
         self, method_job: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup
@@ -92,16 +95,24 @@ class ReferenceResponses:
             self._write(method_job, measured, rollouts, feedback)
 
     def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
-        """Return the log-probabilities of the reference responses, and `measure_retention`."""
+        """Return the log-probabilities of the reference responses, and what the policy retains."""
         responses = [response.rollout for response in self.responses]
         logprobs = [stats.old_logprobs for stats in learner.forward(responses, ["old_logprobs"])]
-        if not self._retained:
-            return logprobs, {}
+        figures: dict[str, float] = {}
         fields = ["old_logprobs"]
         if has_reference:
             fields.append("ref_logprobs")
-        retained = learner.forward(self._retained, fields)
-        return logprobs, measure_retention(retained, has_reference=has_reference)
+        if self._retained:
+            retained = learner.forward(self._retained, fields)
+            figures |= measure_retention(retained, has_reference=has_reference)
+        if self._questions:
+            choices = chain.from_iterable(question.choices for question in self._questions)
+            scored = learner.forward([*choices], fields)
+            figures["choices"] = choice_accuracy(self._questions, [stats.old_logprobs for stats in scored])
+            if has_reference:
+                of_reference = choice_accuracy(self._questions, [stats.ref_logprobs for stats in scored])
+                figures["choices_change"] = figures["choices"] - of_reference
+        return logprobs, figures
 
     def _write(
         self, method_job: PolicyJob, measured: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,

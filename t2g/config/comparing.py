@@ -67,6 +67,11 @@ class CompareConfig(Section):
         description="texts that no method trains on, with the fields prompt and response: how much less likely each "
         "run makes them is measured",
     )
+    choices: DataConfig | None = Field(
+        None,
+        description="multiple-choice questions that no method trains on: prompt, choices (texts that continue it) and "
+        "answer (index of the right one); the share of right answers is measured",
+    )
     results: Path | None = Field(
         None,
         description="file to which each finished run appends a line; runs whose line is there are not run again. "

@@ -92,4 +92,8 @@ class ResultLines:
         retention = self._config.retention
         texts = retention and (Path(retention.name).name, retention.columns, retention.limit)
         model = Path(method_job.model.policy).parts[-2:]
-        return content_key(identity.config, contents, model, self._config.reference_prompts, texts)
+        key_parts = [identity.config, contents, model, self._config.reference_prompts, texts]
+        choices = self._config.choices
+        if choices is not None:  # keys of results without questions stay
+            key_parts.append((Path(choices.name).name, choices.limit))
+        return content_key(*key_parts)

@@ -209,6 +209,7 @@ _TASKS = {
     "tiny_code": "t2g.tasks.tiny.task:TinyCodeTask",
     "findings": "t2g.tasks.findings:FindingsTask",
     "finding_lines": "t2g.tasks.findings:FindingLinesTask",
+    "checked_lines": "t2g.tasks.checked_lines:CheckedLinesTask",
 }
 
 
