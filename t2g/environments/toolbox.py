@@ -12,6 +12,7 @@ from t2g.concurrency import gather_all
 from t2g.environments.tools import Tool
 from t2g.feedback.parse import replace_surrogates
 from t2g.feedback.sources.user_function import FunctionFailed, UserFunction
+from t2g.text.json_ranges import Characters
 from t2g.text.json_schema import find_violations
 from t2g.text.segments import printable
 from t2g.text.tool_calls import ToolCall, shorten_value
@@ -54,7 +55,7 @@ class ToolBox:
         tool = self._tools.get(call.name)
         if number >= self._max_calls:
             return _make_error(call, tool, "lost", f"a turn may make {self._max_calls} calls, and this is one more")
-        problem = self._find_problem(call, tool)
+        problem = find_problem(call, self._tools)
         if problem or tool is None:
             return _make_error(call, tool, "malformed", problem)
         arguments: dict[str, Any] = dict(call.arguments)
@@ -66,15 +67,16 @@ class ToolBox:
             return _make_error(call, tool, "failed" if failed.error else "lost", failed.error or str(failed))
         return _make_result(call, tool, "ok", text)
 
-    def _find_problem(self, call: ToolCall, tool: Tool | None) -> str:
-        """Return why a call cannot be made, a sentence; "" for a valid one."""
-        if call.problem:
-            return call.problem
-        if tool is None:
-            names = ", ".join(self._tools)
-            return f"there is no tool {shorten_value(call.name)}; the tools are {names}"
-        violations = find_violations(call.arguments, tool.parameters, tool.name)
-        return "; ".join(violation.message for violation in violations)
+
+def find_problem(call: ToolCall, tools: Mapping[str, Tool]) -> str:
+    """Return why a call of these tools, by name, cannot be made, a sentence; "" for a valid one."""
+    if call.problem:
+        return call.problem
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"there is no tool {shorten_value(call.name)}; the tools are {', '.join(tools)}"
+    violations = find_violations(call.arguments, tool.parameters, tool.name)
+    return "; ".join(violation.message for violation in violations)
 
 
 def _make_error(call: ToolCall, tool: Tool | None, status: Any, sentence: str) -> ToolResult:
@@ -87,8 +89,18 @@ def _make_result(call: ToolCall, tool: Tool | None, status: Any, text: str) -> T
         text=printable(replace_surrogates(text)),
         status=status,
         characters=call.characters,
-        arguments=call.argument_characters,
+        arguments=_find_known_arguments(call, tool),
     )
+
+
+def _find_known_arguments(call: ToolCall, tool: Tool | None) -> dict[str, Characters]:
+    """Return the characters of the arguments that the tool has: an error about another one is about its name."""
+    known = tool.parameters.get("properties", {}) if tool else {}
+    arguments = {}
+    for path, characters in call.argument_characters.items():
+        if any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in known):
+            arguments[path] = characters
+    return arguments
 
 
 def _take_mapping(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:

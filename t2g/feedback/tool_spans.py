@@ -1,11 +1,15 @@
-"""Spans of what tools say: an error is about the arguments that it names, or about the whole call.
+"""Spans of what tools say: an error is about the arguments that it names, else what it quotes, else the whole call.
 
 call    weather(town="Rom", days="2")
 error   `days` is "2"; it needs to be integer
 span    "2", the value of days
+
+error   there is no tool "wether"; the tools are weather, count
+span    "wether" in the call
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +20,7 @@ from t2g.types import Span, ToolResult
 TOOL_RESULTS = "tool_results"  # field of a payload: the results of the response's calls, for next_message
 
 QUOTES = ("``", "''", '""', ('"', '\\"'))  # the last one within a JSON text
+_QUOTED = re.compile(r"[`'\"](\w[\w. -]*)[`'\"]")
 _RESULTS = TypeAdapter(tuple[ToolResult, ...])
 
 
@@ -30,7 +35,7 @@ def write_results(results: Sequence[ToolResult]) -> Any:
 
 
 def find_tool_spans(results: Sequence[ToolResult], answer: str, critique: str) -> list[Span]:
-    """Return a poor span for each argument that an error names, or for its call.
+    """Return a poor span for each argument that an error names, else for each word that it quotes, else for its call.
 
     Args:
         results: The results of the calls in `answer`.
@@ -46,7 +51,8 @@ def find_tool_spans(results: Sequence[ToolResult], answer: str, critique: str) -
             critique_range = (first, position)
         if not result.is_fault:
             continue
-        for start, end in find_named_arguments(result, answer) or [result.characters]:
+        places = find_named_arguments(result, answer) or find_quoted_words(result, answer)
+        for start, end in places or [result.characters]:
             spans.append(Span(start=start, end=end, label=-1, critique_range=critique_range))
     return spans
 
@@ -65,6 +71,16 @@ def find_named_arguments(result: ToolResult, answer: str) -> list[tuple[int, int
         if any(_is_quoted(form, result.text) for form in _list_forms(answer[start:end])):
             by_value.append((start, end))
     return by_name or by_value
+
+
+def find_quoted_words(result: ToolResult, answer: str) -> list[tuple[int, int]]:
+    """Return the characters of the texts in the call that a message quotes: a tool's name, or that of an argument."""
+    places: list[tuple[int, int]] = []
+    for word in _QUOTED.findall(result.text):
+        start = answer.find(f'"{word}"', *result.characters)
+        if start >= 0:
+            places.append((start, start + len(word) + 2))
+    return places
 
 
 def _is_quoted(name: str, text: str) -> bool:

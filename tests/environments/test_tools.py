@@ -133,6 +133,12 @@ def test_calls_of_a_turn_run_at_once_and_have_results_in_their_order() -> None:
     assert text[start:end] == '"Oslo"' and text[slice(*results[2].characters)] == write("weather", '{"town": "Oslo"}')
 
 
+def test_arguments_that_the_tool_does_not_have_are_left_out() -> None:
+    text = write("weather", '{"town": "Oslo", "x": [1], "x.y": 2}') + write("wether", '{"town": "Oslo"}')
+    known, unknown = call(text)
+    assert [*known.arguments] == ["town"] and unknown.arguments == {}
+
+
 @pytest.mark.parametrize(
     ("text", "status", "tool", "message"),
     [

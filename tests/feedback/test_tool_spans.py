@@ -56,6 +56,23 @@ def test_an_error_is_about_the_arguments_that_it_names(text: str, quotes: list[s
     assert {span.critique_range for span in spans} == {(0, len(text))}
 
 
+UNKNOWN = '<tool_call>{"name": "serch", "arguments": {"thing": "phone"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "quotes"),
+    [
+        ('Error: there is no tool "serch"; the tools are lookup, calculate', ['"serch"']),
+        ("Error: `item` is missing; `thing` is no argument of serch", ['"thing"']),
+        ("Error: the call is no JSON: Expecting ',' delimiter at character 3", [UNKNOWN]),
+    ],
+)
+def test_an_error_without_an_argument_is_about_the_words_that_it_quotes(text: str, quotes: list[str]) -> None:
+    result = replace(make_result(text, "malformed", UNKNOWN), arguments={})
+    spans = find_tool_spans([result], UNKNOWN, text)
+    assert [UNKNOWN[span.start : span.end] for span in spans] == quotes
+
+
 def test_results_that_are_no_fault_of_the_call_have_no_spans() -> None:
     results = [make_result("7", "ok"), make_result("Error: the tool f gave no answer", "lost")]
     assert find_tool_spans(results, CALL, "7\n\nError: the tool f gave no answer") == []
