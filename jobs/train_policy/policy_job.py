@@ -153,4 +153,4 @@ def show_one(folder: Path) -> None:
         return
     one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
     print(f"\ncritique and text of one response, of step {one.step}:")
-    show_feedback(Console(), one.response, one.feedback)
+    show_feedback(Console(), one.response, one.feedback, one.turns)

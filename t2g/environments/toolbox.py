@@ -96,11 +96,11 @@ def _make_result(call: ToolCall, tool: Tool | None, status: Any, text: str) -> T
 def _find_known_arguments(call: ToolCall, tool: Tool | None) -> dict[str, Characters]:
     """Return the characters of the arguments that the tool has: an error about another one is about its name."""
     known = tool.parameters.get("properties", {}) if tool else {}
-    arguments = {}
-    for path, characters in call.argument_characters.items():
-        if any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in known):
-            arguments[path] = characters
-    return arguments
+
+    def is_known(path: str) -> bool:
+        return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in known)
+
+    return {path: characters for path, characters in call.argument_characters.items() if is_known(path)}
 
 
 def _take_mapping(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from t2g.files import write_atomic
 from t2g.runs.progress import format_duration
+from t2g.text.folds import split_folds
 from t2g.text.segments import Segment, printable, segments
 from t2g.types import Span, SpanFeedback
 
@@ -99,4 +100,5 @@ def phrases(feedback: SpanFeedback) -> list[Span]:
 environment.filters |= {"number": number, "seconds": format_duration}
 plain.filters["number"] = number
 environment.tests["figure"] = is_figure
-environment.globals |= {"split_text": split_text, "phrases": phrases, "max_chars": MAX_TEXT_CHARS}
+environment.globals |= {"split_text": split_text, "phrases": phrases, "split_folds": split_folds}
+environment.globals["max_chars"] = MAX_TEXT_CHARS

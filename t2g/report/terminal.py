@@ -3,26 +3,31 @@
 Model output is untrusted: control characters are replaced (`t2g.text.segments.printable`).
 """
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.text import Text
 
+from t2g.text.folds import Piece, split_folds
 from t2g.text.segments import printable, segments
-from t2g.types import Span, SpanFeedback
+from t2g.types import PolicyTurn, Span, SpanFeedback
 
 MAX_LINE_CHARS = 160
 STYLES = {(True, False): "bold green", (False, True): "bold red", (True, True): "bold yellow"}  # (good, poor)
 MARKS = {(True, False): "+", (False, True): "-", (True, True): "±"}
 
 
-def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> None:
+def show_feedback(console: Console, response: str, feedback: SpanFeedback, turns: Sequence[PolicyTurn] = ()) -> None:
     """Print the feedback on a response; spans are colored, or between marks on a console without colors.
+
+    Of a long call of a tool, and of a long result, only the title is printed, unless a span covers some of it.
 
     Without colors "about a laptop by Ann." is "about a [-laptop-] by [+Ann+].", and "about a [-laptop-]{phone} by ..."
     where the laptop has a fix.
     """
     colors = console.color_system is not None and not console.no_color
     critique = printable(feedback.critique) or "(no critique)"
-    lines = [critique, "", marked(response, feedback, colors), ""]
+    lines: list[str | Text] = [critique, "", marked(response, feedback, colors, turns), ""]
     in_order = sorted(feedback.spans, key=lambda span: span.start)
     lines += [span_line(span, response, feedback) for span in in_order]
     if not feedback.spans:
@@ -34,10 +39,22 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> No
         console.print(line, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
 
-def marked(response: str, feedback: SpanFeedback, colors: bool) -> Text:
-    """Return the response with its good and poor spans in colors, or between marks, each followed by its fix."""
+def marked(response: str, feedback: SpanFeedback, colors: bool, turns: Sequence[PolicyTurn] = ()) -> Text:
+    """Return the response with its good and poor spans in colors, or between marks, each followed by its fix.
+
+    A part that is folded is its title between angle brackets.
+    """
     text = Text()
-    for segment in segments(printable(response), feedback.spans):
+    for piece in split_folds(response, feedback.spans, turns):
+        if piece.title and not piece.is_judged:
+            text.append(f"<{printable(piece.title)}>", "dim")
+            continue
+        _append_marked(text, piece, colors)
+    return text
+
+
+def _append_marked(text: Text, piece: Piece, colors: bool) -> None:
+    for segment in segments(printable(piece.text), piece.spans):
         label = (segment.good, segment.poor)
         if colors or label not in MARKS:
             style = STYLES.get(label)
@@ -49,7 +66,6 @@ def marked(response: str, feedback: SpanFeedback, colors: bool) -> Text:
             text.append(f"[{mark}{segment.text}{mark}]")
         for fix in filter(None, segment.fixes):
             text.append(f"{{{printable(fix)}}}", "green")
-    return text
 
 
 def span_line(span: Span, response: str, feedback: SpanFeedback) -> str:

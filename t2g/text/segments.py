@@ -79,7 +79,7 @@ def _make_segment(text: str, start: int, end: int, spans: Sequence[_ClippedSpan]
     )
 
 
-def to_html(text: str, spans: Sequence[Span]) -> str:
+def mark_spans(text: str, spans: Sequence[Span]) -> str:
     """Return the text as HTML, good spans on green, poor ones on red, both on yellow."""
     colors = {(True, False): "#c6efce", (False, True): "#ffc7ce", (True, True): "#ffeb9c"}
     parts = []
@@ -89,8 +89,7 @@ def to_html(text: str, spans: Sequence[Span]) -> str:
         if color:
             part = f'<mark style="background:{color}">{part}</mark>'
         parts.append(part)
-    content = "".join(parts)
-    return f'<div style="white-space:pre-wrap">{content}</div>'
+    return "".join(parts)
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from t2g.report.held_out import headline, last_held_out, metric_rows
 from t2g.report.run_page import MAX_EXAMPLES, MAX_SINGLES, write_report
 from t2g.report.templates import MAX_TEXT_CHARS, number
 from t2g.runs.log import SampleRecord
-from t2g.types import Span, SpanFeedback
+from t2g.text.transcript import format_reply, list_reply
+from t2g.types import PolicyTurn, Span, SpanFeedback, ToolResult
 
 VOID = {"meta"}  # SVG elements close themselves or have an end tag
 ALLOWED = {
@@ -165,6 +167,19 @@ def test_spans_are_marked_in_response_and_critique(tmp_path: Path) -> None:
     ]
     assert text.count('<sup class="poor">2✗</sup>') == 2  # in the response and in the critique
     assert text.count('<sup class="good">3✓</sup>') == 1  # the critique has no phrase for it
+
+
+def test_calls_and_results_of_tools_are_folded(tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"town": "<b>Oslo", "days": 2, "unit": "C"}}</tool_call>'
+    result = ToolResult(tool="f", text="rain\n" + "<i>" * 90, characters=(0, len(call)))
+    turn = PolicyTurn(tokens=(0, 1), characters=(0, len(call)), answer_start=0, results=(result,))
+    text = call + format_reply(list_reply("", [result])) + "Rain."
+    start = call.index("2")
+    poor = feedback("days wrong", Span(start=start, end=start + 1, label=-1, critique_range=(0, 4)))
+    page = write(tmp_path / "r.html", examples=[[replace(sample("p", text, poor), turns=(turn,))]])
+    assert "<details open><summary>call of f</summary>" in page and "<details><summary>rain …</summary>" in page
+    assert ("poor", "2") in Page(page).marks and "<b>Oslo" not in page and "<i><i>" not in page
+    assert "Rain." in Page(page).text
 
 
 def test_a_span_with_a_fix_is_struck_and_the_fix_is_escaped(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from t2g.report.terminal import MAX_LINE_CHARS, marked, show_feedback, span_line
-from t2g.types import Span, SpanFeedback
+from t2g.text.transcript import format_reply, list_reply
+from t2g.types import PolicyTurn, Span, SpanFeedback, ToolResult
 
 RESPONSE = "about a laptop by Ann."
 POOR = Span(start=8, end=14, label=-1, severity=3, critique_range=(15, 36))
@@ -52,6 +53,16 @@ def test_on_a_terminal_good_is_green_and_poor_is_red() -> None:
 def test_a_terminal_without_colors_gets_marks() -> None:
     out = render(RESPONSE, says(GOOD, POOR), terminal=True, no_color=True)
     assert "[-laptop-]" in out and "[+Ann+]" in out and "\x1b" not in out
+
+
+def test_calls_and_results_of_tools_are_titles_unless_a_span_covers_them() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"town": "Oslo", "days": 2, "unit": "C"}}</tool_call>'
+    result = ToolResult(tool="f", text="rain\n" + "x" * 90, characters=(0, len(call)))
+    text = call + format_reply(list_reply("", [result])) + "Rain."
+    turn = PolicyTurn(tokens=(0, 1), characters=(0, len(call)), answer_start=0, results=(result,))
+    assert marked(text, says(), True, [turn]).plain == "<call of f>\n\n[tool f]\n<rain …>\n\n[assistant]\nRain."
+    poor = says(Span(start=call.index("2"), end=call.index("2") + 1, label=-1))
+    assert marked(text, poor, False, [turn]).plain.startswith(call.replace("2", "[-2-]") + "\n\n[tool f]\n<rain …>")
 
 
 def test_a_fix_follows_its_span() -> None:

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.text.segments import printable, segments, to_html
+from t2g.text.folds import to_html
+from t2g.text.segments import printable, segments
 from t2g.types import Span
 
 SPANS = st.lists(

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from t2g.files import read_regular, write_atomic
 from t2g.runs.log import SampleRow, Split
-from t2g.text.segments import printable, segments, to_html
-from t2g.types import SpanFeedback
+from t2g.text.folds import to_html
+from t2g.text.segments import printable, segments
+from t2g.types import PolicyTurn, SpanFeedback
 
 COLUMNS = ("prompt_id", "prompt", "response", "critique", "status", "reward", "outcomes")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!~])")  # characters with a meaning in Markdown
@@ -71,11 +72,12 @@ class SampleCells:
     outcomes: str
     response: str
     feedback: SpanFeedback
+    turns: tuple[PolicyTurn, ...]
 
     @property
     def response_html(self) -> str:
-        """Return the response with good spans on green, poor ones on red."""
-        return to_html(self.response, self.feedback.spans)
+        """Return the response with good spans on green, poor ones on red, and its calls and results folded."""
+        return to_html(self.response, self.feedback.spans, self.turns)
 
 
 def make_cells(row: SampleRow) -> SampleCells:
@@ -90,6 +92,7 @@ def make_cells(row: SampleRow) -> SampleCells:
         outcomes=json.dumps(feedback.outcomes),
         response=sample.response,
         feedback=feedback,
+        turns=sample.turns,
     )
 
 
