@@ -7,7 +7,8 @@
     <run>/reviser/model/ the base policy, trained to revise a response by its critique: for baselines of jobs.compare
     <run>/follower/model/ the base policy, trained to respond with a critique in its prompt: for objective.teacher
 
-The world of code has the first two alone: its feedback is what the tests say, and no model learns to say it.
+The worlds of code and of tools have the first two alone: their feedback is what tests or tools say, and no model learns
+to say it.
 
 `stage.json`, with settings, metrics and seconds, is written when an artifact is complete. A second run reads that file,
 makes an artifact without one again, and refuses other settings by name.
@@ -84,7 +85,7 @@ def make_demo_artifacts(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -
     metrics[BASE] = load_or_run(
         base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy")
     )
-    if demo.task == "tiny_code":
+    if demo.task != "tiny":
         return metrics
     annotated = annotate_job(demo)
     last = reward_job(demo)
@@ -101,7 +102,7 @@ def check_demo_artifacts(demo: DemoJob, *, reward: bool = True) -> bool:
         UserError: An artifact was made with other settings.
     """
     settings: dict[str, Section] = {WORLD: demo.world, BASE: sft_job(demo)}
-    if demo.task != "tiny_code":
+    if demo.task == "tiny":
         settings[ANNOTATED] = annotate_job(demo)
         if reward:
             settings[REWARD] = reward_job(demo)
@@ -206,8 +207,15 @@ def positions(demo: DemoJob) -> dict[str, int]:
 
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     """Write records, tokenizers and random weights. A converged base policy scores as the references do."""
-    from t2g.tasks.tiny import programs
-    from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
+    from t2g.environments import tiny_tools
+    from t2g.tasks.tiny import lookups, programs
+    from t2g.tasks.tiny.assets import (
+        build_code_tokenizer,
+        build_model,
+        build_reward_model,
+        build_tokenizers,
+        build_tools_tokenizer,
+    )
     from t2g.tasks.tiny.world import write_rows, write_world
 
     world = demo.world
@@ -217,6 +225,10 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
         heldout = write_world(folder, world, programs.make_records)["heldout"]
         write_rows(folder / "repairs.jsonl", programs.make_repairs(world))
         policy = build_code_tokenizer(folder)
+    elif demo.task == "tiny_tools":
+        heldout = write_world(folder, world, lookups.make_records)["heldout"]
+        write_rows(folder / "repairs.jsonl", tiny_tools.make_conversations(world))
+        policy = build_tools_tokenizer(folder, tiny_tools.list_schemas())
     else:
         heldout = write_world(folder, world)["heldout"]
         policy, reward = build_tokenizers(folder, world.num_facts)

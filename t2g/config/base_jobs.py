@@ -161,7 +161,8 @@ class JobConfig(AnyJob):
     """Base of the jobs with a task."""
 
     task: str = Field(
-        "prompts", description="summarization, qa, code, prompts, tiny, tiny_code, findings, or pkg.mod:Class"
+        "prompts",
+        description="summarization, qa, code, prompts, tiny, tiny_code, tiny_tools, findings, or pkg.mod:Class",
     )
 
     @property

@@ -414,7 +414,7 @@ class ModelConfig(Section):
 
 
 class WorldConfig(Section):
-    """The tiny worlds of t2g.tasks.tiny: posts (`world`) or rules for programs (`programs`)."""
+    """The tiny worlds of t2g.tasks.tiny: posts (`world`), rules for programs (`programs`), tables (`lookups`)."""
 
     num_facts: int = Field(
         5, ge=1, le=20, description="facts of each post; windows and lengths that are not set grow with it"
@@ -422,7 +422,10 @@ class WorldConfig(Section):
     num_train: int = Field(4000, ge=1)
     num_heldout: int = Field(256, ge=1)
     num_repairs: int = Field(
-        0, ge=0, description="task tiny_code: examples of the base policy that repair a program after a message"
+        0,
+        ge=0,
+        description="examples of later turns for the base policy: programs after a message (tiny_code), turns after "
+        "results of tools (tiny_tools)",
     )
     wrong: float = Field(0.3, ge=0, le=1)
     missing: float = Field(0.2, ge=0, le=1)

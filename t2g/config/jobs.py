@@ -59,8 +59,8 @@ class PolicyJob(SyncedJob, JobConfig):
     eval_data: DataConfig | None = Field(None, description="held-out prompts; none: no evaluation")
     num_steps: ResumeMutable[int] = Field(100, ge=1)
     environment: str | None = Field(
-        None, description="replies to the policy's turns: code_repair (what fails of the visible tests) or "
-        "pkg.mod:Class; none: responses of a single turn",
+        None, description="replies to the policy's turns: code_repair (what fails of the visible tests), python (a "
+        "tool that runs programs), tiny_tools or pkg.mod:Class; none: responses of a single turn",
     )  # fmt: skip
     feedback: FeedbackConfig
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -351,9 +351,10 @@ class DemoJob(SyncedJob):
     """jobs.demo: the whole pipeline on the tiny world; three methods share annotation and reward model."""
 
     run: RunConfig = RunConfig(name="demo")
-    task: Literal["tiny", "tiny_code"] = Field(
+    task: Literal["tiny", "tiny_code", "tiny_tools"] = Field(
         "tiny",
-        description="task of the pipeline; tiny_code: world and base policy alone, for `artifacts` of other jobs",
+        description="task of the pipeline; tiny_code, tiny_tools: world and base policy alone, for `artifacts` of "
+        "other jobs",
     )
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()

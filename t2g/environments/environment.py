@@ -24,7 +24,11 @@ from t2g.text.tokenizer import Message
 from t2g.text.tool_calls import ToolCall
 from t2g.types import Prompt, ToolResult
 
-SHIPPED = {"code_repair": "t2g.environments.code_repair:CodeRepair"}
+SHIPPED = {
+    "code_repair": "t2g.environments.code_repair:CodeRepair",
+    "python": "t2g.environments.python_tool:PythonTool",
+    "tiny_tools": "t2g.environments.tiny_tools:TinyTools",
+}
 
 
 @dataclass(frozen=True)

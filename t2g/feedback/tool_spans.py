@@ -20,7 +20,8 @@ from t2g.types import Span, ToolResult
 TOOL_RESULTS = "tool_results"  # field of a payload: the results of the response's calls, for next_message
 
 QUOTES = ("``", "''", '""', ('"', '\\"'))  # the last one within a JSON text
-_QUOTED = re.compile(r"[`'\"](\w[\w. -]*)[`'\"]")
+_WORD = re.compile(r"[`'\"](\w[\w.-]*)[`'\"]")
+_CODE = re.compile(r"`([^`\n]*[^`\w\n][^`\n]*)`")
 _RESULTS = TypeAdapter(tuple[ToolResult, ...])
 
 
@@ -74,12 +75,14 @@ def find_named_arguments(result: ToolResult, answer: str) -> list[tuple[int, int
 
 
 def find_quoted_words(result: ToolResult, answer: str) -> list[tuple[int, int]]:
-    """Return the characters of the texts in the call that a message quotes: a tool's name, or that of an argument."""
+    """Return the characters of what a message quotes of the call: a word that is a JSON text, or code within one."""
+    quoted = [f'"{word}"' for word in _WORD.findall(result.text)]
+    quoted += [json.dumps(code, ensure_ascii=False)[1:-1] for code in _CODE.findall(result.text)]
     places: list[tuple[int, int]] = []
-    for word in _QUOTED.findall(result.text):
-        start = answer.find(f'"{word}"', *result.characters)
+    for text in quoted:
+        start = answer.find(text, *result.characters)
         if start >= 0:
-            places.append((start, start + len(word) + 2))
+            places.append((start, start + len(text)))
     return places
 
 

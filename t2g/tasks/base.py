@@ -207,6 +207,7 @@ _TASKS = {
     "prompts": "t2g.tasks.prompts_only:PromptsTask",
     "tiny": "t2g.tasks.tiny.task:TinyTask",
     "tiny_code": "t2g.tasks.tiny.task:TinyCodeTask",
+    "tiny_tools": "t2g.tasks.tiny.task:TinyToolsTask",
     "findings": "t2g.tasks.findings:FindingsTask",
     "finding_lines": "t2g.tasks.findings:FindingLinesTask",
     "checked_lines": "t2g.tasks.checked_lines:CheckedLinesTask",

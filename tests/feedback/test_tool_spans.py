@@ -73,6 +73,14 @@ def test_an_error_without_an_argument_is_about_the_words_that_it_quotes(text: st
     assert [UNKNOWN[span.start : span.end] for span in spans] == quotes
 
 
+def test_an_error_about_a_line_of_code_is_about_that_line() -> None:
+    code = 'x = ["é"]\nprint(x[3], "a")\n'
+    answer = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'code': code}}, ensure_ascii=False)}</tool_call>"
+    text = 'Error: RuntimeError: IndexError: list index out of range in line 2: `print(x[3], "a")`'
+    (span,) = find_tool_spans([make_result(text, answer=answer)], answer, text)
+    assert answer[span.start : span.end] == r"print(x[3], \"a\")"
+
+
 def test_results_that_are_no_fault_of_the_call_have_no_spans() -> None:
     results = [make_result("7", "ok"), make_result("Error: the tool f gave no answer", "lost")]
     assert find_tool_spans(results, CALL, "7\n\nError: the tool f gave no answer") == []

@@ -75,6 +75,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "rlsd_shuffled": teacher,
         "opsa": {"objective.advantages", "objective.whiten", local},
         "outcome": {"objective.span_coef", "objective.outcome_rewards", local},
+        "span_outcome": {"objective.outcome_rewards"},
         "step": {placement, local},
         "shuffled": {placement},
         "no_critique": {"feedback.style.critique"},

@@ -1,4 +1,4 @@
-"""The built-in tiny worlds: posts of facts with faulty summaries, and verbal rules with faulty programs.
+"""The built-in tiny worlds: posts of facts with faulty summaries, verbal rules with faulty programs, and tables.
 
-Each has a feedback function, a measure and small models, for `make demo` and the tests. Imports as in `t2g.tasks`.
+Each has a source of feedback, a measure and small models, for `make demo` and the tests. Imports as in `t2g.tasks`.
 """

@@ -9,7 +9,7 @@ import numpy as np
 
 from t2g.config import StyleConfig
 from t2g.sandbox import Outcome, SandboxConfig
-from t2g.tasks.base import SPARSE, FeedbackFunction, Record, get_text
+from t2g.tasks.base import SPARSE, FeedbackFunction, Record, Review, Task, get_text
 from t2g.tasks.code import CodeTask
 from t2g.tasks.summarization import SummarizationTask
 from t2g.tasks.tiny import programs, world
@@ -127,3 +127,38 @@ class TinyCodeTask(CodeTask):
             return visible
         passed = visible["passed"] and self.passed(prompt, response_text, hidden, sandbox)
         return {"passed": passed, "shown_only": visible["passed"] - passed}
+
+
+class TinyToolsTask(Task):
+    """Questions about a table, which the tools of the environment tiny_tools read."""
+
+    name = "tiny_tools"
+    score_name = "answered"
+    input_fields = ("question",)
+    review = Review(
+        opening="You review an answer to a question about a table.",
+        input_name="Question",
+        subject="answer",
+        sparse="the number, if it is right or wrong",
+        questions="Is the number right?",
+    )
+
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        """Return the question, and for an example of a later turn the conversation after it."""
+        return [{"role": "user", "content": self.prompt_text(record)}, *record.get("messages", ())]
+
+    def prompt_text(self, record: Record) -> str:
+        return get_text(record, "question")
+
+    def reference(self, record: Record) -> str | None:
+        """Return the turn that the base policy learns, with planted faults."""
+        return get_text(record, "turn")
+
+    def can_measure(self, prompt: Prompt) -> bool:
+        return isinstance(prompt.payload.get("answer"), str)
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        """Return answered: 1 if the response is the number, else 0."""
+        if not self.can_measure(prompt):
+            return None
+        return {self.score_name: float(response_text.strip() == prompt.payload["answer"])}
