@@ -25,7 +25,7 @@ MODULES = {name: NAMES.get(name, name) for name in JOBS if name != "init"}
 JOBS_FOLDER = Path(__file__).parent
 DEMO = JOBS_FOLDER.parent / "configs" / "tiny" / "demo.yaml"  # next to jobs in a checkout and in a wheel
 STARTER = JOBS_FOLDER / "starter"
-TEMPLATES = ("feedback", "repair")
+TEMPLATES = ("feedback", "repair", "tools")
 
 
 def init(folder: Path, template: str = "feedback") -> int:
@@ -81,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.job == "init":
         init_parser = argparse.ArgumentParser(prog="t2g init", description=purpose_of("init"))
         init_parser.add_argument("folder", type=Path, metavar="FOLDER")
-        templates = "feedback: prompts and a function that judges; repair: logged conversations, replies as critiques"
+        templates = (
+            "feedback: prompts and a function that judges; repair: logged conversations, replies as critiques; tools: "
+            "conversations with tools"
+        )
         init_parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=templates)
         init_arguments = init_parser.parse_args(rest)
         return init(init_arguments.folder, init_arguments.template)

@@ -106,6 +106,7 @@ def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_pa
         f"jobs/starter/repair/{name}"
         for name in ("feedback.py", "annotate.yaml", "logs.jsonl", "policy.yaml", "programs.jsonl", "README.md")
     }
+    starter |= {f"jobs/starter/tools/{name}" for name in ("desk.py", "policy.yaml", "questions.jsonl", "README.md")}
     assert configs | starter | {"t2g/report/page.html", "t2g/marking/mark.js", "t2g/deploy/kuberay.yaml.j2"} <= names
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from jobs.__main__ import main; main(['demo', '--dry-run'])"
     command = [sys.executable, "-I", "-c", code]
