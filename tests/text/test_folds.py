@@ -23,13 +23,13 @@ def make_turn(start: int, answer: str, results: tuple[ToolResult, ...]) -> Polic
 def make_transcript(results: list[str]) -> tuple[str, tuple[PolicyTurn, ...]]:
     """Two turns: a word and a call for each result, and then an answer."""
     answer = "Hm. " + CALL * len(results)
-    made = []
+    tool_results = []
     for number, text in enumerate(results):
         start = 4 + number * len(CALL)
-        made.append(ToolResult(tool="lookup", text=text, characters=(start, start + len(CALL))))
-    reply = format_reply(list_reply("", made))
+        tool_results.append(ToolResult(tool="lookup", text=text, characters=(start, start + len(CALL))))
+    reply = format_reply(list_reply("", tool_results))
     text = answer + reply + "7."
-    return text, (make_turn(0, answer, tuple(made)), make_turn(len(answer) + len(reply), "7.", ()))
+    return text, (make_turn(0, answer, tuple(tool_results)), make_turn(len(answer) + len(reply), "7.", ()))
 
 
 def test_long_calls_and_results_are_folded_and_short_ones_are_not() -> None:
