@@ -5,7 +5,7 @@ import re
 from t2g.types import Prompt
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-LAST_TURN = "\n\n[assistant]\n"  # of a transcript
+LAST_TURN = "\n\n[assistant]\n"  # before each further turn of a transcript
 
 
 class Desk:
