@@ -9,7 +9,7 @@ from t2g.config import WorldConfig
 from t2g.environments.toolbox import find_problem
 from t2g.environments.tools import read_tools
 from t2g.tasks.tiny import lookups
-from t2g.tasks.tiny.lookups import Question, Table
+from t2g.tasks.tiny.lookups import Table, TableQuestion
 from t2g.text.tokenizer import Message
 from t2g.text.tool_calls import ToolCall, read_hermes_calls
 from t2g.types import Prompt
@@ -80,7 +80,7 @@ class _Player:
         self._rng = rng
         self._tools = {tool.name: tool for tool in read_tools(TinyTools(), KEY)}
 
-    def play(self, question: Question, table: Table) -> list[Message]:
+    def play(self, question: TableQuestion, table: Table) -> list[Message]:
         """Return the turns and the results of a conversation; it ends without an answer after MAX_ATTEMPTS."""
         messages: list[Message] = []
         operands = self._attempt(messages, table, lambda: lookups.write_lookups(question, self._world, self._rng))

@@ -17,7 +17,7 @@ from t2g.environments.tiny_tools import list_schemas, make_conversations
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import assets, lookups
-from t2g.tasks.tiny.lookups import Cell, Question
+from t2g.tasks.tiny.lookups import TableCell, TableQuestion
 from t2g.text.tokenizer import encode_chat
 from t2g.text.tool_calls import read_hermes_calls
 from t2g.types import Prompt, ToolResult
@@ -32,11 +32,11 @@ def make_records(rates: WorldConfig, *, heldout: bool = False, count: int = 200)
     return [*lookups.make_records(count=count, heldout=heldout, rates=rates, seed=3)]
 
 
-def read_question(record: dict[str, Any]) -> Question:
+def read_question(record: dict[str, Any]) -> TableQuestion:
     match = QUESTION.fullmatch(record["question"])
     assert match is not None
     field, item, word, other_field, other_item = match.groups()
-    return Question(Cell(item, field), word, Cell(other_item, other_field))
+    return TableQuestion(TableCell(item, field), word, TableCell(other_item, other_field))
 
 
 def find_answer(record: dict[str, Any]) -> int:
@@ -92,7 +92,7 @@ def test_turns_without_faults_lead_to_the_answer() -> None:
 def test_a_tool_refuses_each_kind_of_fault_and_says_where_it_is() -> None:
     record = make_records(NO_FAULTS, count=1)[0]
     rng = np.random.default_rng(1)
-    question = Question(Cell("phone", "price"), "plus", Cell("lamp", "stock"))
+    question = TableQuestion(TableCell("phone", "price"), "plus", TableCell("lamp", "stock"))
     messages = set()
     for _ in range(60):
         turn = lookups.write_lookups(question, ALL_WRONG, rng)

@@ -45,19 +45,19 @@ RESULT_PHRASES = (
 Table = dict[str, dict[str, int]]
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A number of a table."""
 
     item: str
     field: str
 
 
-class Question(NamedTuple):
+class TableQuestion(NamedTuple):
     """Two numbers of a table and the word between them."""
 
-    left: Cell
+    left: TableCell
     word: str
-    right: Cell
+    right: TableCell
 
     def __str__(self) -> str:
         return f"{self.left.field} of {self.left.item} {self.word} {self.right.field} of {self.right.item}"
@@ -70,18 +70,18 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
-def sample_question(rng: np.random.Generator, *, heldout: bool) -> Question:
+def sample_question(rng: np.random.Generator, *, heldout: bool) -> TableQuestion:
     """Return a question, uniform over the split's questions, which no seed shares with the other split."""
     while True:
         left, right = rng.permutation(len(ITEMS) * len(FIELDS))[:2]
         word = [*OPERATORS][rng.integers(len(OPERATORS))]
-        question = Question(_get_cell(left), word, _get_cell(right))
+        question = TableQuestion(_get_cell(left), word, _get_cell(right))
         if is_heldout([str(question)]) == heldout:
             return question
 
 
-def _get_cell(number: int) -> Cell:
-    return Cell(ITEMS[number // len(FIELDS)], FIELDS[number % len(FIELDS)])
+def _get_cell(number: int) -> TableCell:
+    return TableCell(ITEMS[number // len(FIELDS)], FIELDS[number % len(FIELDS)])
 
 
 def sample_table(rng: np.random.Generator) -> Table:
@@ -109,14 +109,14 @@ def look_up(table: Table, item: str, field: str) -> int:
     return table[item][field]
 
 
-def find_answer(question: Question, table: Table) -> int:
+def find_answer(question: TableQuestion, table: Table) -> int:
     left = look_up(table, *question.left)
     right = look_up(table, *question.right)
     return calculate(left, OPERATORS[question.word], right)
 
 
 # -------------------------------------------------------------------------------------------------------------- turns
-def write_lookups(question: Question, rates: WorldConfig, rng: np.random.Generator) -> str:
+def write_lookups(question: TableQuestion, rates: WorldConfig, rng: np.random.Generator) -> str:
     """Return a turn with the two lookups. Each is another cell with the probability `rates.invented`."""
     text = ""
     for cell in (question.left, question.right):
@@ -126,7 +126,9 @@ def write_lookups(question: Question, rates: WorldConfig, rng: np.random.Generat
     return text
 
 
-def write_calculation(question: Question, left: int, right: int, rates: WorldConfig, rng: np.random.Generator) -> str:
+def write_calculation(
+    question: TableQuestion, left: int, right: int, rates: WorldConfig, rng: np.random.Generator
+) -> str:
     """Return a turn with the calculation, of another operator with the probability `rates.invented`."""
     operator = OPERATORS[question.word]
     if rng.random() < rates.invented:
@@ -170,7 +172,7 @@ def _change_first_value(call: Call) -> Call:
     return call._replace(arguments=call.arguments | {first: value})
 
 
-def _change_cell(cell: Cell, rng: np.random.Generator) -> Cell:
+def _change_cell(cell: TableCell, rng: np.random.Generator) -> TableCell:
     if rng.random() < 0.5:
         return cell._replace(item=str(rng.choice([other for other in ITEMS if other != cell.item])))
     return cell._replace(field=str(rng.choice([other for other in FIELDS if other != cell.field])))
