@@ -83,10 +83,12 @@ class SampleCells:
 def make_cells(row: SampleRow) -> SampleCells:
     sample = row.sample
     feedback = sample.feedback or SpanFeedback(critique="", spans=(), status="empty", source="", version="")
+    prompt = printable(sample.prompt)
+    critique = printable(feedback.critique)
     return SampleCells(
         prompt_id=printable(sample.prompt_id),
-        prompt=printable(sample.prompt),
-        critique=printable(feedback.critique),
+        prompt=prompt,
+        critique=critique,
         status=feedback.status,
         reward=row.reward,
         outcomes=json.dumps(feedback.outcomes),
