@@ -207,7 +207,7 @@ def positions(demo: DemoJob) -> dict[str, int]:
 
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     """Write records, tokenizers and random weights. A converged base policy scores as the references do."""
-    from t2g.environments import tiny_tools
+    from t2g.environments.tiny import table_tools
     from t2g.tasks.tiny import lookups, programs
     from t2g.tasks.tiny.assets import (
         build_code_tokenizer,
@@ -227,8 +227,8 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
         policy = build_code_tokenizer(folder)
     elif demo.task == "tiny_tools":
         heldout = write_world(folder, world, lookups.make_records)["heldout"]
-        write_rows(folder / "repairs.jsonl", tiny_tools.make_conversations(world))
-        policy = build_tools_tokenizer(folder, tiny_tools.list_schemas())
+        write_rows(folder / "repairs.jsonl", table_tools.make_conversations(world))
+        policy = build_tools_tokenizer(folder, table_tools.list_schemas())
     else:
         heldout = write_world(folder, world)["heldout"]
         policy, reward = build_tokenizers(folder, world.num_facts)

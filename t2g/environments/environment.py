@@ -27,7 +27,7 @@ from t2g.types import Prompt, ToolResult
 SHIPPED = {
     "code_repair": "t2g.environments.code_repair:CodeRepair",
     "python": "t2g.environments.python_tool:PythonTool",
-    "tiny_tools": "t2g.environments.tiny_tools:TinyTools",
+    "tiny_tools": "t2g.environments.tiny.table_tools:TinyTools",
 }
 
 

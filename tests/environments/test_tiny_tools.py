@@ -13,7 +13,7 @@ import pytest
 from configs import ROOT
 from t2g.config import DemoJob, PolicyJob, WorldConfig, loading
 from t2g.environments.environment import Environment
-from t2g.environments.tiny_tools import list_schemas, make_conversations
+from t2g.environments.tiny.table_tools import list_schemas, make_conversations
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import assets, lookups
