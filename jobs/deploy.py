@@ -19,7 +19,7 @@ from pathlib import Path
 from jobs.common.cli import exit_code, program_name
 from t2g.config import ClusterConfig, PolicyJob, ProcessConfig
 from t2g.config.loading import load
-from t2g.deploy import check_config, render_manifests
+from t2g.deploy import check_config, render_manifests, render_slurm
 from t2g.deploy.check import path_warnings
 from t2g.deploy.diagnosis import Unreachable, findings
 from t2g.deploy.manifests import mount_of
@@ -32,16 +32,19 @@ from t2g.runs.control import TargetSizes, now, read_status, write_target_sizes
 from t2g.runs.progress import log_duration
 
 LOOK_TIMEOUT_S = 60.0  # for all nodes together
+NODES_TIMEOUT_S = 600.0  # from the start of Ray's head to its last node
 JOB_SERVERS = ("http://", "https://")
 
 
 def submit(arguments: argparse.Namespace) -> int:
     """Upload the code, start the run, follow its log. Ctrl-C stops the run and waits for its checkpoint."""
-    from actors.cluster.job_server import JobServer
+    from actors.cluster.job_server import JobServer, wait_for_nodes
 
     root = Path.cwd()
     config = read_config(arguments.job_kind, arguments.config, arguments.overrides, root)
     raise_findings(preflight(config))
+    if arguments.nodes:
+        wait_for_nodes(arguments.address, arguments.nodes, timeout_s=NODES_TIMEOUT_S)
     job = submission(arguments.job_kind, config, uploaded_path(arguments.config, root), arguments.overrides)
     with JobServer.connect(arguments.address) as server:
         for job_id in server.running_attempts(config.run.name):
@@ -148,7 +151,9 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
-    """Print manifests for KubeRay, all documents, made from the run's config."""
+    """Print manifests for KubeRay, or a batch script for Slurm, made from the run's config."""
+    if arguments.target == "slurm":
+        return _render_slurm(arguments)
     if arguments.patch:
         raise UserError("--patch was removed: kustomize patches the manifests, see docker/kuberay/kustomization.yaml")
     config = load(JOBS[arguments.job_kind].schema, arguments.config, arguments.overrides, have=None)
@@ -161,6 +166,18 @@ def render(arguments: argparse.Namespace) -> int:
     options = ("target", "job_kind", "cpu", "image", "overrides")
     render_options = {name: getattr(arguments, name) for name in options}
     print(render_manifests(config, config_path=str(arguments.config), **render_options), end="")
+    return 0
+
+
+def _render_slurm(arguments: argparse.Namespace) -> int:
+    if arguments.image or arguments.cpu:
+        raise UserError("--image, --cpu: a Slurm job runs in the environment of its folder, without an image")
+    root = Path.cwd()
+    config = read_config(arguments.job_kind, arguments.config, arguments.overrides, root, have=None)
+    raise_findings(preflight(config))
+    file = uploaded_path(arguments.config, root)
+    options = {name: getattr(arguments, name) for name in ("job_kind", "sbatch", "overrides")}
+    print(render_slurm(config, config_path=str(file), **options), end="")
     return 0
 
 
@@ -209,6 +226,7 @@ def _add_shared_options(commands: dict[str, argparse.ArgumentParser]) -> None:
 def _add_own_options(commands: dict[str, argparse.ArgumentParser]) -> None:
     """Add the options of single subcommands."""
     commands["submit"].add_argument("--no-wait", action="store_true", help="return as soon as the job is accepted")
+    commands["submit"].add_argument("--nodes", type=int, metavar="N", help="wait until the cluster has N nodes")
     commands["status"].add_argument("--json", action="store_true", help="status.json as it is")
     commands["scale"].add_argument("--rollouts", type=int, metavar="N", help="rollout workers")
     commands["scale"].add_argument("--rewards", type=int, metavar="M", help="reward workers")
@@ -218,7 +236,10 @@ def _add_own_options(commands: dict[str, argparse.ArgumentParser]) -> None:
 
     render_parser = commands["render"]
     render_parser.add_argument("--image", metavar="NAME", help="other than the project's own")
-    render_parser.add_argument("--target", choices=("rayjob", "raycluster", "claim"), default="rayjob")
+    render_parser.add_argument("--target", choices=("rayjob", "raycluster", "claim", "slurm"), default="rayjob")
+    render_parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="[ROLE:]OPTION", help="of sbatch, for slurm: --partition=gpu"
+    )
     render_parser.add_argument("--patch", help=argparse.SUPPRESS)  # removed
     render_parser.add_argument("--cpu", action="store_true", help="for the CPU image, without GPUs")
 

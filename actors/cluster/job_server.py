@@ -14,6 +14,8 @@ import aiohttp
 import requests
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
+from ray.util.state import list_nodes
+from ray.util.state.exception import RayStateApiException
 
 from t2g.deploy.submission import Submission, files_to_upload, is_attempt, refuse_large, stop_wait_s, write_package
 from t2g.errors import RunStopped, UserError
@@ -21,12 +23,30 @@ from t2g.errors import RunStopped, UserError
 REQUEST_TIMEOUT_S = 60.0  # one request; an upload of 50 MiB needs 7 Mbit/s
 END_TIMEOUT_S = 30.0  # from the end of a job's log, or of its time to stop, to the end of the job
 POLL_S = 0.5
+MAX_NODES = 10_000  # limit of one answer
 
 
 class JobClient(JobSubmissionClient):
     def _do_request(self, *args: Any, **options: Any) -> Any:
         options.setdefault("timeout", REQUEST_TIMEOUT_S)  # Ray's own has no timeout
         return super()._do_request(*args, **options)
+
+
+def wait_for_nodes(address: str | None, count: int, *, timeout_s: float) -> None:
+    """Wait until the cluster of the job server at `address` has `count` nodes.
+
+    Raises:
+        RunStopped: It has fewer after timeout_s.
+    """
+    deadline = time.monotonic() + timeout_s
+    num_nodes = 0
+    while num_nodes < count:
+        if time.monotonic() > deadline:
+            raise RunStopped(f"the cluster has {num_nodes} of {count} nodes after {timeout_s:.0f} s; see Ray's output")
+        time.sleep(POLL_S)
+        with contextlib.suppress(RayStateApiException, ConnectionError, requests.exceptions.RequestException):
+            nodes = list_nodes(address, filters=[("state", "=", "ALIVE")], limit=MAX_NODES)
+            num_nodes = len(nodes)
 
 
 class JobServer:

@@ -44,6 +44,15 @@ class PodGroup:
         """Return the logical CPUs of one pod, a whole number, as Ray counts them."""
         return ceil(self.per_pod * self.role.cpus)
 
+    def shared_memory_gib(self, store_gib: float) -> int:
+        """Return /dev/shm of one pod: the object store, and 2 GiB a worker for received weights and NCCL's buffers."""
+        return ceil(store_gib + 2 * self.per_pod)
+
+    def memory_gib(self, store_gib: float) -> int:
+        """Return the memory of one pod, with its /dev/shm and 2 GiB for raylet and agents."""
+        workers_gib = self.per_pod * self.role.memory_gib
+        return ceil(workers_gib + self.shared_memory_gib(store_gib) + 2)
+
     @property
     def labels(self) -> dict[str, str]:
         """Return the Ray labels of the pods: the labels that the role selects, and the role's name."""
