@@ -16,10 +16,10 @@ SECTIONS = {
     "Start": ("init", "demo"),
     "Feedback": ("annotate", "mark", "reward", "score"),
     "Training": ("sft", "train", "compare"),
-    "Results": ("evaluate", "report", "serve"),
+    "Results": ("evaluate", "report", "serve", "export", "push"),
     "Machines": ("doctor", "deploy", "benchmark", "gpu_check"),
 }
-NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward"}
+NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward", "export": "export_model"}
 JOBS = tuple(chain.from_iterable(SECTIONS.values()))
 MODULES = {name: NAMES.get(name, name) for name in JOBS if name != "init"}
 JOBS_FOLDER = Path(__file__).parent

@@ -1,0 +1,93 @@
+"""A client of the Hugging Face hub that creates a repository and pushes a folder. Each request has a deadline."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import httpx2
+from huggingface_hub import HfApi, constants, get_token, set_client_factory
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._http import default_client_factory
+
+from t2g.config.secrets import mask_secrets
+from t2g.errors import UserError
+
+TIMEOUT_S = 120.0  # limit for one connection, one answer, and one piece of a file
+DENIED = (401, 403)
+NO_TOKEN = "no token for the hub: set HF_TOKEN, or log in by `hf auth login`"
+
+
+def check_repository(name: str) -> None:
+    """Check the name of a repository. Raises UserError for another form than OWNER/NAME."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        pass
+    else:
+        if name.count("/") == 1:
+            return
+    raise UserError(f"repository: got {name!r}, needs OWNER/NAME of letters, digits and -_.")
+
+
+class Hub:
+    """The models of one hub."""
+
+    def __init__(self, api: Any) -> None:
+        """`api` is a HfApi."""
+        self._api = api
+
+    @classmethod
+    def connect(cls, url: str | None) -> Self:
+        """Return the hub at `url`, or if None that of HF_ENDPOINT, else huggingface.co.
+
+        Raises:
+            UserError: There is no token.
+        """
+        if not get_token():
+            raise UserError(NO_TOKEN)
+        set_client_factory(_make_client)
+        if url is not None:
+            constants.HF_HUB_DISABLE_XET = True  # its faster protocol is of huggingface.co
+        return cls(HfApi(endpoint=url, library_name="t2g"))
+
+    def push(self, folder: Path, repository: str, *, is_public: bool) -> str:
+        """Create the repository unless it exists, and add the files in one commit; return the commit's address.
+
+        Raises:
+            UserError: The hub does not answer or refuses, or the repository is public and `is_public` is false.
+        """
+        with self._errors(repository):
+            self._api.create_repo(repository, private=not is_public, exist_ok=True)
+            info = self._api.model_info(repository)
+            if not info.private and not is_public:
+                raise UserError(f"{repository} is public: give --public, or name another repository")
+            commit = self._api.upload_folder(
+                repo_id=repository, folder_path=folder, commit_message="Push a model trained by t2g"
+            )
+            return str(commit.commit_url)
+
+    @contextmanager
+    def _errors(self, repository: str) -> Iterator[None]:
+        """Turn errors of the client into a sentence without credentials."""
+        try:
+            yield
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status in DENIED:
+                owner = repository.partition("/")[0]
+                reason = f"the hub refuses the token ({status}): it must be allowed to write to {owner}"
+                raise UserError(reason) from None
+            message = mask_secrets(" ".join(str(error).split()))
+            raise UserError(f"the hub answers {status}: {message}") from None
+        except (httpx2.HTTPError, ConnectionError, ValueError, RuntimeError) as error:
+            reason = mask_secrets(" ".join(str(error).split())) or type(error).__name__
+            raise UserError(f"the hub at {self._api.endpoint} cannot be used: {reason}") from None
+
+
+def _make_client() -> httpx2.Client:
+    """Return the client of huggingface_hub with a timeout; its own has none."""
+    client = default_client_factory()
+    client.timeout = httpx2.Timeout(TIMEOUT_S)
+    return client
