@@ -2,8 +2,8 @@
 
     t2g doctor
 
-Versions and their requirements, CPU, GPUs, memory, shared memory, open files, disk, proxies. Exit code 2: a run would
-fail. Nothing is started or written. `t2g deploy doctor` checks a cluster.
+Versions and their requirements, CPU, GPUs, memory, shared memory, open files, disk, ports, proxies. Exit code 2: a run
+would fail. Nothing is started or written. `t2g deploy doctor` checks a cluster.
 """
 
 import argparse

@@ -6,7 +6,8 @@ Each check is a function of what was read, and says in one sentence what is wron
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -29,6 +30,7 @@ OPTIONAL = ("torchvision", "torchaudio", "torchcodec")  # for images and sound; 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 LOCAL = ("localhost", "127.0.0.1")
 DRIVER = Path("/proc/driver/nvidia/version")
+RAY_PORTS = (6379, 8265)  # ports of the head: its store and its dashboard
 SHARED = Path("/dev/shm")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MEMORY_USE = Path("/sys/fs/cgroup/memory.current")
@@ -88,7 +90,8 @@ def check_machine(folder: Path, environ: Mapping[str, str]) -> list[Check]:
         check_open_files(hard_limit),
         check_disk(folder, free_bytes),
     ]
-    return [*packages, *processors, *limits, check_proxies(environ)]
+    network = [check_ports(list_taken_ports(RAY_PORTS)), check_proxies(environ)]
+    return [*packages, *processors, *limits, *network]
 
 
 def read_gpus() -> Gpus:
@@ -156,6 +159,8 @@ def check_cpu(num_cores: int, features: Mapping[str, Any], *, on_gpu: bool) -> C
     words = {"bfloat16": has_bfloat16, "AVX-512": has_avx512}
     lacking = [word for word, is_there in words.items() if not is_there]
     value = f"{num_cores} cores" + (f" without {' and '.join(lacking)}" if lacking else "")
+    if features.get("amx_tile"):
+        value += ", with AMX"
     if has_bfloat16 or on_gpu:
         return Check(name="CPU", value=value)
     advice = "bfloat16 is emulated at a sixth of the speed of float32: leave every dtype at float32, or auto"
@@ -232,6 +237,28 @@ def find_parent(folder: Path) -> Path:
     """Return the folder, or its first parent that is a folder."""
     absolute = folder.absolute()
     return next(path for path in (absolute, *absolute.parents) if path.is_dir())
+
+
+def list_taken_ports(ports: Iterable[int]) -> list[int]:
+    """Return the ports that another program listens on."""
+    taken: list[int] = []
+    for port in ports:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                server.bind(("", port))
+            except OSError:
+                taken.append(port)
+    return taken
+
+
+def check_ports(taken: Sequence[int]) -> Check:
+    """Check the default ports of `ray start`; a run that starts its own Ray takes free ones."""
+    if not taken:
+        return Check(name="ports", value=f"{', '.join(map(str, RAY_PORTS))} are free")
+    listed = ", ".join(map(str, taken))
+    advice = "another Ray may run here: give `ray start --head` other ports; a run alone is not affected"
+    return Check(name="ports", value=f"{listed} in use", verdict="note", advice=advice)
 
 
 def check_proxies(environ: Mapping[str, str]) -> Check:

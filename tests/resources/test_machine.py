@@ -1,6 +1,7 @@
 """What `t2g doctor` says of machines that this one is not."""
 
 import resource
+import socket
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -157,7 +158,23 @@ def test_this_machine_runs_the_suite_and_nothing_is_written(tmp_path: Path, monk
         monkeypatch.delenv(name.upper(), raising=False)
     checks = machine.check_machine(tmp_path / "runs", {})
     names = [check.name for check in checks]
-    assert names == ["versions", "packages", "CPU", "GPUs", "memory", "/dev/shm", "open files", "disk", "proxies"]
+    limits = ["memory", "/dev/shm", "open files", "disk"]
+    assert names == ["versions", "packages", "CPU", "GPUs", *limits, "ports", "proxies"]
     assert "torch 2.13.0" in checks[0].value
     assert checks[1].verdict == "ok", checks[1].value
     assert not (tmp_path / "runs").exists()
+
+
+def test_matrix_instructions_are_named() -> None:
+    check = machine.check_cpu(2, {"amx_tile": True, "avx512_bf16": True, "avx512_f": True}, on_gpu=False)
+    assert (check.verdict, check.value) == ("ok", "2 cores, with AMX")
+
+
+def test_a_port_of_another_ray_is_a_note_and_a_free_one_is_not() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert machine.list_taken_ports([port]) == [port]
+    assert machine.list_taken_ports([port]) == []
+    assert machine.check_ports([]).verdict == "ok"
+    taken = machine.check_ports([6379])
+    assert (taken.verdict, taken.value) == ("note", "6379 in use")
