@@ -21,7 +21,7 @@ export DO_NOT_TRACK := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup gpu demo real real-lines real-proof real-reward test test-all lint docs
+.PHONY: help setup gpu demo real real-lines real-proof real-reward test test-all lint docs docs-site
 
 help:
 	@echo "make demo      the whole pipeline on the tiny world, three methods, a table and a report (ARGS=\"key=value ...\")"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-all  the same with the slow suites"
 	@echo "make lint      ruff, formatting, the import contracts and types"
 	@echo "make docs      configs/README.md and t2g/guides/metrics.md again, from the schemas and the registry"
+	@echo "make docs-site all documents as a site with search, in build/site"
 	@echo "make setup     only the CPU set, in .venv"
 	@echo "make gpu       the GPU set, in .venv"
 
@@ -92,6 +93,10 @@ lint: setup
 docs: setup
 	@$(RUN) PYTHONPATH=. python tests/make_config_reference.py
 	@$(RUN) PYTHONPATH=. python tests/make_metrics_reference.py
+
+docs-site: setup
+	@.venv/bin/uv pip install --quiet --python .venv/bin/python --require-hashes --requirement docker/constraints-docs.txt
+	@$(RUN) NO_MKDOCS_2_WARNING=1 python docker/docs_site.py build/site
 
 test: setup
 	@$(LIGHT)
