@@ -10,6 +10,7 @@ from t2g.config import PolicyJob
 from t2g.errors import RunStopped
 
 READ_DATA = "jobs.train_policy.policy_data:read_data"  # late: it imports torch
+NUM_SHOWN = 3  # responses below the curves in a notebook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,23 @@ class PolicyRun:
     def report(self) -> Path:
         """Return the HTML report."""
         return self.folder / "report.html"
+
+    def show_samples(self, count: int = 5) -> Any:
+        """Return the latest responses, which a notebook shows with colored spans."""
+        from t2g.report.notebook_view import view_samples
+
+        return view_samples(self._read_samples(), count)
+
+    def _repr_html_(self) -> str:
+        """Return the curves of the run and its latest responses, for a notebook."""
+        from t2g.report.notebook_view import view_run
+
+        return view_run(self.metrics, self._read_samples(), NUM_SHOWN)._repr_html_()
+
+    def _read_samples(self) -> list[Any]:
+        from t2g.report.run_page import read_samples
+
+        return read_samples(self.folder / "samples.jsonl")
 
     def _read(self, name: str) -> list[dict[str, Any]]:
         from t2g.runs.log import read_records

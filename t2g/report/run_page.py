@@ -213,6 +213,11 @@ def _read_summary(path: Path, last_step: Step) -> dict[str, Any]:
         raise UserError(f"{path} is not the summary of a run ({format_first_error(error)})") from error
 
 
+def read_samples(path: Path) -> list[LoggedSample]:
+    """Return the logged responses; none before the first."""
+    return [*read_records(path, _SAMPLE)]
+
+
 def examples(path: Path) -> list[Example]:
     """Return the logged responses by prompt and sample index, each in the order of the steps.
 
