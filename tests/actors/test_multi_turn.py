@@ -205,7 +205,7 @@ def test_a_late_environment_fails_its_conversations_and_then_stops_the_run(ray: 
         (f"{__name__}:Nothing", "cannot be imported"),
         (f"{__name__}:Worker", "its method reply, has the type NoneType"),
         (f"{__name__}:Deaf", r"its method reply, cannot be called with \(prompt, messages\)"),
-        ("again", "neither code_repair nor an import path"),
+        ("again", "neither code_repair, python, tiny_tools nor an import path"),
         ("code_repair", "task prompts has no programs"),
     ],
 )
