@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 FAULT_RATE = 0.75  # share of the places where a rule applies; above one half, so that the likeliest answer is faulty
+DURATIONS = ("h", "hr", "hour", "hours", "day", "days", "week", "weeks", "min", "s")
 INVENTED = " after 500 h"  # at the end of a line that has no duration
 
 
@@ -33,7 +34,7 @@ def plant_rules(findings: list[str], rng: random.Random) -> list[str]:
                 continue
             replacement = number_before if is_last and number_before else _shorten(fact.text)
             line = line[: fact.start] + replacement + line[fact.end :]
-        has_duration = any(fact.unit in ("h", "days") for fact in numbers)
+        has_duration = any(fact.unit in DURATIONS for fact in numbers)
         if not has_duration and rng.random() < FAULT_RATE:
             line = f"{line.rstrip('.')}{INVENTED}."
         number_before = numbers[-1].text if numbers else None

@@ -37,18 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def push(arguments: argparse.Namespace) -> None:
     """Write the model into a temporary folder and push it."""
-    from jobs.common.hub import Hub, check_repository
-    from jobs.common.published_model import find_published, is_adapter, read_base, write_published
+    from jobs.common.hub import Hub, check_repository, names_repository
+    from jobs.common.published_model import find_published, read_base, write_published
 
     check_repository(arguments.repository)
     folder = find_published(arguments.source, adapter=arguments.adapter)
-    if arguments.adapter and arguments.base is None and Path(read_base(folder)).exists():
+    if arguments.base is not None:
+        if not arguments.adapter:
+            raise UserError("--base is the base of an adapter: give --adapter as well")
+        check_repository(arguments.base)
+    elif arguments.adapter:
         base = read_base(folder)
-        raise UserError(
-            f"the base of the adapter is {base}, which only this machine has; give --base, or leave out --adapter"
-        )
-    if arguments.base is not None and not is_adapter(folder):
-        raise UserError("--base is the base of an adapter: give --adapter as well")
+        if Path(base).exists() or not names_repository(base):
+            raise UserError(f"the adapter's base is {base}, which is on no hub; give --base, or leave out --adapter")
 
     hub = None if arguments.dry_run else Hub.connect(arguments.hub_url)
     with tempfile.TemporaryDirectory() as temporary:

@@ -21,14 +21,17 @@ NO_TOKEN = "no token for the hub: set HF_TOKEN, or log in by `hf auth login`"
 
 def check_repository(name: str) -> None:
     """Check the name of a repository. Raises UserError for another form than OWNER/NAME."""
+    if not names_repository(name):
+        raise UserError(f"repository: got {name!r}, needs OWNER/NAME of letters, digits and -_.")
+
+
+def names_repository(name: str) -> bool:
+    """Return whether a name has the form OWNER/NAME."""
     try:
         validate_repo_id(name)
     except HFValidationError:
-        pass
-    else:
-        if name.count("/") == 1:
-            return
-    raise UserError(f"repository: got {name!r}, needs OWNER/NAME of letters, digits and -_.")
+        return False
+    return name.count("/") == 1
 
 
 class Hub:
@@ -56,13 +59,15 @@ class Hub:
         """Create the repository unless it exists, and add the files in one commit; return the commit's address.
 
         Raises:
-            UserError: The hub does not answer or refuses, or the repository is public and `is_public` is false.
+            UserError: The hub does not answer or refuses, or the repository's visibility is not `is_public`.
         """
         with self._errors(repository):
             self._api.create_repo(repository, private=not is_public, exist_ok=True)
             info = self._api.model_info(repository)
             if not info.private and not is_public:
                 raise UserError(f"{repository} is public: give --public, or name another repository")
+            if info.private and is_public:
+                raise UserError(f"{repository} is private: leave out --public, or make it public on the hub")
             commit = self._api.upload_folder(
                 repo_id=repository, folder_path=folder, commit_message="Push a model trained by t2g"
             )
@@ -73,6 +78,8 @@ class Hub:
         """Turn errors of the client into a sentence without credentials."""
         try:
             yield
+        except UserError:
+            raise
         except HfHubHTTPError as error:
             status = error.response.status_code
             if status in DENIED:

@@ -82,7 +82,7 @@ def write_published(source: Path, target: Path, *, adapter: bool = False, base: 
         for file in list_published(folder):
             shutil.copyfile(file, part / file.name)
     _remove_origins(part, base)
-    card = make_card(folder, name=target.name, base=base)
+    card = make_card(folder, name=target.name, adapter=adapter, base=base)
     write_atomic(part / CARD, card.encode())
     part.rename(target)
     return target
@@ -94,13 +94,22 @@ def list_published(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def make_card(folder: Path, *, name: str, base: str | None) -> str:
-    """Return the model card of a model, or of its adapter."""
+def make_card(folder: Path, *, name: str, adapter: bool, base: str | None) -> str:
+    """Return the model card of a model, or of an adapter.
+
+    Args:
+        folder: The model or adapter that is written.
+        name: Title of a card that is missing.
+        adapter: An adapter is written as it is; if false, merged into its base.
+        base: See `write_published`.
+    """
     if not is_adapter(folder):
         return _read_card(folder) or PLAIN_CARD.format(name=name)
     card = _read_card(folder)
     if card is None or read_base(folder) in card:  # peft has made it, with the base's folder on this machine
         card = _read_card(folder.parent) or PLAIN_CARD.format(name=name)
+    if not adapter:
+        return card.replace("library_name: peft", "library_name: transformers", 1)
     card = card.replace("library_name: transformers", "library_name: peft", 1)
     if base is not None and "\nbase_model:" not in card:
         card = card.replace("---\n", f"---\nbase_model: {json.dumps(base)}\n", 1)

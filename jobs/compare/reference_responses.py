@@ -68,7 +68,7 @@ class ReferenceResponses:
         groups = read_groups(samples, prompts_by_id)[0]
         self.responses = [JudgedResponse(group.prompt, *group.samples[0]) for group in groups]
         self._retained = read_texts(plan.job.compare.retention, data.tokenizer, job.rollout.max_model_len)
-        self._questions = read_questions(plan.job.compare.choices, data.tokenizer)
+        self._questions = read_questions(plan.job.compare.choices, data.tokenizer, job.rollout.max_model_len)
 
     def measure(
         self, method_job: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup

@@ -39,8 +39,8 @@ def normalize_criterion(
     The comparison that follows subtracts the means.
 
     A sample without the criterion gets rewards whose returns are the prompt's mean, at each of its tokens: the
-    criterion says nothing about it. Where longer samples earn more after its end, they are compared with its last
-    return, as with that of any response that has ended.
+    criterion says nothing about it. After its end its last return still counts in the mean of the
+    longer samples, as that of any response that has ended.
 
     Args:
         rewards: The criterion's rewards before its weight, [B, R].

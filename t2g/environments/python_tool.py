@@ -35,10 +35,10 @@ def describe_failure(outcome: Outcome, code: str) -> str:
     'IndexError: list index out of range in line 2: `print(x[3])`'
     """
     if not outcome.tests:
-        return f"the program did not end: {outcome.reason}"
+        return f"the program failed: {outcome.reason}"
     result = outcome.tests[0]
     message = f"{result.error}: {result.message}"
-    lines = code.splitlines()
+    lines = code.split("\n")
     number = result.trace[-1] if result.trace else 0
     if not 0 < number <= len(lines):
         return message

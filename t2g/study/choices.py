@@ -1,7 +1,7 @@
 """Multiple-choice questions that no method trains on: a measure of what a policy could do before.
 
-The answer is the choice with the highest log-probability a character, as `acc_norm` of the LM Evaluation Harness. So
-tokenizers and lengths of the choices do not decide.
+The answer is the choice with the highest log-probability per character, so that long choices are not at a
+disadvantage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,29 +27,34 @@ class Question:
     answer: int  # index of the right one
 
     def choose(self, logprobs: Sequence[np.ndarray]) -> int:
-        """Return the index of the likeliest choice a character, from the token log-probabilities of each."""
+        """Return the index of the choice with the highest log-probability per character.
+
+        Args:
+            logprobs: Token log-probabilities of each choice.
+        """
         scores = [row.sum() / size for row, size in zip(logprobs, self.num_chars, strict=True)]
         return int(np.argmax(scores))
 
 
-def read_questions(data: DataConfig | None, tokenizer: Any) -> list[Question]:
+def read_questions(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list[Question]:
     """Return the questions of `compare.choices`, [] without any.
 
     Raises:
-        UserError: A record lacks a prompt, has fewer than two choices, or its answer is no index of one.
+        UserError: A record lacks a prompt, has fewer than two choices, its answer is no index of one, or a choice and
+            the prompt have more than `max_tokens` tokens.
     """
     if data is None:
         return []
     questions = []
     for number, record in enumerate(load_records(data, "compare.choices"), start=1):
         try:
-            questions.append(_read_question(record, tokenizer))
+            questions.append(_read_question(record, tokenizer, max_tokens))
         except ValueError as error:
             raise UserError(f"{describe_record(record, number, 'compare.choices')}: {error}") from None
     return questions
 
 
-def _read_question(record: Record, tokenizer: Any) -> Question:
+def _read_question(record: Record, tokenizer: Any, max_tokens: int) -> Question:
     prompt = get_text(record, "prompt")
     choices = record.get("choices")
     if not isinstance(choices, list) or len(choices) < 2 or not all(_is_text(choice) for choice in choices):
@@ -62,6 +67,11 @@ def _read_question(record: Record, tokenizer: Any) -> Question:
     (prompt_ids,) = encode_texts(tokenizer, [prompt])
     encoded = []
     for choice_ids in encode_texts(tokenizer, choices):
+        num_tokens = len(prompt_ids) + len(choice_ids)
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"a choice and the prompt have {num_tokens} tokens, above rollout.max_model_len={max_tokens}"
+            )
         ids = TokenIds(prompt_ids=np.asarray(prompt_ids, np.int32), response_ids=np.asarray(choice_ids, np.int32))
         encoded.append(ids)
     return Question(choices=tuple(encoded), num_chars=tuple(map(len, choices)), answer=answer)

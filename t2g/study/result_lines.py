@@ -95,5 +95,5 @@ class ResultLines:
         key_parts = [identity.config, contents, model, self._config.reference_prompts, texts]
         choices = self._config.choices
         if choices is not None:  # keys of results without questions stay
-            key_parts.append((Path(choices.name).name, choices.limit))
+            key_parts.append((Path(choices.name).name, choices.columns, choices.limit))
         return content_key(*key_parts)

@@ -5,7 +5,9 @@ one without its unit are faults too, as are facts that no finding has.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
+from decimal import ROUND_HALF_UP, Context, Decimal
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -22,11 +24,13 @@ FAULTS: tuple[Fault, ...] = ("rounded", "unit", "moved", "invented")
 SEVERITY: dict[FactKind, Literal[1, 2, 3]] = {"number": 3, "name": 2}
 
 _LINE = re.compile(r"[^\n]+")
-_MARKER = re.compile(r"\s*(?:[-*•]|\d+[.)])?\s*")  # the marker of a list
+_MARKER = re.compile(r"\s*(?:[-*•]|\d+[.)](?=\s))?\s*")  # the marker of a list
+_NUMBER = re.compile(r"\d[\d.,]*(?<![.,])")
 _UNIT = re.compile(
     r"\s?(%|(?:mol|wt|vol) ?%|°\s?C|K|nm|[µμ]m|[cm]m[²³23]?|m?V|m?eV|m?W|m?A|mg|m[lL]|ppm|h|hr|hours?|days?"
     r"|weeks?|min|s)(?!\w)"
 )
+_ROUNDING = Context(prec=100, rounding=ROUND_HALF_UP)
 
 
 class Fact(NamedTuple):
@@ -179,19 +183,26 @@ def find_facts(line: str) -> Iterator[Fact]:
     [('pce', ''), ('1019.24', '%'), ('500', 'h')]
     """
     unit_end = 0
-    for detail in find_details(line):
-        if detail.start < unit_end:
-            continue  # a unit in capitals is no name
-        text = line[detail.start : detail.end]
-        if not text[0].isdigit():
-            yield Fact("name", text.casefold(), "", text, detail.start, detail.end)
+    for detail in find_details(f" {line}"):  # which takes a number that begins a text for a list's
+        start = detail.start - 1
+        if start < unit_end:
+            continue  # a unit in capitals is no name, and decimals are no number
+        end = detail.end - 1
+        number = _NUMBER.match(line, start)
+        if number is None:
+            text = line[start:end]
+            yield Fact("name", text.casefold(), "", text, start, end)
             continue
-        digits_end = detail.start + len(text.rstrip("%"))
-        unit = _UNIT.match(line, digits_end)
-        unit_end = unit.end() if unit else digits_end
-        value = line[detail.start : digits_end].replace(",", "")
-        unit_text = "".join(unit.group().split()) if unit else ""
-        yield Fact("number", value, unit_text, line[detail.start : unit_end], detail.start, unit_end)
+        unit = _UNIT.match(line, number.end())
+        unit_end = unit.end() if unit else number.end()
+        value = number.group().replace(",", "")
+        unit_text = _normalize_unit(unit.group()) if unit else ""
+        yield Fact("number", value, unit_text, line[start:unit_end], start, unit_end)
+
+
+def _normalize_unit(unit: str) -> str:
+    """Return a unit without blanks, with one form of micro, of powers and of the liter."""
+    return "".join(unicodedata.normalize("NFKC", unit).split()).replace("L", "l")
 
 
 def _judge(fact: Fact, line: int, expected: Sequence[Fact], others: Sequence[Sequence[Fact]]) -> JudgedFact:
@@ -217,8 +228,12 @@ def _is_rounded(value: str, exact: str) -> bool:
     exact_whole, exact_point, exact_decimals = exact.partition(".")
     if not exact_point or len(decimals) >= len(exact_decimals) or "." in decimals or "." in exact_decimals:
         return False
-    is_cut = whole == exact_whole and exact_decimals.startswith(decimals)
-    return is_cut or f"{float(exact):.{len(decimals)}f}" == f"{whole}{point}{decimals}"
+    if whole == exact_whole and exact_decimals.startswith(decimals):
+        return True
+    if len(exact) > _ROUNDING.prec:
+        return False
+    rounded = Decimal(exact).quantize(Decimal(1).scaleb(-len(decimals)), context=_ROUNDING)
+    return str(rounded) == f"{whole}{point}{decimals}"
 
 
 def _describe(judged: JudgedFact) -> str:

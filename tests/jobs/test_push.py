@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,23 @@ def test_a_public_repository_needs_the_word(run: Path, hub: FakeHub, capsys: pyt
     assert "model.safetensors" in hub.repositories["ann/seen"].files
     assert call(push, run, "ann/new", "--public", "--hub-url", hub.url) == 0
     assert hub.repositories["ann/new"].private is False
+    hub.repositories["ann/hidden"] = Repository(private=True)
+    assert call(push, run, "ann/hidden", "--public", "--hub-url", hub.url) == 2
+    assert "ann/hidden is private: leave out --public" in capsys.readouterr().err
+    assert hub.repositories["ann/hidden"].files == {}
+
+
+def test_a_base_that_only_another_machine_has_is_not_published(
+    run: Path, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(run / "model" / "adapter", adapter)
+    file = adapter / "adapter_config.json"
+    values = json.loads(file.read_text()) | {"base_model_name_or_path": "/data/secret/llama"}
+    file.write_text(json.dumps(values))
+    assert call(push, adapter, "ann/own", "--adapter", "--hub-url", hub.url) == 2
+    assert "which is on no hub; give --base" in capsys.readouterr().err
+    assert hub.requests == []
 
 
 def test_a_dry_run_sends_nothing_and_needs_no_token(
@@ -136,7 +154,8 @@ def test_what_cannot_be_pushed_is_a_sentence(
 
     assert "needs OWNER/NAME" in error(run, "own")
     assert "it is no run, model or adapter" in error(tmp_path, "ann/own")
-    assert "which only this machine has; give --base" in error(run, "ann/own", "--adapter")
+    assert "which is on no hub; give --base" in error(run, "ann/own", "--adapter")
+    assert "needs OWNER/NAME" in error(run, "ann/own", "--adapter", "--base", "/data/llama")
     assert "give --adapter as well" in error(run, "ann/own", "--base", "ann/base")
     assert "it has no adapter" in error(run.parent / "base", "ann/own", "--adapter")
     assert hub.requests == []
@@ -165,7 +184,7 @@ def test_an_adapter_is_exported_merged_into_its_base_and_alone(run: Path, tmp_pa
     assert call(export_model, adapter, tmp_path / "merged", "--merge") == 0
     torch.testing.assert_close(logits(tmp_path / "merged"), logits(run / "model"))
     assert str(run.parent) not in (tmp_path / "merged" / "config.json").read_text()
-    assert (tmp_path / "merged" / "README.md").is_file()
+    assert "library_name: peft" not in (tmp_path / "merged" / "README.md").read_text()
     assert call(export_model, run, tmp_path / "alone", "--adapter") == 0
     assert {file.name for file in (tmp_path / "alone").iterdir()} == {
         "README.md", "adapter_config.json", "adapter_model.safetensors",

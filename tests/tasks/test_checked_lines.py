@@ -22,6 +22,8 @@ FINDINGS = "The cells reached 19.24% with MAPbI3.\nFilms of 400 nm kept 95% of P
         ("It reached 1,019 % after 500 h and 2 hours.", [("1019", "%"), ("500", "h"), ("2", "hours")]),
         ("It has 3 nanowires, 3 nm each, and 5 mol% of PbI2.", [("3", ""), ("3", "nm"), ("5", "mol%"), ("pbi2", "")]),
         ("In 2019 it was 2000 h.", [("2019", ""), ("2000", "h")]),
+        ("1850.5 nm, then 40.5%.", [("1850.5", "nm"), ("40.5", "%")]),
+        ("41 cells of 5 \u00b5m, 3 cm² and 2 mL.", [("41", ""), ("5", "\u03bcm"), ("3", "cm2"), ("2", "ml")]),
         ("It has none.", []),
     ],
 )
@@ -63,6 +65,19 @@ def test_each_fault_by_hand() -> None:
 def test_rounding_is_told_from_invention(value: str, fault: str | None) -> None:
     (judged,) = judge_facts("It reached 19.24%.", f"It reached {value}.")
     assert judged.fault == fault
+
+
+@pytest.mark.parametrize("line", ["40.5% of cells grew in 60 h.", "7. 40.5% of cells", "- 41 cells of 5 μm grew"])
+def test_a_line_that_begins_with_a_number_is_its_own_answer(line: str) -> None:
+    (text,) = [line.text for line in split_lines(line)]
+    for answer in (text, f"- {text}", f"1. {text}", f" * {text}"):
+        assert measure_facts(line, answer)["fact_f1"] == 1
+
+
+@pytest.mark.parametrize(("exact", "half_up"), [("40.5%", "41%"), ("0.125 mg", "0.13 mg"), ("2.5 h", "3 h")])
+def test_halves_are_rounded_up_or_cut(exact: str, half_up: str) -> None:
+    (judged,) = judge_facts(f"It is {exact}.", f"It is {half_up}.")
+    assert (judged.fault, judged.correction) == ("rounded", exact)
 
 
 def test_spans_are_the_facts_and_their_sentences() -> None:
