@@ -29,7 +29,7 @@ RECORDS = [
     json.loads(line)
     for line in (Path(__file__).parents[1] / "data" / "kodcode.jsonl").read_text(encoding="utf-8").splitlines()
 ]
-LIMITS = SandboxConfig(timeout_s=3)
+LIMITS = SandboxConfig(timeout_s=30)  # a busy machine starts a program in seconds
 TESTS = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(-2) == 3\n"
 
 
