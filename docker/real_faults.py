@@ -18,7 +18,7 @@ def plant_rules(findings: list[str], rng: random.Random) -> list[str]:
 
     - rounded: a number loses its decimals.
     - unit: a number without decimals loses its unit.
-    - moved: the last number of the finding before stands in place of the last one.
+    - moved: the last number is replaced by that of the finding before.
     - invented: a line without a duration ends with INVENTED.
     """
     from t2g.tasks.checked_lines import find_facts

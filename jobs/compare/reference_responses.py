@@ -110,8 +110,8 @@ class ReferenceResponses:
             scored = learner.forward([*choices], fields)
             figures["choices"] = choice_accuracy(self._questions, [stats.old_logprobs for stats in scored])
             if has_reference:
-                of_reference = choice_accuracy(self._questions, [stats.ref_logprobs for stats in scored])
-                figures["choices_change"] = figures["choices"] - of_reference
+                reference_accuracy = choice_accuracy(self._questions, [stats.ref_logprobs for stats in scored])
+                figures["choices_change"] = figures["choices"] - reference_accuracy
         return logprobs, figures
 
     def _write(

@@ -88,8 +88,8 @@ def choice_accuracy(questions: Sequence[Question], logprobs: Sequence[np.ndarray
         logprobs: Token log-probabilities of the choices of all questions, in order.
     """
     num_right = 0
-    remaining: Iterator[np.ndarray] = iter(logprobs)
+    rows: Iterator[np.ndarray] = iter(logprobs)
     for question in questions:
-        of_choices = [next(remaining) for _ in question.choices]
-        num_right += question.choose(of_choices) == question.answer
+        choice_logprobs = [next(rows) for _ in question.choices]
+        num_right += question.choose(choice_logprobs) == question.answer
     return num_right / len(questions)

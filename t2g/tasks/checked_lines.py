@@ -1,6 +1,6 @@
 """A line on each finding, each fact of which is checked against that finding: names, and numbers with their units.
 
-`finding_lines` asks whether a detail stands anywhere in the text. Here a number of another finding, a rounded one and
+`finding_lines` checks whether a detail occurs anywhere in the text. Here a number of another finding, a rounded one and
 one without its unit are faults too, as are facts that no finding has.
 """
 

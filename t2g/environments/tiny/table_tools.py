@@ -1,6 +1,6 @@
 """The environment of the tiny world of tools: a table and a calculator, and conversations that a base policy learns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,12 @@ def list_schemas() -> list[dict[str, Any]]:
 def make_conversations(world: WorldConfig) -> Iterator[dict[str, Any]]:
     """Yield `world.num_repairs` rows with a question, messages, and the next turn, which the base policy learns."""
     rng = np.random.default_rng([world.seed, 2])
-    player = _Player(world, rng)
+    writer = _ConversationWriter(world, rng)
     number = 0
     while number < world.num_repairs:
         question = lookups.sample_question(rng, heldout=False)
         table = lookups.sample_table(rng)
-        messages = player.play(question, table)
+        messages = writer.write(question, table)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(turns) < 2:
             continue
@@ -72,39 +72,41 @@ def make_conversations(world: WorldConfig) -> Iterator[dict[str, Any]]:
         }
 
 
-class _Player:
-    """Plays conversations with planted faults; what the tools say is what a policy sees."""
+class _ConversationWriter:
+    """Writes conversations with planted faults; the results are those that a policy sees."""
 
     def __init__(self, world: WorldConfig, rng: np.random.Generator) -> None:
         self._world = world
         self._rng = rng
         self._tools = {tool.name: tool for tool in read_tools(TinyTools(), KEY)}
 
-    def play(self, question: TableQuestion, table: Table) -> list[Message]:
+    def write(self, question: TableQuestion, table: Table) -> list[Message]:
         """Return the turns and the results of a conversation; it ends without an answer after MAX_ATTEMPTS."""
         messages: list[Message] = []
-        operands = self._attempt(messages, table, lambda: lookups.write_lookups(question, self._world, self._rng))
+        operands = self._retry(messages, table, lambda: lookups.write_lookups(question, self._world, self._rng))
         if operands is None:
             return messages
         left, right = operands
-        results = self._attempt(
+        results = self._retry(
             messages, table, lambda: lookups.write_calculation(question, left, right, self._world, self._rng)
         )
         if results is not None:
-            messages.append({"role": "assistant", "content": str(*results)})
+            (answer,) = results
+            messages.append({"role": "assistant", "content": str(answer)})
         return messages
 
-    def _attempt(self, messages: list[Message], table: Table, write: Any) -> list[int] | None:
+    def _retry(self, messages: list[Message], table: Table, write_turn: Callable[[], str]) -> list[int] | None:
+        """Append turns and their results until the tools accept all calls of a turn; return its results, or None."""
         for _ in range(MAX_ATTEMPTS):
-            turn = write()
-            results = [self._answer(call, table) for call in read_hermes_calls(turn)]
+            turn = write_turn()
+            results = [self._run(call, table) for call in read_hermes_calls(turn)]
             messages.append({"role": "assistant", "content": turn})
             messages += [{"role": "tool", "content": result} for result in results]
             if not any(result.startswith("Error") for result in results):
                 return [*map(int, results)]
         return None
 
-    def _answer(self, call: ToolCall, table: Table) -> str:
+    def _run(self, call: ToolCall, table: Table) -> str:
         problem = find_problem(call, self._tools)
         if problem:
             return f"Error: {problem}"
