@@ -57,6 +57,8 @@ class ToolResult:
     status: Literal["ok", "malformed", "failed", "lost"] = "ok"
     characters: tuple[int, int]  # the call
     arguments: dict[str, tuple[int, int]] = field(default_factory=dict)  # each argument by its JSON path
+    # The character where the text of the call ceased to be JSON.
+    error_characters: Annotated[tuple[int, int] | None, Field(exclude_if=lambda place: place is None)] = None
 
     @property
     def is_fault(self) -> bool:

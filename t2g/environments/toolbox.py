@@ -89,6 +89,7 @@ def _make_result(call: ToolCall, tool: Tool | None, status: Any, text: str) -> T
         text=printable(replace_surrogates(text)),
         status=status,
         characters=call.characters,
+        error_characters=call.error_characters,
         arguments=_find_known_arguments(call, tool),
     )
 

@@ -155,6 +155,7 @@ def _make_result(call: ToolCall, text: str) -> ToolResult:
         text=replace_surrogates(text),
         status="failed" if _is_error(text) else "ok",
         characters=call.characters,
+        error_characters=call.error_characters,
         arguments=call.argument_characters,
     )
 

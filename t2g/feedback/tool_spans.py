@@ -1,4 +1,5 @@
-"""Spans of what tools say: an error is about the arguments that it names, else what it quotes, else the whole call.
+"""Spans of what tools say: an error is about the arguments that it names, else what it quotes, else the character where
+the text of the call ceased to be JSON, else the whole call.
 
 call    weather(town="Rom", days="2")
 error   `days` is "2"; it needs to be integer
@@ -6,6 +7,10 @@ span    "2", the value of days
 
 error   there is no tool "wether"; the tools are weather, count
 span    "wether" in the call
+
+call    {"name": "weather" "arguments": {"town": "Rom"}}
+error   the call is no JSON: Expecting ',' delimiter at character 18
+span    the quotation mark before arguments
 """
 
 import json
@@ -36,7 +41,8 @@ def write_results(results: Sequence[ToolResult]) -> Any:
 
 
 def find_tool_spans(results: Sequence[ToolResult], answer: str, critique: str) -> list[Span]:
-    """Return a poor span for each argument that an error names, else for each word that it quotes, else for its call.
+    """Return a poor span for each argument that an error names, else for each word that it quotes, else for the place
+    where the call ceased to be JSON, else for the call.
 
     Args:
         results: The results of the calls in `answer`.
@@ -53,7 +59,10 @@ def find_tool_spans(results: Sequence[ToolResult], answer: str, critique: str) -
         if not result.is_fault:
             continue
         places = find_named_arguments(result, answer) or find_quoted_words(result, answer)
-        for start, end in places or [result.characters]:
+        if not places:
+            # Its start is that of a call without fault: criticized as a whole, it becomes less likely in both.
+            places = [result.error_characters or result.characters]
+        for start, end in places:
             spans.append(Span(start=start, end=end, label=-1, critique_range=critique_range))
     return spans
 

@@ -32,6 +32,7 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
     argument_characters: dict[str, Characters] = field(default_factory=dict)  # by JSON path: "town", "days[0]"
     problem: str = ""  # why it cannot be read, a sentence; it then has no arguments
+    error_characters: Characters | None = None  # the character where the text ceased to be JSON
 
 
 class NamedCall(NamedTuple):
@@ -84,7 +85,8 @@ def read_json_call(text: str, start: int, end: int, *, characters: Characters) -
         values = find_values(text, start)
     except json.JSONDecodeError as error:
         problem = f"the call is no JSON: {error.msg} at character {error.pos}"
-        return ToolCall(characters=characters, problem=problem)
+        error_characters = _find_error_character(start + error.pos, characters)
+        return ToolCall(characters=characters, problem=problem, error_characters=error_characters)
     except (ValueError, RecursionError) as error:
         return ToolCall(characters=characters, problem=f"the call is no JSON: {error!s:.80}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -100,6 +102,12 @@ def read_json_call(text: str, start: int, end: int, *, characters: Characters) -
     prefix = f"{field_name}."
     ranges = {path.removeprefix(prefix): place for path, place in values.items() if path.startswith(prefix)}
     return ToolCall(characters=characters, name=name, arguments=arguments, argument_characters=ranges)
+
+
+def _find_error_character(position: int, characters: Characters) -> Characters:
+    """Return the character at `position`, or the last one of the call, if its text ended too early."""
+    start = min(position, characters[1] - 1)
+    return start, start + 1
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -16,7 +16,13 @@ from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.errors import UserError
 from t2g.feedback.sources.next_message import NextMessageFeedback
 from t2g.feedback.sources.program import ProgramFeedback
-from t2g.feedback.tool_spans import find_named_arguments, find_tool_spans, read_results, write_results
+from t2g.feedback.tool_spans import (
+    TOOL_RESULTS,
+    find_named_arguments,
+    find_tool_spans,
+    read_results,
+    write_results,
+)
 from t2g.loop.sampling import judge_answer
 from t2g.loop.tool_metrics import tool_metrics
 from t2g.text.json_schema import find_violations
@@ -71,6 +77,33 @@ def test_an_error_without_an_argument_is_about_the_words_that_it_quotes(text: st
     result = replace(make_result(text, "malformed", UNKNOWN), arguments={})
     spans = find_tool_spans([result], UNKNOWN, text)
     assert [UNKNOWN[span.start : span.end] for span in spans] == quotes
+
+
+@pytest.mark.parametrize(
+    ("call", "quote"),
+    [
+        ('<tool_call>{"name": "f" "arguments": {}}</tool_call>', '"'),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1 2}}</tool_call>', "2"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "<"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "}"),
+        ('<tool_call>{"name": "f", "argum', '"'),
+    ],
+)
+def test_an_error_of_json_is_about_the_character_where_it_ceases_to_be_json(call: str, quote: str) -> None:
+    """What precedes it is as in a call without fault. A conversation keeps the place in its results."""
+    answer = f"Let me see. {call}"
+    (read,) = read_hermes_calls(answer)
+    error = f"Error: {read.problem}"
+    result = ToolResult(
+        tool="", text=error, status="malformed", characters=read.characters, error_characters=read.error_characters
+    )
+    (result_again,) = read_results({TOOL_RESULTS: write_results([result])})
+    (span,) = find_tool_spans([result_again], answer, error)
+    assert answer[span.start : span.end] == quote
+    json_text = call.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads(json_text)
+    assert span.start == answer.index("{") + caught.value.pos
 
 
 def test_an_error_about_a_line_of_code_is_about_that_line() -> None:
