@@ -3,7 +3,8 @@
     t2g push runs/my-run OWNER/NAME               # merged; --dry-run lists the files and sends nothing
     t2g push runs/my-run OWNER/NAME --adapter     # only the adapter of a run with learner.lora or sft.lora
 
-The token is that of HF_TOKEN, or of `hf auth login`. All files appear at once, in one commit.
+The token is that of HF_TOKEN, or of `hf auth login`. All files appear at once, in one commit,
+which deletes files of an earlier push that the new one does not have.
 """
 
 import argparse

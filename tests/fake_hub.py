@@ -18,13 +18,28 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwx"
 INLINE_BYTES = 100_000
 
 
+def hash_blob(content: bytes) -> str:
+    """Return git's hash of a file."""
+    return hashlib.sha1(b"blob %d\0%s" % (len(content), content), usedforsecurity=False).hexdigest()
+
+
 @dataclass
 class Repository:
     """The files of a repository by path."""
 
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)  # by path: the message of the last commit that changed it
     num_commits: int = 0
+
+    def list_tree(self) -> list[dict[str, Any]]:
+        """Return the files with their last commits."""
+        entries = []
+        for path, content in self.files.items():
+            commit = {"id": "0" * 40, "title": self.titles.get(path, "By hand"), "date": "2026-11-27T00:00:00.000Z"}
+            oid = hash_blob(content)
+            entries.append({"type": "file", "path": path, "size": len(content), "oid": oid, "lastCommit": commit})
+        return entries
 
     def write(self, folder: Path) -> Path:
         """Write the files, as a client that downloads them."""
@@ -65,7 +80,9 @@ class FakeHub:
         if repository is None:
             return 404, {"error": "Repository not found"}
         if rest and rest[0] == "preupload":
-            return 200, {"files": [self._mode(file) for file in json.loads(body)["files"]]}
+            return 200, {"files": [self._mode(file, repository) for file in json.loads(body)["files"]]}
+        if rest and rest[0] == "tree":
+            return 200, repository.list_tree()
         if rest and rest[0] == "commit":
             return 200, self._commit(f"{owner}/{name}", repository, body)
         return 200, {"id": f"{owner}/{name}", "private": repository.private, "sha": "0" * 40, "siblings": []}
@@ -82,18 +99,28 @@ class FakeHub:
     def _upload(self, entry: dict[str, Any]) -> dict[str, Any]:
         return entry | {"actions": {"upload": {"href": f"{self.url}/lfs/{entry['oid']}"}}}
 
-    def _mode(self, file: dict[str, Any]) -> dict[str, Any]:
+    def _mode(self, file: dict[str, Any], repository: Repository) -> dict[str, Any]:
         mode = "lfs" if file["size"] > INLINE_BYTES else "regular"
-        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
+        values = {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
+        content = repository.files.get(file["path"])
+        if content is not None:
+            values["oid"] = hashlib.sha256(content).hexdigest() if mode == "lfs" else hash_blob(content)
+        return values
 
     def _commit(self, name: str, repository: Repository, body: bytes) -> dict[str, Any]:
-        for line in body.splitlines():
-            entry = json.loads(line)
+        entries = [json.loads(line) for line in body.splitlines()]
+        title = next(entry["value"]["summary"] for entry in entries if entry["key"] == "header")
+        for entry in entries:
+            if entry["key"] == "header":
+                continue
             value = entry["value"]
-            if entry["key"] == "file":
-                repository.files[value["path"]] = base64.b64decode(value["content"])
-            if entry["key"] == "lfsFile":
-                repository.files[value["path"]] = self.objects[value["oid"]]
+            path = value["path"]
+            if entry["key"] == "deletedFile":
+                del repository.files[path]
+                continue
+            is_inline = entry["key"] == "file"
+            repository.files[path] = base64.b64decode(value["content"]) if is_inline else self.objects[value["oid"]]
+            repository.titles[path] = title
         repository.num_commits += 1
         oid = f"{repository.num_commits:040d}"
         return {"success": True, "commitOid": oid, "commitUrl": f"{self.url}/{name}/commit/{oid}"}

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx2
-from huggingface_hub import HfApi, constants, get_token, set_client_factory
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
 
@@ -16,6 +17,7 @@ from t2g.errors import UserError
 
 TIMEOUT_S = 120.0  # limit for one connection, one answer, and one piece of a file
 DENIED = (401, 403)
+COMMIT_MESSAGE = "Push a model trained by t2g"  # also the mark of files that a later push may delete
 NO_TOKEN = "no token for the hub: set HF_TOKEN, or log in by `hf auth login`"
 
 
@@ -56,7 +58,10 @@ class Hub:
         return cls(HfApi(endpoint=url, library_name="t2g"))
 
     def push(self, folder: Path, repository: str, *, is_public: bool) -> str:
-        """Create the repository unless it exists, and add the files in one commit; return the commit's address.
+        """Create the repository unless it exists, and push the files in one commit; return the commit's address.
+
+        The commit deletes files of an earlier push that `folder` does not have. Files that others have added or
+        changed since are kept.
 
         Raises:
             UserError: The hub does not answer or refuses, or the repository's visibility is not `is_public`.
@@ -68,10 +73,23 @@ class Hub:
                 raise UserError(f"{repository} is public: give --public, or name another repository")
             if info.private and is_public:
                 raise UserError(f"{repository} is private: leave out --public, or make it public on the hub")
-            commit = self._api.upload_folder(
-                repo_id=repository, folder_path=folder, commit_message="Push a model trained by t2g"
-            )
+            files = sorted(folder.iterdir())
+            additions = [CommitOperationAdd(file.name, file) for file in files]
+            pushed = {file.name for file in files}
+            stale = sorted(self._list_own_files(repository) - pushed)
+            deletions = [CommitOperationDelete(name, is_folder=False) for name in stale]
+            # `upload_folder` makes several commits if a push takes minutes.
+            commit = self._api.create_commit(repository, [*deletions, *additions], commit_message=COMMIT_MESSAGE)
             return str(commit.commit_url)
+
+    def _list_own_files(self, repository: str) -> set[str]:
+        """Return the files whose last change is a push of this program."""
+        names = set[str]()
+        for entry in self._api.list_repo_tree(repository, expand=True):
+            is_file = isinstance(entry, RepoFile)
+            if is_file and entry.last_commit is not None and entry.last_commit.title.startswith(COMMIT_MESSAGE):
+                names.add(entry.path)
+        return names
 
     @contextmanager
     def _errors(self, repository: str) -> Iterator[None]:

@@ -94,6 +94,25 @@ def test_an_adapter_is_pushed_with_the_name_of_its_base(run: Path, hub: FakeHub,
     torch.testing.assert_close(logits(run.parent / "base", clone), logits(run / "model"))
 
 
+def test_a_push_deletes_the_files_of_the_last_one_and_no_file_of_others(run: Path, hub: FakeHub) -> None:
+    assert call(push, run, "ann/own", "--adapter", "--base", "ann/base", "--hub-url", hub.url) == 0
+    repository = hub.repositories["ann/own"]
+    by_hand = {".gitattributes": b"*.safetensors lfs", "adapter.json": b"{}", "notes/results.json": b"{}"}
+    repository.files.update(by_hand)
+    shard = "model-00002-of-00002.safetensors"
+    repository.files[shard] = b"weights"
+    repository.titles[shard] = repository.titles["adapter_config.json"]
+    assert call(push, run, "ann/own", "--hub-url", hub.url) == 0
+    merged = {file.name for file in (run / "model").iterdir() if file.is_file()} - {"identity.json"}
+    assert repository.files.keys() == merged | by_hand.keys()
+    assert repository.num_commits == 2
+    adapter = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    repository.titles["config.json"] = "Correct the config"
+    assert call(push, run, "ann/own", "--adapter", "--base", "ann/base", "--hub-url", hub.url) == 0
+    assert repository.files.keys() == adapter | by_hand.keys() | {"config.json"}
+    assert repository.num_commits == 3
+
+
 def test_a_public_repository_needs_the_word(run: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.repositories["ann/seen"] = Repository(private=False)
     assert call(push, run, "ann/seen", "--hub-url", hub.url) == 2
