@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token, set_client_factory
@@ -18,6 +19,7 @@ from t2g.errors import UserError
 TIMEOUT_S = 120.0  # limit for one connection, one answer, and one piece of a file
 DENIED = (401, 403)
 COMMIT_MESSAGE = "Push a model trained by t2g"  # also the mark of files that a later push may delete
+LOCAL = ("localhost", "127.0.0.1", "::1")
 NO_TOKEN = "no token for the hub: set HF_TOKEN, or log in by `hf auth login`"
 
 
@@ -36,6 +38,16 @@ def names_repository(name: str) -> bool:
     return name.count("/") == 1
 
 
+def check_encryption(url: str) -> None:
+    """Check that a token can be sent to `url`. Raises UserError for http:// to another machine."""
+    try:
+        address = urlsplit(url)
+    except ValueError as error:
+        raise UserError(f"the hub's address is none ({error}); it needs the form https://HOST") from None
+    if address.scheme == "http" and address.hostname not in LOCAL:
+        raise UserError(f"the hub {address.hostname} would receive the token unencrypted: use https:// in its address")
+
+
 class Hub:
     """The models of one hub."""
 
@@ -48,14 +60,16 @@ class Hub:
         """Return the hub at `url`, or if None that of HF_ENDPOINT, else huggingface.co.
 
         Raises:
-            UserError: There is no token.
+            UserError: There is no token, or the hub would receive it unencrypted.
         """
         if not get_token():
             raise UserError(NO_TOKEN)
         set_client_factory(_make_client)
         if url is not None:
             constants.HF_HUB_DISABLE_XET = True  # its faster protocol is of huggingface.co
-        return cls(HfApi(endpoint=url, library_name="t2g"))
+        api = HfApi(endpoint=url, library_name="t2g")
+        check_encryption(api.endpoint)
+        return cls(api)
 
     def push(self, folder: Path, repository: str, *, is_public: bool) -> str:
         """Create the repository unless it exists, and push the files in one commit; return the commit's address.

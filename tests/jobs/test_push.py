@@ -15,6 +15,7 @@ from fake_hub import TOKEN, FakeHub, Repository, fake_hub
 from models import random_model
 
 from jobs import export_model, push
+from jobs.common.hub import check_encryption
 from t2g.config import SFTJob, loading
 from t2g.report.model_card import write_model_card
 
@@ -181,6 +182,21 @@ def test_what_cannot_be_pushed_is_a_sentence(
     monkeypatch.setenv("HF_TOKEN", "hf_wrongwrongwrongwrongwrong")
     refused = error(run, "ann/own")
     assert "refuses the token (401)" in refused and "hf_wrong" not in refused
+
+
+@pytest.mark.parametrize("url", ["http://hub.invalid", "HTTP://10.0.0.9:80/", "http://127.0.0.1.hub.invalid"])
+def test_a_token_is_not_sent_to_another_machine_unencrypted(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert call(push, run, "ann/own", "--hub-url", url) == 2
+    error = capsys.readouterr().err
+    assert "would receive the token unencrypted" in error and TOKEN not in error
+
+
+@pytest.mark.parametrize("url", ["https://hub.invalid", "http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1"])
+def test_a_token_may_be_sent_encrypted_or_to_this_machine(url: str) -> None:
+    check_encryption(url)
 
 
 def test_a_hub_that_is_not_there_and_a_missing_token_are_sentences(run: Path, tmp_path: Path) -> None:
