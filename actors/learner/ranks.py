@@ -12,18 +12,20 @@ from actors.cluster.kept_placements import KeptPlacements
 from t2g.config import RoleConfig
 from t2g.errors import LearnerLost, RunStopped
 
-OWN_PAGES_BYTES = 2**20  # matrices of a model of 135 M parameters have 1.3 MB and more
+OWN_PAGES_BYTES = 8 * 2**20  # attention weights and logits; the system zeroes such pages at each allocation
+KEPT_BYTES = 256 * 2**20  # of freed smaller arrays, which the next microbatch allocates again
 
 
 def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[str, str]:
     """Return the environment of a rank.
 
     On a GPU, expandable segments, since rows have many lengths. With uses_cuda_ipc an engine maps the rank's memory,
-    which expandable segments do not always allow. On a CPU, large arrays have pages of their own, which are returned
-    when they are freed: otherwise glibc keeps holes between others.
+    which expandable segments do not always allow. On a CPU, the largest arrays have pages of their own, which are
+    returned when they are freed: otherwise glibc keeps holes between others. If smaller arrays had them too, an update
+    would take up to twice as long.
     """
     if not role.gpus:
-        return {"MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES_BYTES)}
+        return {"MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES_BYTES), "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES)}
     if uses_cuda_ipc:
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -61,15 +61,14 @@ def policy_job(tmp_path: Path, shape: ModelShape, *overrides: str) -> PolicyJob:
     return loading.load(PolicyJob, starter, [f"model.policy={model}", f"run.root={tmp_path}", *overrides])
 
 
-# Peaks of ranks, GiB, on two AMD EPYC cores on 26 November 2026: the first of the starter's run with SmolLM2-135M
-# (learner/peak_memory_gib), the others by rank_memory.py.
+# Peaks of ranks, GiB, on two AMD EPYC cores on 27 November 2026, by rank_memory.py.
 @pytest.mark.parametrize(
     ("name", "options", "row", "peak"),
     [
-        ("135M", {"tokens_per_microbatch": 512, "lora": {"r": 16}}, 512, 2.88),
-        ("135M", {"tokens_per_microbatch": 512}, 512, 5.03),
-        ("44M", {"tokens_per_microbatch": 2048}, 512, 3.23),
-        ("44M", {"tokens_per_microbatch": 1024, "gradient_checkpointing": True}, 256, 2.25),
+        ("135M", {"tokens_per_microbatch": 512, "lora": {"r": 16}}, 512, 3.41),
+        ("135M", {"tokens_per_microbatch": 512}, 512, 5.75),
+        ("44M", {"tokens_per_microbatch": 2048}, 512, 3.88),
+        ("44M", {"tokens_per_microbatch": 1024, "gradient_checkpointing": True}, 256, 2.67),
     ],
 )
 def test_the_estimate_is_within_a_quarter_of_a_real_ranks_peak(
