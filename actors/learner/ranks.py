@@ -13,7 +13,7 @@ from t2g.config import RoleConfig
 from t2g.errors import LearnerLost, RunStopped
 
 OWN_PAGES_BYTES = 8 * 2**20  # attention weights and logits; the system zeroes such pages at each allocation
-KEPT_BYTES = 256 * 2**20  # of freed smaller arrays, which the next microbatch allocates again
+FREE_HEAP_BYTES = 256 * 2**20  # memory of freed smaller arrays stays, for the next microbatch
 
 
 def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[str, str]:
@@ -25,7 +25,7 @@ def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[s
     would take up to twice as long.
     """
     if not role.gpus:
-        return {"MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES_BYTES), "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES)}
+        return {"MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES_BYTES), "MALLOC_TRIM_THRESHOLD_": str(FREE_HEAP_BYTES)}
     if uses_cuda_ipc:
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
