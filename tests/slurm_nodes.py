@@ -46,7 +46,8 @@ def run_program(connection: socket.socket) -> None:
         threading.Thread(target=end_with_client, daemon=True).start()
         code = process.wait()
         with suppress(OSError):
-            connection.sendall(EXIT_MARK + str(code).encode())
+            # Processes that it has left may still write: the code has a line of its own.
+            connection.sendall(b"%s%d\n" % (EXIT_MARK, code))
 
 
 # --------------------------------------------------------------------------------------------------------------- srun
