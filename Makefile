@@ -8,6 +8,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 CODE := actors docker jobs t2g tests
 RUFF := $(RUN) ruff check --config pyproject.toml $(CODE) && $(RUN) ruff format --check --config pyproject.toml $(CODE)
 LIGHT := $(RUFF) && $(RUN) lint-imports && $(RUN) pyrefly check -c pyproject.toml --progress-bar no
+INSTALL := .venv/bin/uv pip install --quiet --python .venv/bin/python --require-hashes --requirement
 PYTEST := $(RUN) python -m pytest -c pyproject.toml --confcutdir=tests
 # One process a file, so that the fixtures of a module run once. The longest files first: so all end together.
 UNIT := $(PYTEST) tests --ignore=tests/integration --ignore=tests/hosts -n 3 --dist loadfile
@@ -95,7 +96,7 @@ docs: setup
 	@$(RUN) PYTHONPATH=. python tests/make_metrics_reference.py
 
 docs-site: setup
-	@.venv/bin/uv pip install --quiet --python .venv/bin/python --require-hashes --requirement docker/constraints-docs.txt
+	@$(INSTALL) docker/constraints-docs.txt
 	@$(RUN) NO_MKDOCS_2_WARNING=1 python docker/docs_site.py build/site
 
 test: setup
@@ -104,6 +105,7 @@ test: setup
 	@$(REAL) -m "not slow" $(ARGS)
 
 test-all: test
+	@$(INSTALL) docker/constraints-notebook.txt
 	@$(UNIT) -m slow $(ARGS)
 	@$(PYTEST) tests/integration -m slow $(ARGS)
 	@$(PYTEST) tests/hosts -m slow $(ARGS)

@@ -57,7 +57,7 @@ class ToolResult:
     status: Literal["ok", "malformed", "failed", "lost"] = "ok"
     characters: tuple[int, int]  # the call
     arguments: dict[str, tuple[int, int]] = field(default_factory=dict)  # each argument by its JSON path
-    # The character where the text of the call ceased to be JSON.
+    # The part of an unreadable call that its problem is about: the character where its text ceased to be JSON.
     error_characters: Annotated[tuple[int, int] | None, Field(exclude_if=lambda place: place is None)] = None
 
     @property

@@ -1,5 +1,6 @@
 """A client of the Hugging Face hub that creates a repository and pushes a folder. Each request has a deadline."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,10 @@ from t2g.errors import UserError
 
 TIMEOUT_S = 120.0  # limit for one connection, one answer, and one piece of a file
 DENIED = (401, 403)
-COMMIT_MESSAGE = "Push a model trained by t2g"  # also the mark of files that a later push may delete
+COMMIT_MESSAGE = "Push a model trained by t2g"
+# Titles of commits whose files a later push may delete; huggingface_hub numbers the parts of a long upload.
+OWN_COMMIT = re.compile(rf"{COMMIT_MESSAGE}( \(part \d+\))?")
+OF_THE_HUB = (".gitattributes",)  # the hub itself may change it in a commit of ours
 LOCAL = ("localhost", "127.0.0.1", "::1")
 NO_TOKEN = "no token for the hub: set HF_TOKEN, or log in by `hf auth login`"
 
@@ -43,7 +47,7 @@ def check_encryption(url: str) -> None:
     try:
         address = urlsplit(url)
     except ValueError as error:
-        raise UserError(f"the hub's address is none ({error}); it needs the form https://HOST") from None
+        raise UserError(f"the hub's address is no URL ({error}); it needs the form https://HOST") from None
     if address.scheme == "http" and address.hostname not in LOCAL:
         raise UserError(f"the hub {address.hostname} would receive the token unencrypted: use https:// in its address")
 
@@ -74,8 +78,7 @@ class Hub:
     def push(self, folder: Path, repository: str, *, is_public: bool) -> str:
         """Create the repository unless it exists, and push the files in one commit; return the commit's address.
 
-        The commit deletes files of an earlier push that `folder` does not have. Files that others have added or
-        changed since are kept.
+        The commit deletes files of an earlier push that `folder` does not have, unless others have changed them since.
 
         Raises:
             UserError: The hub does not answer or refuses, or the repository's visibility is not `is_public`.
@@ -93,6 +96,8 @@ class Hub:
             stale = sorted(self._list_own_files(repository) - pushed)
             deletions = [CommitOperationDelete(name, is_folder=False) for name in stale]
             # `upload_folder` makes several commits if a push takes minutes.
+            for name in stale:
+                print(f"  {name}  deleted, of an earlier push")
             commit = self._api.create_commit(repository, [*deletions, *additions], commit_message=COMMIT_MESSAGE)
             return str(commit.commit_url)
 
@@ -100,8 +105,9 @@ class Hub:
         """Return the files whose last change is a push of this program."""
         names = set[str]()
         for entry in self._api.list_repo_tree(repository, expand=True):
-            is_file = isinstance(entry, RepoFile)
-            if is_file and entry.last_commit is not None and entry.last_commit.title.startswith(COMMIT_MESSAGE):
+            if not isinstance(entry, RepoFile) or entry.last_commit is None or entry.path in OF_THE_HUB:
+                continue
+            if OWN_COMMIT.fullmatch(entry.last_commit.title):
                 names.add(entry.path)
         return names
 

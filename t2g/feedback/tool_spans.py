@@ -9,7 +9,7 @@ error   there is no tool "wether"; the tools are weather, count
 span    "wether" in the call
 
 call    {"name": "weather" "arguments": {"town": "Rom"}}
-error   the call is no JSON: Expecting ',' delimiter at character 18
+error   the call is no JSON: Expecting ',' delimiter at character 19
 span    the quotation mark before arguments
 """
 
@@ -41,8 +41,8 @@ def write_results(results: Sequence[ToolResult]) -> Any:
 
 
 def find_tool_spans(results: Sequence[ToolResult], answer: str, critique: str) -> list[Span]:
-    """Return a poor span for each argument that an error names, else for each word that it quotes, else for the place
-    where the call ceased to be JSON, else for the call.
+    """Return a poor span for each argument that an error names, else for each word that it quotes, else for the
+    character where the call ceased to be JSON, else for the call.
 
     Args:
         results: The results of the calls in `answer`.
@@ -60,7 +60,7 @@ def find_tool_spans(results: Sequence[ToolResult], answer: str, critique: str) -
             continue
         places = find_named_arguments(result, answer) or find_quoted_words(result, answer)
         if not places:
-            # Its start is that of a call without fault: criticized as a whole, it becomes less likely in both.
+            # Valid calls have the same first tokens: a critique of all tokens would make valid calls less likely.
             places = [result.error_characters or result.characters]
         for start, end in places:
             spans.append(Span(start=start, end=end, label=-1, critique_range=critique_range))

@@ -18,7 +18,7 @@ from t2g.resources.model_shape import ModelShape
 
 PROCESS_BYTES = 0.6 * GIB  # a rank without a model: Python, torch, DeepSpeed, Ray
 ENGINE_PROCESS_BYTES = 2.0 * GIB  # a worker and its engine core without weights and KV cache; 0.7 shared with others
-HEAP_SHARE = 1.25  # memory of activations and gradients with the holes between them, see `rank_environment`
+HEAP_FACTOR = 1.25  # bytes of the heap for each byte of the arrays in it, see `rank_environment`
 STEP_COPIES = 3  # arrays of the size of a group within AdamW's step: a gradient and two temporaries
 # On a CPU, transformers' eager attention is faster than sdpa for rows of 250 tokens, and slower for 650. Supervised
 # training takes sdpa for longer rows, which saves no attention weights.
@@ -32,7 +32,7 @@ def rank_bytes(
 
     N parameters, n of them trained, R ranks, b bytes per weight (`itemsize`). Float32 models have a float32 copy of
     trained weights, too: weights b N / R; gradients 4 n / R; AdamW's two moments and the copy 12 n / R. The arrays of a
-    backward pass take HEAP_SHARE of their size.
+    backward pass take HEAP_FACTOR times their size.
 
     Args:
         tokens: Of a microbatch.
@@ -54,7 +54,7 @@ def rank_bytes(
         "weights": itemsize * numel / ranks,
         "gradients": 4 * trained / ranks,
         "optimizer": 12 * trained / ranks,
-        "work": max(HEAP_SHARE * backward, STEP_COPIES * 4 * group),
+        "work": max(HEAP_FACTOR * backward, STEP_COPIES * 4 * group),
     }
 
 

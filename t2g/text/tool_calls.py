@@ -32,7 +32,7 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
     argument_characters: dict[str, Characters] = field(default_factory=dict)  # by JSON path: "town", "days[0]"
     problem: str = ""  # why it cannot be read, a sentence; it then has no arguments
-    error_characters: Characters | None = None  # the character where the text ceased to be JSON
+    error_characters: Characters | None = None  # the part of the call that the problem is about, if one is known
 
 
 class NamedCall(NamedTuple):
@@ -85,7 +85,7 @@ def read_json_call(text: str, start: int, end: int, *, characters: Characters) -
         values = find_values(text, start)
     except json.JSONDecodeError as error:
         problem = f"the call is no JSON: {error.msg} at character {error.pos}"
-        error_characters = _find_error_character(start + error.pos, characters)
+        error_characters = _find_error_character(error, start, end, characters)
         return ToolCall(characters=characters, problem=problem, error_characters=error_characters)
     except (ValueError, RecursionError) as error:
         return ToolCall(characters=characters, problem=f"the call is no JSON: {error!s:.80}")
@@ -98,16 +98,25 @@ def read_json_call(text: str, start: int, end: int, *, characters: Characters) -
     arguments = call.get(field_name, {})
     if not isinstance(arguments, dict):
         problem = f"the arguments are {shorten_value(arguments)}; they need to be an object"
-        return ToolCall(characters=characters, name=name, problem=problem)
+        error_characters = values.get(field_name)
+        return ToolCall(characters=characters, name=name, problem=problem, error_characters=error_characters)
     prefix = f"{field_name}."
     ranges = {path.removeprefix(prefix): place for path, place in values.items() if path.startswith(prefix)}
     return ToolCall(characters=characters, name=name, arguments=arguments, argument_characters=ranges)
 
 
-def _find_error_character(position: int, characters: Characters) -> Characters:
-    """Return the character at `position`, or the last one of the call, if its text ended too early."""
-    start = min(position, characters[1] - 1)
-    return start, start + 1
+def _find_error_character(
+    error: json.JSONDecodeError, start: int, end: int, characters: Characters
+) -> Characters | None:
+    """Return the character where text[start:end] ceased to be JSON, or the last one of a call that ended too early."""
+    # An error about a string without an end has the position of its start, which is valid JSON.
+    is_unterminated = error.msg.startswith("Unterminated string")
+    position = end if is_unterminated else start + error.pos
+    first, last = characters
+    if first == last:
+        return None
+    position = min(position, last - 1)
+    return position, position + 1
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from jobs.train_policy.policy_data import check_spans
 from t2g.config import PolicyJob
 from t2g.data.buffer import Group, read_groups, write_groups
+from t2g.environments.toolbox import ToolBox
 from t2g.errors import UserError
 from t2g.feedback.sources.next_message import NextMessageFeedback
 from t2g.feedback.sources.program import ProgramFeedback
+from t2g.feedback.sources.user_function import UserFunction
 from t2g.feedback.tool_spans import (
     TOOL_RESULTS,
     find_named_arguments,
@@ -26,7 +28,7 @@ from t2g.feedback.tool_spans import (
 from t2g.loop.sampling import judge_answer
 from t2g.loop.tool_metrics import tool_metrics
 from t2g.text.json_schema import find_violations
-from t2g.text.tool_calls import read_hermes_calls
+from t2g.text.tool_calls import read_hermes_calls, read_llama3_calls
 from t2g.types import PolicyTurn, Prompt, Rollout, ToolResult
 
 CALL = '<tool_call>{"name": "f", "arguments": {"town": "Oslo", "days": 2, "filter": {"min": "Oslo"}}}</tool_call>'
@@ -80,30 +82,29 @@ def test_an_error_without_an_argument_is_about_the_words_that_it_quotes(text: st
 
 
 @pytest.mark.parametrize(
-    ("call", "quote"),
+    "marked",
     [
-        ('<tool_call>{"name": "f" "arguments": {}}</tool_call>', '"'),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1 2}}</tool_call>', "2"),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "<"),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "}"),
-        ('<tool_call>{"name": "f", "argum', '"'),
+        '<tool_call>{"name": "f" ^"^arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1 ^2^}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}^<^/tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}^}^</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1^}^',
+        '<tool_call>{"name": "f", "argu^m^',
+        '<tool_call>{"name": "f", "arguments": {"a": "2 * 3}}^<^/tool_call>',
+        '<tool_call>{"name": "f", "arguments": ^"a: 1"^}</tool_call>',
+        '{"name": "f", "parameters": {"a": 1^}^',
     ],
 )
-def test_an_error_of_json_is_about_the_character_where_it_ceases_to_be_json(call: str, quote: str) -> None:
-    """What precedes it is as in a call without fault. A conversation keeps the place in its results."""
-    answer = f"Let me see. {call}"
-    (read,) = read_hermes_calls(answer)
-    error = f"Error: {read.problem}"
-    result = ToolResult(
-        tool="", text=error, status="malformed", characters=read.characters, error_characters=read.error_characters
-    )
-    (result_again,) = read_results({TOOL_RESULTS: write_results([result])})
-    (span,) = find_tool_spans([result_again], answer, error)
-    assert answer[span.start : span.end] == quote
-    json_text = call.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    with pytest.raises(json.JSONDecodeError) as caught:
-        json.loads(json_text)
-    assert span.start == answer.index("{") + caught.value.pos
+def test_an_error_of_json_is_about_the_character_where_it_ceases_to_be_json(marked: str) -> None:
+    """What precedes the marked span is as in a valid call; of a call that ends too early, it is the last character."""
+    before, quote, after = marked.split("^")
+    answer = before + quote + after
+    read = read_hermes_calls if answer.startswith("<") else read_llama3_calls
+    no_tools = ToolBox((), make_function=UserFunction, max_calls=1)
+    results = asyncio.run(no_tools.call(Prompt(prompt_id="p", task="tiny_tools", prompt_text=""), read(answer)))
+    stored_results = read_results({TOOL_RESULTS: write_results(results)})
+    (span,) = find_tool_spans(stored_results, answer, stored_results[0].text)
+    assert (span.start, span.end) == (len(before), len(before) + len(quote))
 
 
 def test_an_error_about_a_line_of_code_is_about_that_line() -> None:

@@ -102,7 +102,10 @@ def test_a_push_deletes_the_files_of_the_last_one_and_no_file_of_others(run: Pat
     repository.files.update(by_hand)
     shard = "model-00002-of-00002.safetensors"
     repository.files[shard] = b"weights"
-    repository.titles[shard] = repository.titles["adapter_config.json"]
+    title = repository.titles["adapter_config.json"]
+    repository.titles[shard] = f"{title} (part 2)"
+    repository.titles[".gitattributes"] = title  # the hub adds patterns to it in a commit of ours
+    repository.titles["adapter.json"] = f"{title}, corrected"
     assert call(push, run, "ann/own", "--hub-url", hub.url) == 0
     merged = {file.name for file in (run / "model").iterdir() if file.is_file()} - {"identity.json"}
     assert repository.files.keys() == merged | by_hand.keys()

@@ -111,7 +111,10 @@ def test_a_call_that_is_cut_and_texts_without_calls() -> None:
 )
 def test_no_text_raises(text: str, read: Any) -> None:
     for call in read(text) + read("<tool_call>" + text) + read("{" + text):
-        assert call.characters[0] < call.characters[1]
+        start, end = call.characters
+        assert start < end
+        first, last = call.error_characters or call.characters
+        assert start <= first < last <= end
 
 
 def test_calls_of_other_forms_are_located_by_their_names() -> None:
