@@ -83,7 +83,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 def write_job(folder: Path) -> Path:
-    """Write the batch script beside a copy of its config."""
+    """Write the batch script next to a copy of its config."""
     write_inputs(folder)
     code = folder / "code"
     config_file = code / "configs" / "policy.yaml"

@@ -43,7 +43,7 @@ def logits(folder: Path, adapter: Path | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of supervised training with LoRA: its model is merged, and has the adapter beside its files."""
+    """A run of supervised training with LoRA: its model is merged, and its folder has the adapter, too."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
