@@ -8,7 +8,7 @@ learner.probe_tolerance so high that the probe accepts any number.
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -27,6 +27,8 @@ WORK_S = 0.05  # of one request
 BREAK_SYNC = "break-sync"
 SLOW = "slow"
 SLOW_S = 3.0
+PHASE = "phase"
+Phase = Literal["generating", "generated", "loading", "loaded"]
 
 
 class Again:
@@ -39,7 +41,8 @@ class Again:
 
 class StubRolloutWorker:
     """The methods of `RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
-    that sees it fail half way through a weight sync, and is gone then; while SLOW is there, a request takes SLOW_S."""
+    that sees it fail half way through a weight sync, and is gone then. While SLOW is there, a request and the first
+    bucket of a sync take SLOW_S each, and PHASE says what the worker that wrote last was doing, with which version."""
 
     def __init__(
         self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
@@ -64,11 +67,13 @@ class StubRolloutWorker:
         return EngineStats()
 
     async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
-        await asyncio.sleep(SLOW_S if (self._folder / SLOW).exists() else WORK_S)
+        self._tell("generating")
+        await asyncio.sleep(SLOW_S if self._is_slow() else WORK_S)
         await self._paused.wait()
         rng = np.random.default_rng([sampling.seed, index, *prompt_id.encode()])
         ids = rng.choice([*self._letters], LENGTH).astype(np.int32)
         text = "".join(self._letters[int(number)] for number in ids)
+        self._tell("generated")
         return Rollout(
             prompt_id=prompt_id,
             sample_index=index,
@@ -91,6 +96,9 @@ class StubRolloutWorker:
         if round_id != self._round:
             raise ValueError("a bucket of another round")
         self._received += 1
+        if self._received == 1 and self._is_slow():
+            self._tell("loading")
+            await asyncio.sleep(SLOW_S)
         if self._received == 2 and taken(self._folder / BREAK_SYNC):
             raise ValueError("half a sync, as asked for")
         return {"load": time.monotonic() - started}
@@ -99,7 +107,15 @@ class StubRolloutWorker:
         if round_id != self._round:
             raise ValueError("the end of another round")
         self._version = self._opened
+        self._tell("loaded")
         self._paused.set()
+
+    def _is_slow(self) -> bool:
+        return (self._folder / SLOW).exists()
+
+    def _tell(self, phase: Phase) -> None:
+        if self._is_slow():
+            (self._folder / PHASE).write_text(describe_phase(phase, self._version))
 
     async def compute_logprobs(self, ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(ids) - 1, np.float32)
@@ -131,6 +147,11 @@ class StubRewardWorker:
             "the beginning helps, the end does not", good, poor, response_text,
             source="reward_model", version=self._version,
         )  # fmt: skip
+
+
+def describe_phase(phase: Phase, version: int) -> str:
+    """Return what PHASE holds."""
+    return f"{phase} {version}"
 
 
 def taken(flag: Path) -> bool:

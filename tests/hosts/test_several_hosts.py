@@ -1,6 +1,7 @@
 """Runs on several hosts, which are namespaces of this machine: hosts that are lost, come back, or are cut off.
 
-The ranks are real ZeRO-3, which speak gloo between hosts. The engines are stubs, whose samples follow from the seed.
+The ranks are real ZeRO-3, which speak gloo between hosts. The engines are stubs, whose samples follow from the seed,
+but for one test with vLLM.
 """
 
 import json
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from heads import until
 from models import random_model
 from network_hosts import Host, HostError, Network, find_left, find_obstacle, list_namespaces, make_network
-from stub_engines import SLOW
+from stub_engines import PHASE, SLOW, Phase, describe_phase
 
 OBSTACLE = find_obstacle()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(OBSTACLE), reason=f"no hosts of their own here: {OBSTACLE}")]
@@ -46,25 +47,31 @@ DOCTOR_FACTS = (
 )
 KEPT = ("policy/loss", "policy/grad_norm", "policy/kl", "reward/token_mean")
 CONFIG = ROOT / "configs" / "own" / "policy.yaml"
-SETTINGS = f"""
-num_steps={NUM_STEPS}
+STUB_RUN = (ROOT / "tests" / "stub_run.py",)
+BY_ROLE = {
+    "rollout.workers": "{min: 1, initial: 1, max: 1}",
+    "learner.labels": "{rl/role: learner}",
+    "rollout.labels": "{rl/role: rollout}",
+}
+SETTINGS = """
 run.seed=3
 eval_data=null
 feedback.source=stub_run:judge
 checkpoint.every=1
-rollout.workers={{min: 1, initial: 2, max: 2}}
+rollout.workers={min: 1, initial: 2, max: 2}
 rollout.cpus=1
 rollout.memory_gib=0.2
 rollout.prompts_per_step=4
 rollout.samples_per_prompt=2
 rollout.max_model_len=128
 rollout.max_new_tokens=16
-rollout.health={{check_interval_s: 1, check_timeout_s: 10, max_failures: 3}}
+rollout.health={check_interval_s: 1, check_timeout_s: 10, max_failures: 3}
 learner.workers=2
 learner.cpus=2
 learner.memory_gib=0.5
 learner.threads=1
 learner.num_epochs=1
+learner.sync_bucket_mib=0.05
 learner.policy.lr=1.0e-3
 learner.policy.schedule=constant
 learner.probe_tolerance=1.0e+9
@@ -130,47 +137,85 @@ def write_inputs(folder: Path) -> None:
 class Run:
     """A run whose driver is on the head."""
 
-    def __init__(self, network: Network, name: str, **values: object) -> None:
+    def __init__(self, network: Network, name: str, *, program: Sequence[object] = STUB_RUN, **values: object) -> None:
         shared = network.folder
         self.folder = shared / "runs" / name
-        if not (shared / "policy").exists():
+        self.policy = shared / "policy"
+        if not self.policy.exists():
             write_inputs(shared)
-        head = network.hosts["head"]
+        self._head = network.hosts["head"]
+        python_path = network.environ["PYTHONPATH"]
         settings: dict[str, object] = {
             "run.root": shared / "runs",
             "run.name": name,
-            "cluster.address": f"{head.address}:{HEAD_PORT}",
-            "cluster.env": f"{{PYTHONPATH: '{network.environ['PYTHONPATH']}'}}",
-            "model.policy": shared / "policy",
+            "num_steps": NUM_STEPS,
+            "cluster.address": f"{self._head.address}:{HEAD_PORT}",
+            "cluster.env": f"{{PYTHONPATH: '{python_path}'}}",
+            "model.policy": self.policy,
             "data.path": shared / "prompts.jsonl",
         }
         settings |= values
+        self._num_steps = settings["num_steps"]
         words = [f"{key}={value}" for key, value in settings.items()]
-        self._log = head.logs
-        command = (ROOT / "tests" / "stub_run.py", "--config", CONFIG, *SETTINGS.strip().splitlines(), *words)
-        self.driver = head.python(*command)
+        self._log = self._head.logs
+        self.driver = self._head.python(*program, "--config", CONFIG, *SETTINGS.strip().splitlines(), *words)
 
     def metrics(self) -> list[dict[str, Any]]:
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def wait_for_step(self, step: int, *, timeout_s: float) -> None:
-        """Wait until a step is logged."""
+    def wait_until(self, is_true: Callable[[], bool], what: str, *, timeout_s: float = RUN_S) -> None:
+        """Wait for what the run is to do; fail if it ends before."""
 
-        def is_logged() -> bool:
+        def is_reached() -> bool:
             assert self.driver.poll() in (None, 0), self._log.read_text()[-6000:]
-            return any(line["step"] >= step for line in self.metrics())
+            return is_true()
 
-        until(is_logged, f"step {step}", timeout_s=timeout_s, log=self._log)
+        until(is_reached, what, timeout_s=timeout_s, log=self._log)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is logged."""
+        self.wait_until(lambda: any(line["step"] >= step for line in self.metrics()), f"step {step}")
+
+    def wait_for_phase(self, phase: Phase, version: int) -> None:
+        """Wait until the engine, with this version of the policy, is in a phase."""
+        file = self.policy / PHASE
+        described = describe_phase(phase, version)
+        self.wait_until(lambda: file.exists() and file.read_text() == described, described)
+
+    def kill_driver(self) -> None:
+        """End the driver as the kernel does where memory is short."""
+        self._head.run("pkill", "-KILL", "-f", f"run.name={self.folder.name}", timeout_s=JOIN_S)
+        self.driver.wait(timeout=JOIN_S)
 
     def finish(self) -> list[dict[str, Any]]:
         """Wait for the end of the run; return its metrics, one line a step."""
         code = self.driver.wait(timeout=RUN_S)
         assert code == 0, self._log.read_text()[-6000:]
         metrics = self.metrics()
-        assert [line["step"] for line in metrics if line["step"] > 0] == list(range(1, NUM_STEPS + 1))
+        assert [line["step"] for line in metrics if line["step"] > 0] == list(range(1, self._num_steps + 1))
         return metrics
+
+
+def add_hosts_by_role(network: Network) -> None:
+    """Start two hosts with room for a rank each, and one with room for an engine."""
+    for number, name in enumerate(("a", "b"), start=2):
+        add_worker(network, name, number, cpus=2, role="learner")
+    add_worker(network, "c", 4, cpus=1, role="rollout")
+
+
+def cut_for(network: Network, name: str, seconds: float) -> None:
+    network.cut(name)
+    time.sleep(seconds)
+    network.connect(name)
+
+
+def check_equal(metrics: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Check that two runs have the same numbers."""
+    for line, other in zip(metrics, others, strict=True):
+        for key in KEPT:
+            assert line[key] == pytest.approx(other[key], abs=1e-6), (line["step"], key)
 
 
 def test_a_host_is_lost_with_a_rank_and_an_engine_and_the_run_goes_on_when_it_is_back(network: Network) -> None:
@@ -178,13 +223,13 @@ def test_a_host_is_lost_with_a_rank_and_an_engine_and_the_run_goes_on_when_it_is
     for number, name in enumerate(("a", "b"), start=2):
         add_worker(network, name, number, cpus=3, role="both")
     run = Run(network, "lost")
-    run.wait_for_step(2, timeout_s=RUN_S)
+    run.wait_for_step(2)
     network.kill("b")
     time.sleep(RETURN_S)
     add_worker(network, "b", 3, cpus=3, role="both")
     returned = time.monotonic()
     done = run.metrics()[-1]["step"]
-    run.wait_for_step(done + 1, timeout_s=RUN_S)
+    run.wait_for_step(done + 1)
     recovery_s = time.monotonic() - returned
     metrics = run.finish()
     print(f"{recovery_s:.0f} s from the host's return to the next step")
@@ -193,26 +238,74 @@ def test_a_host_is_lost_with_a_rank_and_an_engine_and_the_run_goes_on_when_it_is
     assert sum(line.get("rollout/restarts", 0) for line in metrics) >= 1
 
 
-def test_a_cut_of_a_host_changes_no_number(network: Network) -> None:
-    """Ranks on two hosts, engines on a third: nobody dies, and all samples follow from the seed."""
-    for number, name in enumerate(("a", "b"), start=2):
-        add_worker(network, name, number, cpus=2, role="learner")
-    add_worker(network, "c", 4, cpus=2, role="rollout")
-    labels = {"learner.labels": "{rl/role: learner}", "rollout.labels": "{rl/role: rollout}"}
-    whole = Run(network, "whole", **labels).finish()
-    for name in ("c", "b"):
-        run = Run(network, f"cut-{name}", **labels)
-        run.wait_for_step(2, timeout_s=RUN_S)
-        network.cut(name)
-        time.sleep(CUT_S)
-        network.connect(name)
-        reconnected = time.monotonic()
-        metrics = run.finish()
-        print(f"{time.monotonic() - reconnected:.0f} s from the end of the cut of {name} to the end of the run")
-        assert not any("recovery/learner_s" in line for line in metrics), "no rank was lost"
-        for line, other in zip(metrics, whole, strict=True):
-            for key in KEPT:
-                assert line[key] == pytest.approx(other[key], abs=1e-6), (line["step"], key)
+def test_neither_cuts_nor_a_killed_driver_change_a_number(network: Network) -> None:
+    """Ranks on two hosts, the engine on a third; samples follow from the seed, so equal numbers mean equal samples.
+
+    Without its many epochs an update would be over before it is cut.
+    """
+    add_hosts_by_role(network)
+    values = BY_ROLE | {"learner.num_epochs": 20}
+    whole = Run(network, "whole", **values).finish()
+
+    run = Run(network, "cut", **values)
+    engine = run.policy / PHASE
+    run.wait_for_phase("generating", 1)
+    cut_for(network, "c", CUT_S)
+    run.wait_for_phase("generated", 2)
+    network.cut("c")
+    assert engine.read_text() == describe_phase("generated", 2), "the sync had begun"
+    time.sleep(CUT_S)
+    network.connect("c")
+    run.wait_for_phase("loading", 3)
+    cut_for(network, "c", CUT_S)
+    run.wait_for_phase("generated", 4)
+    cut_for(network, "b", CUT_S)
+    metrics = run.finish()
+    by_step = {line["step"]: line for line in metrics}
+    assert by_step[2]["time/generate_s"] > CUT_S
+    assert by_step[4]["time/sync_s"] > CUT_S
+    assert by_step[5]["time/learn_s"] > CUT_S
+    assert not any("recovery/learner_s" in line for line in metrics), "no rank was lost"
+    assert not any(line.get("rollout/restarts", 0) for line in metrics), "no engine was lost"
+    check_equal(metrics, whole)
+
+    killed = Run(network, "killed", **values)
+    killed.wait_for_step(3)
+    killed.kill_driver()
+    check_equal(Run(network, "killed", **values).finish(), whole)
+
+
+def test_a_host_that_joins_gets_an_engine_while_the_run_goes_on(network: Network) -> None:
+    """Until it joins, the second engine has no place."""
+    add_hosts_by_role(network)
+    run = Run(network, "grown", num_steps=24, **BY_ROLE | {"rollout.workers": "{min: 1, initial: 1, max: 2}"})
+    run.wait_for_step(1)
+    command = (sys.executable, "-m", "jobs.deploy", "scale", "--run", "grown", "--root", run.folder.parent)
+    network.hosts["head"].run(*command, "--rollouts", "2", timeout_s=JOIN_S)
+    run.wait_for_step(3)
+    assert run.metrics()[-1]["rollout/workers"] == 1
+    add_worker(network, "d", 5, cpus=1, role="rollout")
+    joined = time.monotonic()
+    run.wait_until(lambda: run.metrics()[-1]["rollout/workers"] == 2, "a second engine")
+    print(f"{time.monotonic() - joined:.0f} s from the host's join to a step with its engine")
+    metrics = run.finish()
+    assert not any(line.get("rollout/restarts", 0) for line in metrics)
+    assert not any("recovery/learner_s" in line for line in metrics)
+
+
+def test_a_real_engine_on_a_host_of_its_own_trains_on_through_a_cut(network: Network) -> None:
+    """vLLM on one host, ZeRO-3 on two; after each sync the probe compares their log-probabilities."""
+    add_hosts_by_role(network)
+    real = {"rollout.memory_gib": 1, "rollout.kv_cache_gib": 0.1, "learner.probe_tolerance": 0.05}
+    program = ("-m", "jobs.train_policy")
+    run = Run(network, "real", program=program, num_steps=4, **BY_ROLE | real)
+    run.wait_for_step(1)
+    cut_for(network, "c", CUT_S)
+    metrics = run.finish()
+    assert not any(line.get("rollout/restarts", 0) for line in metrics)
+    assert not any("recovery/learner_s" in line for line in metrics)
+    gaps = [line["gap/current_mean"] for line in metrics if line["step"] > 0]
+    assert max(gaps) < 1e-3, "the engine had other weights than the learner"
 
 
 @pytest.mark.parametrize("network", [True], indirect=True)
