@@ -50,12 +50,11 @@ class Session:
         references: ReferenceResponses | None = None,
         data: PolicyData | None = None,
     ) -> None:
-        """Make a run unless it is finished, and measure it with `references`."""
+        """Make a run unless it is finished, and measure it with `references`. data: Given for a run of the search."""
         method = self.plan.methods[name]
+        is_search = data is not None
         data = data or self.data
-        identity_extras = self.plan.identity_extras(name)
-        if data is not self.data:
-            identity_extras |= {"held_out": SEARCH_POSTS}
+        identity_extras = self._identity_extras(name, data)
 
         if self.results.find(method_job, **identity_extras):
             print(f"{name}, seed {method_job.run.seed}: in {self.plan.job.compare.results}, and not made again")
@@ -71,7 +70,7 @@ class Session:
         if references and method.is_trained and not is_measured:
             feedback = self.fleets.feedback(method_job.feedback, self.data.task, method_job)
             references.measure_exported(method_job, feedback)
-        if references and self.plan.job.compare.results:
+        if (references or is_search) and self.plan.job.compare.results:
             seconds = summary["timing"]["wall_s"]
             self.results.append(name, method_job, load_run(method_job), seconds=seconds, **identity_extras)
 
@@ -113,7 +112,16 @@ class Session:
             logger.warning("%s diverged: %s", folder, error)
             return None
         shutil.rmtree(folder / "policy", ignore_errors=True)
-        return load_run(method_job).score
+        line = self.results.find(method_job, **self._identity_extras(name, self.search_data))
+        run = line or load_run(method_job)
+        return run.score
+
+    def _identity_extras(self, name: str, data: PolicyData) -> dict[str, Any]:
+        """Return what tells apart runs of equal config, and so of equal key in the file of results."""
+        extras = self.plan.identity_extras(name)
+        if data is not self.data:
+            extras |= {"held_out": SEARCH_POSTS}
+        return extras
 
     def find_lr(self, name: str) -> tuple[Scores, float]:
         """Return the scores of the search, {} for a single rate, and the best learning rate."""

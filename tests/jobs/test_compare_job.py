@@ -303,6 +303,21 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     capsys.readouterr()
 
 
+def test_a_search_in_the_file_of_results_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another clone chooses the same rate without a run; also a rate beyond the grid is read."""
+    results = f"compare.results={tmp_path / 'results.jsonl'}"
+    options = ("compare.methods=[span]", "compare.lr_grid=[0.1, 0.2]", "compare.search_seeds=[101]", results)
+    first = plan_of(tmp_path / "first", *options)
+    for lr, score in {0.1: 0.3, 0.2: 0.8, 0.4: 0.5}.items():
+        pretend(first, first.search("span", 101, lr), 0.1, *[score] * first.job.num_steps)
+    searched = session(first).find_lr("span")
+    assert searched[1] == 0.2
+    second = plan_of(tmp_path / "second", *options)
+    assert session(second).find_lr("span") == searched
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
+    capsys.readouterr()
+
+
 def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:
     begin_folder(the_job(tmp_path, "compare.seeds=[1]", "compare.methods=[span]"))
     begin_folder(the_job(tmp_path))
