@@ -6,6 +6,7 @@ learner.probe_tolerance so high that the probe accepts any number.
 """
 
 import asyncio
+import socket
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from actors.fleet.meter import EngineStats
 from actors.weights.buckets import Bucket
 from t2g.environments import Reply
 from t2g.feedback.parse import make_feedback
+from t2g.files import write_atomic
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, SpanFeedback
 
@@ -27,8 +29,10 @@ WORK_S = 0.05  # of one request
 BREAK_SYNC = "break-sync"
 SLOW = "slow"
 SLOW_S = 3.0
+SLOW_SYNC = "slow-sync"
 PHASE = "phase"
-Phase = Literal["generating", "generated", "loading", "loaded"]
+SAMPLED_ON = "sampled-on-"
+Phase = Literal["generating", "generated", "opened", "loading", "loaded"]
 
 
 class Again:
@@ -40,9 +44,14 @@ class Again:
 
 
 class StubRolloutWorker:
-    """The methods of `RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
-    that sees it fail half way through a weight sync, and is gone then. While SLOW is there, a request and the first
-    bucket of a sync take SLOW_S each, and PHASE says what the worker that wrote last was doing, with which version."""
+    """The methods of `RolloutWorker`.
+
+    Files in the model's folder change them:
+        BREAK_SYNC: The first worker that sees it deletes it, and fails half way through a weight sync.
+        SLOW: A request takes SLOW_S.
+        SLOW_SYNC: The first bucket of a sync takes SLOW_S. Workers write their phase and version into PHASE, and their
+            host's name into that of a file SAMPLED_ON*.
+    """
 
     def __init__(
         self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
@@ -55,6 +64,7 @@ class StubRolloutWorker:
         self._opened = -1
         self._round = ""
         self._received = 0
+        self._running = 0
         self._paused = asyncio.Event()
         self._paused.set()
 
@@ -67,13 +77,17 @@ class StubRolloutWorker:
         return EngineStats()
 
     async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
-        self._tell("generating")
-        await asyncio.sleep(SLOW_S if self._is_slow() else WORK_S)
+        self._running += 1
+        self._write_phase("generating")
+        is_slow = (self._folder / SLOW).exists()
+        await asyncio.sleep(SLOW_S if is_slow else WORK_S)
         await self._paused.wait()
         rng = np.random.default_rng([sampling.seed, index, *prompt_id.encode()])
         ids = rng.choice([*self._letters], LENGTH).astype(np.int32)
         text = "".join(self._letters[int(number)] for number in ids)
-        self._tell("generated")
+        self._running -= 1
+        if not self._running:
+            self._write_phase("generated")
         return Rollout(
             prompt_id=prompt_id,
             sample_index=index,
@@ -90,14 +104,15 @@ class StubRolloutWorker:
         self._round = round_id
         self._opened = version
         self._received = 0
+        self._write_phase("opened")
 
     async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         started = time.monotonic()
         if round_id != self._round:
             raise ValueError("a bucket of another round")
         self._received += 1
-        if self._received == 1 and self._is_slow():
-            self._tell("loading")
+        if self._received == 1 and (self._folder / SLOW_SYNC).exists():
+            self._write_phase("loading")
             await asyncio.sleep(SLOW_S)
         if self._received == 2 and taken(self._folder / BREAK_SYNC):
             raise ValueError("half a sync, as asked for")
@@ -107,15 +122,13 @@ class StubRolloutWorker:
         if round_id != self._round:
             raise ValueError("the end of another round")
         self._version = self._opened
-        self._tell("loaded")
+        self._write_phase("loaded")
         self._paused.set()
 
-    def _is_slow(self) -> bool:
-        return (self._folder / SLOW).exists()
-
-    def _tell(self, phase: Phase) -> None:
-        if self._is_slow():
-            (self._folder / PHASE).write_text(describe_phase(phase, self._version))
+    def _write_phase(self, phase: Phase) -> None:
+        if (self._folder / SLOW_SYNC).exists():
+            write_atomic(self._folder / PHASE, describe_phase(phase, self._version).encode())
+            (self._folder / f"{SAMPLED_ON}{socket.gethostname()}").touch()
 
     async def compute_logprobs(self, ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(ids) - 1, np.float32)
