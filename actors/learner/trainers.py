@@ -434,10 +434,16 @@ class PolicyTrainer(ModelTrainer):
         if kl_coef > 0 and objective.kl_estimator == "full":
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
-        needs_entropy = self.spec.defers_old_logprobs or objective.entropy_coef > 0
+        has_entropy_term = objective.entropy_coef > 0
+        needs_entropy = self.spec.defers_old_logprobs or has_entropy_term
         top_ids = rows.matrix("top_ids", 1) if objective.distillation else None
         return rows.token_outputs(
-            self.engine, self.spec.temperature, entropy=needs_entropy, ref_logits=ref_logits, token_ids=top_ids
+            self.engine,
+            self.spec.temperature,
+            entropy=needs_entropy,
+            entropy_gradient=has_entropy_term,
+            ref_logits=ref_logits,
+            token_ids=top_ids,
         )
 
     def _old_logprobs(self, rows: Rows, outputs: TokenOutputs) -> torch.Tensor:

@@ -26,6 +26,7 @@ class TokenRequest:
     next_ids: torch.Tensor  # [N] int64, the token after each position
     temperature: float
     entropy: bool  # whether to compute the entropy
+    entropy_gradient: bool = True  # without it the backward pass of a metric is saved
     ref_logits: torch.Tensor | None  # [N, V] of the reference, to compute the KL over the whole vocabulary
     token_ids: torch.Tensor | None = None  # [N, k] int64, tokens whose log-probabilities to compute
     top_k: int = 0  # number of the likeliest tokens to find
@@ -41,8 +42,8 @@ def token_columns(
     In this order: entropy (1), full KL (1), log-probabilities of token_ids (k), ids of the top_k likeliest tokens (k).
     All but the ids are in nats; float32 holds ids below 2^24 exactly.
 
-    Differentiable in states and in the parameters of to_logits. Tensors of the size of a chunk's logits exist for one
-    chunk at a time; the backward pass computes them again.
+    Differentiable in states and in the parameters of to_logits; the entropy only with entropy_gradient. Tensors of the
+    size of a chunk's logits exist for one chunk at a time; the backward pass computes them again.
 
     Args:
         states: [N, H] of any float type.
@@ -55,11 +56,14 @@ def token_columns(
         ref_logits: torch.Tensor | None,
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        logits = to_logits(chunk).float() / request.temperature
+        logits = to_logits(chunk).float()
+        if request.temperature != 1:  # a division would be one more array of the logits' size
+            logits = logits / request.temperature
         logprobs = logits.log_softmax(-1)
         numbers = [logprobs.gather(-1, next_ids[:, None])]
         if request.entropy:
-            numbers.append(compute_entropy(logprobs)[:, None])
+            entropy_logprobs = logprobs if request.entropy_gradient else logprobs.detach()
+            numbers.append(compute_entropy(entropy_logprobs)[:, None])
         if ref_logits is not None:
             scaled_ref_logits = ref_logits.float() / request.temperature
             numbers.append(full_kl(logits, scaled_ref_logits)[:, None])

@@ -81,6 +81,7 @@ class Rows:
         temperature: float,
         *,
         entropy: bool = False,
+        entropy_gradient: bool = True,
         ref_logits: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
         top_k: int = 0,
@@ -89,6 +90,7 @@ class Rows:
 
         Args:
             entropy: Whether to compute the entropy.
+            entropy_gradient: Whether the entropy is differentiable.
             ref_logits: The reference's `logits`, to compute the full KL.
             token_ids: [N, k], tokens whose log-probabilities to compute.
             top_k: Number of likeliest tokens to find.
@@ -102,6 +104,7 @@ class Rows:
             next_ids=self._next_ids,
             temperature=temperature,
             entropy=entropy,
+            entropy_gradient=entropy_gradient,
             ref_logits=ref_logits,
             token_ids=token_ids,
             top_k=top_k,

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def test_worked_by_hand() -> None:
     ref_logits = torch.tensor([[math.log(2), 0.0], [math.log(2), 0.0]])
     kl = token_columns(logits, request(ids, 0.5, ref_logits=ref_logits))[0, 1]
     assert kl == pytest.approx(1 / 10 * math.log(1 / 8) + 9 / 10 * math.log(9 / 2))
+
+
+def test_an_entropy_for_metrics_has_its_value_and_no_gradient() -> None:
+    logits = torch.tensor([[2.0, 0.5, -1.0], [0.0, -torch.inf, 1.0]], requires_grad=True)
+    ids = torch.tensor([0, 2])
+    metric_request = replace(request(ids, 1.0, entropy=True), entropy_gradient=False)
+    columns = token_columns(logits, metric_request)
+    torch.testing.assert_close(columns, token_columns(logits, request(ids, 1.0, entropy=True)))
+    (grad,) = torch.autograd.grad(columns.sum(), logits)
+    (expected,) = torch.autograd.grad(token_columns(logits, request(ids, 1.0))[:, 0].sum(), logits)
+    torch.testing.assert_close(grad, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

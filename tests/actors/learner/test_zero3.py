@@ -41,7 +41,11 @@ def test_no_step_past_the_end_goes_below_the_final_rate() -> None:
 def test_memory_of_a_gpu_that_is_lent_stays_in_one_piece() -> None:
     assert rank_environment(RoleConfig(gpus=1)) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert rank_environment(RoleConfig(gpus=0.5), uses_cuda_ipc=True) == {}
-    on_cpu = {"MALLOC_MMAP_THRESHOLD_": "8388608", "MALLOC_TRIM_THRESHOLD_": "268435456"}
+    on_cpu = {
+        "MALLOC_MMAP_THRESHOLD_": "8388608",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
     assert rank_environment(RoleConfig()) == on_cpu
 
 
