@@ -73,6 +73,7 @@ real-lines: setup
 real-proof: setup
 	@$(RUN) python docker/real.py
 	@$(RUN) python -m jobs.train_sft --config configs/smol_checked/sft.yaml
+	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol_checked/evaluate_temperatures.yaml
 	@$(RUN) python -m jobs.compare --config configs/smol_checked/compare.yaml $(ARGS)
 
 # Records of the policies of `make real`: first those to learn from, at last those of the policy that PPO has trained.

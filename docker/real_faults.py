@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-FAULT_RATE = 0.9  # share of the places where a rule applies; above one half, so that the likeliest answer is faulty
+FAULT_RATE = 0.9  # share of the positions where a rule applies; high, so that the likeliest answer is faulty
 DURATIONS = ("h", "hr", "hour", "hours", "day", "days", "week", "weeks", "min", "s")
 INVENTED = " after 500 h"  # at the end of a line that has no duration
 

@@ -50,10 +50,13 @@ class Session:
         references: ReferenceResponses | None = None,
         data: PolicyData | None = None,
     ) -> None:
-        """Make a run unless it is finished, and measure it with `references`. data: Given for a run of the search."""
+        """Make a run unless it is finished, and measure it with `references`.
+
+        A run on other held-out prompts, of the search, has its line in the file of results, too.
+        """
         method = self.plan.methods[name]
-        is_search = data is not None
         data = data or self.data
+        has_other_prompts = data is not self.data
         identity_extras = self._identity_extras(name, data)
 
         if self.results.find(method_job, **identity_extras):
@@ -70,7 +73,7 @@ class Session:
         if references and method.is_trained and not is_measured:
             feedback = self.fleets.feedback(method_job.feedback, self.data.task, method_job)
             references.measure_exported(method_job, feedback)
-        if (references or is_search) and self.plan.job.compare.results:
+        if (references or has_other_prompts) and self.plan.job.compare.results:
             seconds = summary["timing"]["wall_s"]
             self.results.append(name, method_job, load_run(method_job), seconds=seconds, **identity_extras)
 
@@ -112,12 +115,13 @@ class Session:
             logger.warning("%s diverged: %s", folder, error)
             return None
         shutil.rmtree(folder / "policy", ignore_errors=True)
-        line = self.results.find(method_job, **self._identity_extras(name, self.search_data))
-        run = line or load_run(method_job)
+        identity_extras = self._identity_extras(name, self.search_data)
+        earlier_run = self.results.find(method_job, **identity_extras)
+        run = earlier_run or load_run(method_job)
         return run.score
 
     def _identity_extras(self, name: str, data: PolicyData) -> dict[str, Any]:
-        """Return what tells apart runs of equal config, and so of equal key in the file of results."""
+        """Return the identity extras of a method on these held-out prompts."""
         extras = self.plan.identity_extras(name)
         if data is not self.data:
             extras |= {"held_out": SEARCH_POSTS}

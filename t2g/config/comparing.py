@@ -74,8 +74,8 @@ class CompareConfig(Section):
     )
     results: Path | None = Field(
         None,
-        description="file to which each finished run, also of the search, appends a line; runs whose line is there "
-        "are not run again. Relative to the working directory",
+        description="file to which each compared run appends a line when it is finished, as does each run of a search "
+        "on other held-out prompts; runs whose line is there are not run again. Relative to the working directory",
     )
     reviser: PathOrName[str | None] = Field(
         None, description="model that revises responses for reflection and ilf; none: the policy itself"

@@ -18,7 +18,7 @@ from jobs.compare import comparison_rewards
 from jobs.compare.__main__ import check, describe, run
 from jobs.compare.comparison_plan import plan_group
 from jobs.compare.comparison_report import finish
-from jobs.compare.comparison_runs import Session, has_all, make_search_data, run_all
+from jobs.compare.comparison_runs import SEARCH_POSTS, Session, has_all, make_search_data, run_all
 from jobs.compare.reference_responses import ReferenceResponses
 from jobs.train_policy import prepared
 from jobs.train_policy.policy_data import PolicyData
@@ -140,9 +140,10 @@ def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Pat
 
 
 # ----------------------------------------------------------------------------------------------- finished, and resumed
-def pretend(plan: ComparisonPlan, method_job: PolicyJob, *scores: float) -> None:
-    """A finished run with these held-out scores, the first before training."""
-    begin_folder(method_job, **plan.identity_extras("span"))
+def pretend(plan: ComparisonPlan, method_job: PolicyJob, *scores: float, held_out: str = "") -> None:
+    """A finished run with these held-out scores, the first before training. held_out: Its prompts, if others."""
+    extras = {"held_out": held_out} if held_out else {}
+    begin_folder(method_job, **plan.identity_extras("span"), **extras)
     lines = [
         {"step": i, "samples": 128.0 * i, "eval/score": score} | ({"time/step_s": 2.0} if i else {})
         for i, score in enumerate(scores)
@@ -151,6 +152,8 @@ def pretend(plan: ComparisonPlan, method_job: PolicyJob, *scores: float) -> None
     (method_job.run.folder / "summary.json").write_text(
         json.dumps({"steps": method_job.num_steps, "timing": {"wall_s": 120.0}})
     )
+    if held_out:
+        return
     measured = {"criticised": -1.0, "praised": 0.5, "unmentioned": -0.1, "difference": -0.9, "returns": 0.2}
     (method_job.run.folder / "targeting.json").write_text(json.dumps(measured))
 
@@ -178,10 +181,12 @@ class NoEngines:
         raise AssertionError(f"{name} was asked of the engines")
 
 
-def session(plan: ComparisonPlan, stop: StopFlag | None = None) -> Session:
+def session(plan: ComparisonPlan, stop: StopFlag | None = None, search_data: Any = None) -> Session:
     data: Any = NoEngines()
-    results = ResultLines(plan.job.compare)
-    return Session(plan=plan, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines(), results=results)
+    return Session(
+        plan=plan, data=data, search_data=search_data or data, stop=stop or StopFlag(), fleets=NoEngines(),
+        results=ResultLines(plan.job.compare),
+    )  # fmt: skip
 
 
 def run_methods(plan: ComparisonPlan, chosen: dict[str, float]) -> None:
@@ -305,16 +310,20 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
 
 def test_a_search_in_the_file_of_results_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another clone chooses the same rate without a run; also a rate beyond the grid is read."""
-    results = f"compare.results={tmp_path / 'results.jsonl'}"
+    file = tmp_path / "results.jsonl"
+    results = f"compare.results={file}"
     options = ("compare.methods=[span]", "compare.lr_grid=[0.1, 0.2]", "compare.search_seeds=[101]", results)
     first = plan_of(tmp_path / "first", *options)
     for lr, score in {0.1: 0.3, 0.2: 0.8, 0.4: 0.5}.items():
-        pretend(first, first.search("span", 101, lr), 0.1, *[score] * first.job.num_steps)
-    searched = session(first).find_lr("span")
+        pretend(first, first.search("span", 101, lr), 0.1, *[score] * first.job.num_steps, held_out=SEARCH_POSTS)
+    searched = session(first, search_data=NoEngines()).find_lr("span")
     assert searched[1] == 0.2
     second = plan_of(tmp_path / "second", *options)
-    assert session(second).find_lr("span") == searched
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
+    assert session(second, search_data=NoEngines()).find_lr("span") == searched
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["lr"] for line in lines] == [0.1, 0.2, 0.4]
+    compared = second.make_job("span", 101, 0.2)
+    assert ResultLines(second.job.compare).find(compared, **second.identity_extras("span")) is None
     capsys.readouterr()
 
 
