@@ -26,7 +26,7 @@ from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, Ran
 from actors.learner.trainers import LearnerSpec
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
-from t2g.errors import RunStopped, Unreadable, UserError
+from t2g.errors import RunStopped, Stopped, Unreadable, UserError
 from t2g.files import write_atomic
 from t2g.resources.host_memory import advise
 from t2g.runs import identity
@@ -53,6 +53,7 @@ def run_sft(
     skip_unreadable: bool = False,
     on_start: Callable[[int], None],
     on_report: Callable[[int, SFTProgress | None], None],
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, identity.json, sft.json).
 
@@ -65,6 +66,7 @@ def run_sft(
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
         on_report: called soon after each step with the number of steps that are done, and with the progress every
             REPORT_EVERY of them.
+        should_stop: called often; ends the training, which goes on from its last checkpoint.
 
     Returns:
         The last `SFTProgress` as a dict, `wall_s` with start-up and export, and `export_gap`, the largest difference
@@ -74,6 +76,7 @@ def run_sft(
         UserError: There are no examples, `out_folder` has another model, the checkpoint cannot be read, the ranks do
             not fit, or the disk is full.
         RunStopped: A rank is lost or a deadline is missed; Diverged if a loss or gradient is not finite.
+        Stopped: `should_stop` holds.
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")
@@ -103,7 +106,7 @@ def run_sft(
         checkpoint=checkpoint,
         done=done,
     )
-    metrics = _fit(job, cluster, on_report)
+    metrics = _fit(job, cluster, on_report, should_stop)
     metrics["wall_s"] = time.monotonic() - started
     _publish(part, out_folder, metrics, run_identity)
     return metrics
@@ -167,7 +170,10 @@ def _find_checkpoint(part: Path, run_identity: Identity, *, skip_unreadable: boo
 
 
 def _fit(
-    job: RankJob, cluster: ClusterConfig, on_report: Callable[[int, SFTProgress | None], None]
+    job: RankJob,
+    cluster: ClusterConfig,
+    on_report: Callable[[int, SFTProgress | None], None],
+    should_stop: Callable[[], bool],
 ) -> dict[str, float]:
     """Run the ranks and follow their reports. All processes of the training end when this function ends."""
     node_id = ray.get_runtime_context().get_node_id()
@@ -193,7 +199,7 @@ def _fit(
         return reports, bool(ended)
 
     try:
-        last = _follow(read_reports, timeout_s, on_report)
+        last = _follow(read_reports, timeout_s, on_report, should_stop)
         wait([running])  # raises what the training raised
         assert last is not None, "the last step is reported"
         return asdict(last)
@@ -259,6 +265,7 @@ def _follow(
     read_reports: Callable[[], tuple[list[Report], bool]],
     timeout_s: float,
     on_report: Callable[[int, SFTProgress | None], None],
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> SFTProgress | None:
     """Pass on each report until the training has ended, and return the last progress.
 
@@ -267,6 +274,7 @@ def _follow(
 
     Raises:
         RunStopped: The next progress took over `timeout_s`.
+        Stopped: `should_stop` holds, and the training has not ended.
     """
     deadline = time.monotonic() + timeout_s
     last: SFTProgress | None = None
@@ -279,6 +287,8 @@ def _follow(
                 deadline = time.monotonic() + timeout_s
         if has_ended:
             return last
+        if should_stop():
+            raise Stopped
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
             raise RunStopped(

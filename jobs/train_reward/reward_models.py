@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from actors.learner.lora import check_adapters
 from jobs.annotate.annotation_runs import DONE_FILE
+from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.run_folder import SMOKE_PROMPTS
 from jobs.train_sft.supervised import MODEL, supervise
@@ -81,17 +82,21 @@ def check_style(name: str, path: str, style: StyleConfig, criterion: str | None)
         )
 
 
-def train_reward(config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any) -> dict[str, float]:
+def train_reward(
+    config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any, stop: StopFlag | None = None
+) -> dict[str, float]:
     """Train and measure on the connected Ray; return the content of reward.json. Spans are compared on `tokenizer`."""
-    judged = train_and_judge(config, data, fleets, tokenizer=tokenizer)
+    judged = train_and_judge(config, data, fleets, tokenizer=tokenizer, stop=stop)
     metrics = reward_metrics(judged)
     write_json(config.run.folder / REWARD_FILE, metrics)
     return metrics
 
 
-def train_and_judge(config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any) -> list[JudgedRecord]:
+def train_and_judge(
+    config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any, stop: StopFlag | None = None
+) -> list[JudgedRecord]:
     """Train, then serve the model with vLLM as PPO will, and let it judge the held-out records."""
-    supervise(config, data.examples, title="span reward model")
+    supervise(config, data.examples, title="span reward model", stop=stop)
     task = get_task(config.task)
     model = config.run.folder / MODEL
     write_card(model, make_card(task, config.style))

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from actors.learner.lora import check_adapters
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
+from jobs.common.cli import StopFlag
 from jobs.common.run_folder import SMOKE_STEPS, begin_folder, make_trackers, sole_process
 from t2g.config import SFTJob, SFTOptions, with_overrides
 from t2g.config.run_values import MODEL
@@ -36,16 +37,21 @@ def read_examples(config: SFTJob) -> list[TrainSequence]:
     return make_policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long, tags=tags)
 
 
-def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:
+def supervise(
+    config: SFTJob, examples: Sequence[TrainSequence], *, title: str, stop: StopFlag | None = None
+) -> dict[str, float]:
     """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
 
     Continues after the last checkpoint of an earlier start; a finished model is kept.
+
+    Args:
+        stop: Ends the training by Stopped; without it a signal waits for the model.
 
     Returns:
         The last metrics.
     """
     with sole_process(config.run.folder):
-        return _supervise(config, examples, title)
+        return _supervise(config, examples, title, stop)
 
 
 def _limit_smoke(config: SFTJob, num_examples: int) -> SFTOptions:
@@ -57,7 +63,9 @@ def _limit_smoke(config: SFTJob, num_examples: int) -> SFTOptions:
     return with_overrides(options, {"num_epochs": min(options.num_epochs, num_epochs)})
 
 
-def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) -> dict[str, float]:
+def _supervise(
+    config: SFTJob, examples: Sequence[TrainSequence], title: str, stop: StopFlag | None
+) -> dict[str, float]:
     folder = begin_folder(config)
     run_identity = identity.load_identity(folder)
     whole = count_steps(len(examples), config.sft.num_epochs, config.sft.batch_size)
@@ -84,7 +92,7 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
             model=config.model, examples=examples, options=options, cluster=config.cluster,
             out_folder=folder / MODEL, seed=config.run.seed, run_identity=run_identity,
             skip_unreadable=config.run.resume == "readable", on_start=on_start,
-            on_report=on_report,
+            on_report=on_report, should_stop=lambda: bool(stop),
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
     print(_format_result(metrics, whole if config.run.smoke else None))

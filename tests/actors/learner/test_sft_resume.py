@@ -10,7 +10,7 @@ from ray.train import ControllerError
 from actors.learner.sft import _explain, _find_checkpoint, _follow
 from actors.learner.sft_rank import Report, SFTProgress
 from t2g.config import SFTOptions
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, Stopped, UserError
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity, save_identity
 
@@ -80,6 +80,13 @@ def test_the_deadline_begins_again_with_each_report() -> None:
     last = _follow(Ranks(pause_s=0.6).read, 1.5, lambda step, progress: reports.append((step, progress is not None)))
     assert reports == [(10, True), (15, False), (20, True), (25, False), (30, True)]
     assert last is not None and last.step == 30
+
+
+def test_a_stop_ends_the_wait_for_the_ranks() -> None:
+    reports: list[int] = []
+    with pytest.raises(Stopped):
+        _follow(Ranks(pause_s=0).read, 5, lambda step, _: reports.append(step), lambda: 20 in reports)
+    assert reports == [10, 15, 20]
 
 
 def test_an_end_without_a_report_has_no_progress() -> None:
