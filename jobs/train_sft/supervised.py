@@ -88,11 +88,14 @@ def _supervise(
                 log.write_step(step, {SFT + key: value for key, value in fields.items()})
             bar.advance_to(step)
 
+        def should_stop() -> bool:
+            return bool(stop)
+
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
             out_folder=folder / MODEL, seed=config.run.seed, run_identity=run_identity,
             skip_unreadable=config.run.resume == "readable", on_start=on_start,
-            on_report=on_report, should_stop=lambda: bool(stop),
+            on_report=on_report, should_stop=should_stop,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
     print(_format_result(metrics, whole if config.run.smoke else None))

@@ -45,6 +45,7 @@ def test_memory_of_a_gpu_that_is_lent_stays_in_one_piece() -> None:
         "MALLOC_MMAP_THRESHOLD_": "8388608",
         "MALLOC_TRIM_THRESHOLD_": "268435456",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
     assert rank_environment(RoleConfig()) == on_cpu
 
