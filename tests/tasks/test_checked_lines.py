@@ -112,19 +112,19 @@ def test_the_task_scores_the_reference_with_one() -> None:
 
 
 def test_planted_faults_follow_their_rules() -> None:
-    plant_rules = load_program("real_faults").plant_rules
+    real_faults = load_program("real_faults")
     findings = [line.text for line in split_lines(FINDINGS)]
     counts = dict.fromkeys(FAULTS, 0)
     num_lines = 400
     rng = random.Random(1)
     for _ in range(num_lines // 2):
-        answer = "\n".join(plant_rules(findings, rng))
+        answer = "\n".join(real_faults.plant_rules(findings, rng))
         for judged in judge_facts(FINDINGS, answer):
             if judged.fault:
                 counts[judged.fault] += 1
     shares = {fault: count / num_lines for fault, count in counts.items()}
     # in two lines: one number with decimals; 400 nm and 95%; one last number with a finding before it; and one line
     # without a duration, for which 500 h is of the other finding
-    assert shares["rounded"] == pytest.approx(0.75 / 2, abs=0.06)
-    assert shares["unit"] == pytest.approx(0.75, abs=0.06)
-    assert shares["moved"] == pytest.approx(0.75, abs=0.06)
+    assert shares["rounded"] == pytest.approx(real_faults.FAULT_RATE / 2, abs=0.06)
+    assert shares["unit"] == pytest.approx(real_faults.FAULT_RATE, abs=0.06)
+    assert shares["moved"] == pytest.approx(real_faults.FAULT_RATE, abs=0.06)
