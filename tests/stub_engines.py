@@ -6,6 +6,7 @@ learner.probe_tolerance so high that the probe accepts any number.
 """
 
 import asyncio
+import os
 import socket
 import time
 from pathlib import Path
@@ -19,7 +20,6 @@ from actors.fleet.meter import EngineStats
 from actors.weights.buckets import Bucket
 from t2g.environments import Reply
 from t2g.feedback.parse import make_feedback
-from t2g.files import write_atomic
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, SpanFeedback
 
@@ -127,7 +127,9 @@ class StubRolloutWorker:
 
     def _write_phase(self, phase: Phase) -> None:
         if (self._folder / SLOW_SYNC).exists():
-            write_atomic(self._folder / PHASE, describe_phase(phase, self._version).encode())
+            own_file = self._folder / f"{PHASE}-{socket.gethostname()}-{os.getpid()}"
+            own_file.write_text(describe_phase(phase, self._version))
+            own_file.replace(self._folder / PHASE)
             (self._folder / f"{SAMPLED_ON}{socket.gethostname()}").touch()
 
     async def compute_logprobs(self, ids: np.ndarray) -> np.ndarray:
