@@ -1,7 +1,7 @@
 """Faults that follow rules, for the start of `make real-proof`: a policy that learns them is wrong for a reason.
 
-A temperature below 1 repairs faults that are noise, since the policy's likeliest token is right there. It does not
-repair these.
+A temperature below 1 repairs faults that are noise, since the policy's likeliest token is right there. It repairs few
+of these.
 """
 
 from __future__ import annotations

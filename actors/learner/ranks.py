@@ -13,8 +13,8 @@ from t2g.config import RoleConfig
 from t2g.errors import LearnerLost, RunStopped
 
 OWN_PAGES_BYTES = 8 * 2**20  # attention weights and logits; the system zeroes such pages at each allocation
-HUGE_PAGES = "glibc.malloc.hugetlb=1"  # where the system allows them to be requested; glibc before 2.35 ignores it
-ONEDNN_KERNELS = 64  # kept for bfloat16, one for each shape of its arguments; by default 1,024
+HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc asks for huge pages; before 2.35 it ignores this
+CACHED_PRIMITIVES = 64  # oneDNN has one for each operation and shape, and by default keeps 1,024
 FREE_HEAP_BYTES = 256 * 2**20  # memory of freed smaller arrays stays, for the next microbatch
 
 
@@ -24,16 +24,16 @@ def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[s
     On a GPU, expandable segments, since rows have many lengths. With uses_cuda_ipc an engine maps the rank's memory,
     which expandable segments do not always allow. On a CPU, the largest arrays have pages of their own, which are
     returned when they are freed: otherwise glibc keeps holes between others. If smaller arrays had them too, an update
-    would take up to twice as long. The pages are huge ones, 2 MiB each, which the system zeroes faster than many small
-    ones. oneDNN keeps few kernels: microbatches have ever new shapes, and with a model of 135 M parameters the kernels
-    of each update took 50 MiB more.
+    would take up to twice as long. The system zeroes huge pages (2 MiB) faster than small ones. oneDNN keeps few
+    primitives: most microbatches have new shapes, so that with its default a rank in bfloat16 would grow with each
+    update.
     """
     if not role.gpus:
         return {
             "MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES_BYTES),
             "MALLOC_TRIM_THRESHOLD_": str(FREE_HEAP_BYTES),
             "GLIBC_TUNABLES": HUGE_PAGES,
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_KERNELS),
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(CACHED_PRIMITIVES),
         }
     if uses_cuda_ipc:
         return {}

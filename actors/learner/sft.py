@@ -66,7 +66,7 @@ def run_sft(
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
         on_report: called soon after each step with the number of steps that are done, and with the progress every
             REPORT_EVERY of them.
-        should_stop: called often; ends the training, which goes on from its last checkpoint.
+        should_stop: called every POLL_S; once it holds, the training ends. The next call resumes it.
 
     Returns:
         The last `SFTProgress` as a dict, `wall_s` with start-up and export, and `export_gap`, the largest difference
