@@ -14,8 +14,10 @@ from make_config_reference import JOBS, MEANINGS, TARGET, format_reference, form
 from models import random_model
 
 from t2g.config import AlarmConfig, CompareJob
+from t2g.config.base_jobs import JobConfig
 from t2g.config.validation_errors import list_fields
 from t2g.metrics import find_metric, list_names
+from t2g.tasks.base import TASKS, get_task
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "t2g" / "guides").glob("[0-9]*.md"))
@@ -227,6 +229,16 @@ def test_names_in_the_guide_to_extensions_are_those_of_the_code() -> None:
     names = [span for span in find_spans(read(guide)) if re.fullmatch(r"_?[A-Z][A-Za-z_]+|[a-z]+_[a-z_]+", span)]
     assert len(names) > 10
     assert [name for name in names if not re.search(rf"\b{name}\b", read_code())] == []
+
+
+def test_the_table_of_tasks_has_each_with_its_measure() -> None:
+    section = read(ROOT / "t2g/README.md").partition("## Tasks\n")[2]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    for name in TASKS:
+        (cells,) = (row for row in rows if f"`{name}`" in row[1])
+        measure = get_task(name).score_name
+        assert (f"`{measure}`" if measure else "none") in cells[3]
+        assert name in JobConfig.model_fields["task"].description
 
 
 def test_messages_in_the_troubleshooting_guide_are_those_of_the_code() -> None:

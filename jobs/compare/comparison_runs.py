@@ -109,15 +109,14 @@ class Session:
     def score(self, name: str, method_job: PolicyJob) -> float | None:
         """Make a run and return its score; None if it diverged."""
         folder = method_job.run.folder
+        identity_extras = self._identity_extras(name, self.search_data)
         try:
             self.run(name, method_job, data=self.search_data)
+            run = self.results.find(method_job, **identity_extras) or load_run(method_job)
         except Diverged as error:
             logger.warning("%s diverged: %s", folder, error)
             return None
         shutil.rmtree(folder / "policy", ignore_errors=True)
-        identity_extras = self._identity_extras(name, self.search_data)
-        earlier_run = self.results.find(method_job, **identity_extras)
-        run = earlier_run or load_run(method_job)
         return run.score
 
     def _identity_extras(self, name: str, data: PolicyData) -> dict[str, Any]:

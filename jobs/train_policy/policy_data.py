@@ -86,6 +86,7 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
         eval_records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
         too_long = config.eval_data.too_long
         eval_prompts = make_prompts(eval_records, task, tokenizer, room, too_long=too_long, key="eval_data")
+        check_measures(eval_prompts, task)
     return PolicyData(
         task=task,
         tokenizer=tokenizer,
@@ -94,6 +95,17 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
         environment=environment,
         read_calls=read_calls,
     )
+
+
+def check_measures(eval_prompts: Sequence[Prompt], task: Task) -> None:
+    """Raise UserError if the task can measure some held-out prompts and others not: `eval/score` has one measure."""
+    missing = [prompt.prompt_id for prompt in eval_prompts if not task.can_measure(prompt)]
+    num_measured = len(eval_prompts) - len(missing)
+    if missing and num_measured:
+        raise UserError(
+            f"eval_data: task {task.name} can measure {num_measured} of {len(eval_prompts)} records, and not record "
+            f"{missing[0]}, which has no reference or no tests; complete the others or leave them out"
+        )
 
 
 def check_spans(config: PolicyJob, *, has_tools: bool) -> None:

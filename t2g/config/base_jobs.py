@@ -162,7 +162,8 @@ class JobConfig(AnyJob):
 
     task: str = Field(
         "prompts",
-        description="summarization, qa, code, prompts, tiny, tiny_code, tiny_tools, findings, or pkg.mod:Class",
+        description="summarization, qa, code, prompts, tiny, tiny_code, tiny_tools, findings, finding_lines, "
+        "checked_lines, or pkg.mod:Class",
     )
 
     @property

@@ -138,8 +138,8 @@ class Trainer:
     async def run(self) -> TrainerState:
         """Run steps until `num_steps` or until `stop()`, and write a checkpoint of the last finished step.
 
-        After an error or a cancellation a checkpoint keeps the finished steps too, except after LearnerLost. If
-        another coroutine sees the loss first and cancels this one, the call of the lost learner fails at once.
+        After an error or a cancellation a checkpoint keeps the finished steps too, except after LearnerLost and between
+        the begin of an update and the end of its push, when the learner is no longer at a finished step. If another coroutine sees the loss first and cancels this one, the call of the lost learner fails at once.
 
         Raises:
             RunStopped, UserError: The run must not continue.
@@ -204,7 +204,6 @@ class Trainer:
         scored = [self._score(response.rollout, response.feedback) for response in usable]
         ages = self._compute_ages([response.rollout for response in usable])
 
-        self._learner_is_at_state = False
         learned = await self._learn(step, scored, prompts)
         synced = await self._push_weights(learned.result.policy_version)
 
@@ -331,6 +330,7 @@ class Trainer:
             kl_coef=kl_coef if objective.kl_in_loss else 0.0,
             seed=seed + step,
         )
+        self._learner_is_at_state = False
         result = await self._call(self.learner.update, batch)
         stats = list(result.stats) or stats
         if objective.teacher is not None:

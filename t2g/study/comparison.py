@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t2g.errors import UserError
+from t2g.errors import Diverged, UserError
 from t2g.metrics import HELD_OUT_SCORE, KL, LENGTH, SAMPLES, STEP, STEP_S
 from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spread
 
@@ -80,6 +80,7 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
 
     Raises:
         UserError: The run has no held-out score.
+        Diverged: An evaluation has none.
     """
     samples: list[int] = []
     scores: list[float] = []
@@ -98,7 +99,12 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
             num_steps = record[STEP] - last_step
             step_durations.append(record[STEP_S] / num_steps)
         last_step = record[STEP]
-        if record.get(HELD_OUT_SCORE) is not None:
+        if HELD_OUT_SCORE in record:
+            if record[HELD_OUT_SCORE] is None:  # without it the run would have fewer evaluations than others
+                raise Diverged(
+                    f"step {last_step} of a run has no {HELD_OUT_SCORE}, since no response had usable feedback: "
+                    "compare by a task that can measure its responses, or with other feedback"
+                )
             samples.append(int(record.get(SAMPLES, 0)))
             scores.append(float(record[HELD_OUT_SCORE]))
             times.append(seconds)

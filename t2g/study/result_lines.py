@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from t2g.config import PolicyJob
 from t2g.config.comparing import CompareConfig
@@ -26,8 +26,6 @@ MODEL = "model.policy"
 
 class ResultLine(BaseModel):
     """A finished run."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants")  # a score is -inf where no feedback was usable
 
     method: str
     seed: int

@@ -200,7 +200,7 @@ class Task:
         return None
 
 
-_TASKS = {
+TASKS = {
     "summarization": "t2g.tasks.summarization:SummarizationTask",
     "qa": "t2g.tasks.qa:QATask",
     "code": "t2g.tasks.code:CodeTask",
@@ -216,10 +216,10 @@ _TASKS = {
 
 def get_task(name: str) -> Task:
     """Return the task of that name, or the task at an import path `pkg.mod:Class`. UserError if there is none."""
-    path = _TASKS.get(name, name)
+    path = TASKS.get(name, name)
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
-        raise UserError(f"task={name!r} is none of {', '.join(_TASKS)} and no import path pkg.mod:Class")
+        raise UserError(f"task={name!r} is none of {', '.join(TASKS)} and no import path pkg.mod:Class")
     try:
         return import_object(path)()
     except Exception as error:  # import of the user's module and construction of its class may raise anything

@@ -75,6 +75,9 @@ class CheckedLinesTask(FindingsTask):
     def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction | None:
         return feedback_function
 
+    def can_measure(self, prompt: Prompt) -> bool:
+        return True  # the findings are the reference
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Return `measure_facts`."""
         return measure_facts(prompt.prompt_text, response_text)

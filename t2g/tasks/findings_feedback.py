@@ -13,6 +13,7 @@ _PIECE = re.compile(
     r"|(?P<name>\b[A-Z][\w'’-]*(?: (?:of |for |the |and )?[A-Z][\w'’-]*)*)"
 )
 _OPENS = re.compile(r"(?:^|[.!?:;\n][\"'”’)\]]*)\s*[-*\"'“‘(\[\d.)]*\s*$")  # text before the first word of a sentence
+_OPENING_CHARS = 32  # that are searched by _OPENS, whose time grows with their third power
 _DATE_PARTS = re.compile(rf"{_MONTHS}|\d")
 _WORD = re.compile(r"\w+")
 _SEVERITY: dict[str, Literal[1, 2, 3]] = {"date": 3, "number": 3, "name": 2}
@@ -84,7 +85,7 @@ def find_details(text: str) -> Iterator[Detail]:
     for match in _PIECE.finditer(text):
         kind = str(match.lastgroup)
         start, end = match.span()
-        if kind == "name" and _OPENS.search(text[:start]):
+        if kind == "name" and _OPENS.search(text, max(0, start - _OPENING_CHARS), start):
             first, _, rest = match.group().partition(" ")
             if first[1:] in ("", first[1:].lower()):
                 start = end - len(rest)

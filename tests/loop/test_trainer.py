@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from trainer_bench import NUM_STEPS, Bench, chosen, job, task_reward
 
 from t2g.config import with_overrides
-from t2g.errors import RunStopped, UserError
+from t2g.errors import Diverged, RunStopped, UserError
 from t2g.runs import checkpoint
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.sandbox import SandboxConfig
@@ -209,6 +209,24 @@ def test_a_run_that_stops_itself_keeps_the_steps_that_were_done(tokenizer: Any, 
     again = Bench(tmp_path, tokenizer, job())
     assert again.run().step == NUM_STEPS
     assert again.metrics() == whole.metrics()
+
+
+def test_numbers_that_are_not_finite_stop_a_run_before_its_update_and_lose_no_step(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, tokenizer, job())
+    forward = bench.learner.forward
+
+    def fail_in_step_4(rollouts: Any) -> Any:
+        stats = forward(rollouts)
+        if bench.trainer.state.step == 3:
+            stats[0] = replace(stats[0], ref_logprobs=np.full_like(stats[0].ref_logprobs, np.nan))
+        return stats
+
+    bench.learner.forward = fail_in_step_4
+    with pytest.raises(Diverged, match="step 4"):
+        bench.run()
+    assert bench.checkpoint_step() == 3  # checkpoints are every 2 steps
 
 
 def test_a_sample_of_other_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:

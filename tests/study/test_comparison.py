@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.errors import UserError
+from t2g.errors import Diverged, UserError
 from t2g.study.comparison import (
     RunCurve,
     base_run,
@@ -43,7 +43,7 @@ def test_a_run_is_read_from_its_metrics() -> None:
         {"step": 0, "eval/score": 0.1, "time/eval_s": 9.0},
         {"step": 1, "samples": 8.0, "time/step_s": 5.0},
         {"step": 2, "samples": 16.0, "time/step_s": 2.0, "eval/score": 0.3, "time/eval_s": 9.0},
-        {"step": 3, "samples": 24.0, "time/step_s": 3.0, "eval/score": None},
+        {"step": 3, "samples": 24.0, "time/step_s": 3.0},
         {"step": 4, "samples": 32.0, "time/step_s": 2.0, "eval/score": 0.5},
     ]
     run = read_run(records)
@@ -53,6 +53,12 @@ def test_a_run_is_read_from_its_metrics() -> None:
     assert (at_once.seconds, at_once.step_seconds) == ((0, 8), 2.0)
     with pytest.raises(UserError, match="no held-out score"):
         read_run([{"step": 1, "time/step_s": 1.0}])
+
+
+def test_an_evaluation_without_a_score_does_not_shift_the_curve() -> None:
+    records = [{"step": 0, "eval/score": 0.1}, {"step": 4, "samples": 8.0, "time/step_s": 5.0, "eval/score": None}]
+    with pytest.raises(Diverged, match=r"step 4 .* eval/score"):
+        read_run(records)
 
 
 def test_a_score_is_the_mean_of_the_last_three_evaluations_after_training_began() -> None:
@@ -121,8 +127,11 @@ def test_the_summary_of_two_seeds() -> None:
 def test_scores_are_compared_at_the_same_kl() -> None:
     kls = {1: 0.0, 2: 0.4, 3: 0.5, 4: 1.3, 5: 1.5}  # before the update of the step
     scores = {2: 0.6, 4: 0.8, 5: 0.9}
-    steps = [{"step": step, "policy/kl": kl, "eval/score": scores.get(step)} for step, kl in kls.items()]
-    run = read_run([{"step": 0, "eval/score": 0.2}, *steps])
+    records: list[dict[str, float]] = [{"step": 0, "eval/score": 0.2}]
+    for step, kl in kls.items():
+        evaluation = {"eval/score": scores[step]} if step in scores else {}
+        records.append({"step": step, "policy/kl": kl} | evaluation)
+    run = read_run(records)
     assert run.kls == (0.0, 0.5, 1.5)  # after steps 0, 2 and 4; none is known after step 5
     assert [run.score_at(level, run.kls) for level in (0.25, 0.5, 1.0)] == pytest.approx([0.4, 0.6, 0.7])
     assert run.score_at(2.0, run.kls) is None

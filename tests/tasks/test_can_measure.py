@@ -26,6 +26,8 @@ PROGRAM = next(programs.make_records(count=1, heldout=True, rates=WorldConfig(),
         ("summarization", {}, False),
         ("findings", {"ideal_human_summary": "Zinc helps."}, True),
         ("findings", {}, False),  # it has metrics without a reference, and ROUGE is none of them
+        ("finding_lines", {}, False),
+        ("checked_lines", {}, True),
         ("code", {"test": TESTS}, True),
         ("code", {"test": " \n"}, False),
         ("code", {"test": ["assert f() == 1"]}, False),
