@@ -138,8 +138,9 @@ class Trainer:
     async def run(self) -> TrainerState:
         """Run steps until `num_steps` or until `stop()`, and write a checkpoint of the last finished step.
 
-        After an error or a cancellation a checkpoint keeps the finished steps too, except after LearnerLost and between
-        the begin of an update and the end of its push, when the learner is no longer at a finished step. If another coroutine sees the loss first and cancels this one, the call of the lost learner fails at once.
+        After an error or a cancellation a checkpoint keeps the finished steps, too, except after LearnerLost, and from
+        the begin of an update to the end of its step, when the learner is at no finished step. If another coroutine
+        sees the loss first and cancels this one, the call of the lost learner fails at once.
 
         Raises:
             RunStopped, UserError: The run must not continue.

@@ -1,10 +1,12 @@
 """Finished runs of a comparison as JSON lines, so that it can go on where the folders of its runs are not kept.
 
-A line belongs to a run if settings and data are equal, and feedback and task have equal names. Neither the code behind
-these names is compared nor the weights behind a local `model.policy`, only the end of its path: a start that was
-trained again has other weights. `compare.results=FILE` names another file, and with it all runs are made again.
+A line belongs to a run if settings and data are equal, and feedback and task have equal names. The code behind these
+names is not compared, and of a local `model.policy` only the end of its path: a start that was trained again may have
+other weights. A line has their hash, and a warning says where it is another. `compare.results=FILE` names another file,
+and with it all runs are made again.
 """
 
+import logging
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from t2g.study.policy_eval import content_key
 
 MODEL = "model.policy"
 
+logger = logging.getLogger(__name__)
+
 
 class ResultLine(BaseModel):
     """A finished run."""
@@ -30,7 +34,8 @@ class ResultLine(BaseModel):
     method: str
     seed: int
     lr: float
-    key: str  # see `ResultLines.make_key`
+    key: str  # see `ResultLines._make_key`
+    start: str | None = None  # hash of the weights behind a local model.policy; None: a hub's, or not recorded
     date: str
     minutes: float  # minutes of the whole run, evaluations included
     versions: dict[str, str]
@@ -47,6 +52,7 @@ class ResultLines:
     def __init__(self, config: CompareConfig) -> None:
         self._config = config
         self._lines: dict[str, ResultLine] = {}
+        self._has_warned = False
         if config.results is None:
             return
         try:
@@ -59,8 +65,23 @@ class ResultLines:
         """Return the figures of a run, or None. identity_extras: See `Identity.from_config`."""
         if not self._lines:  # the key would hash the run's data
             return None
-        line = self._lines.get(self.make_key(method_job, **identity_extras))
-        return line.run if line else None
+        identity = Identity.from_config(method_job, **identity_extras)
+        line = self._lines.get(self._make_key(method_job, identity))
+        if line is None:
+            return None
+        self._check_start(line, identity.contents.get(MODEL))
+        return line.run
+
+    def _check_start(self, line: ResultLine, start: str | None) -> None:
+        """Log a warning, once, if a run began from other weights than those that new runs begin from."""
+        if self._has_warned or None in (line.start, start) or line.start == start:
+            return
+        self._has_warned = True
+        logger.warning(
+            "compare.results=%s: %s with seed %d began from other weights of model.policy than are there now; paired "
+            "with a new run of this seed it gives no paired difference",
+            self._config.results, line.method, line.seed,
+        )  # fmt: skip
 
     def append(
         self, method: str, method_job: PolicyJob, run: RunCurve, *, seconds: float, **identity_extras: Any
@@ -68,13 +89,14 @@ class ResultLines:
         """Append the line of a finished run, if there is a file. identity_extras: See `Identity.from_config`."""
         if self._config.results is None:
             return
-        key = self.make_key(method_job, **identity_extras)
+        identity = Identity.from_config(method_job, **identity_extras)
         today = now().date().isoformat()
         line = ResultLine(
             method=method,
             seed=method_job.run.seed,
             lr=method_job.learner.policy.lr,
-            key=key,
+            key=self._make_key(method_job, identity),
+            start=identity.contents.get(MODEL),
             date=today,
             minutes=round(seconds / 60, 1),
             versions=collect_versions(),
@@ -83,9 +105,8 @@ class ResultLines:
         with closing(Journal(self._config.results)) as journal:
             journal.append(line)
 
-    def make_key(self, method_job: PolicyJob, **identity_extras: Any) -> str:
+    def _make_key(self, method_job: PolicyJob, identity: Identity) -> str:
         """Return a hash of what decides a run's figures."""
-        identity = Identity.from_config(method_job, **identity_extras)
         contents = {key: digest for key, digest in identity.contents.items() if key != MODEL}
         retention = self._config.retention
         texts = retention and (Path(retention.name).name, retention.columns, retention.limit)

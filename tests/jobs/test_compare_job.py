@@ -22,9 +22,9 @@ from jobs.compare.comparison_runs import SEARCH_POSTS, Session, has_all, make_se
 from jobs.compare.reference_responses import ReferenceResponses
 from jobs.train_policy import prepared
 from jobs.train_policy.policy_data import PolicyData
-from t2g.config import CompareJob, PolicyJob, loading
+from t2g.config import CompareJob, PolicyJob, loading, with_overrides
 from t2g.errors import Diverged, RunStopped, Stopped, UserError
-from t2g.study.comparison import REWARD_COLUMNS
+from t2g.study.comparison import REWARD_COLUMNS, RunCurve
 from t2g.study.methods import ComparisonPlan
 from t2g.study.result_lines import ResultLines
 from t2g.tasks.base import get_task
@@ -306,6 +306,27 @@ def test_runs_in_the_file_of_results_are_not_made_again(tmp_path: Path, capsys: 
     assert has_all(second, plan_group(second, ["scalar", "span"]), ResultLines(second.job.compare))
     assert not has_all(other, plan_group(other, ["span"]), ResultLines(other.job.compare))
     capsys.readouterr()
+
+
+def test_a_run_that_began_from_other_weights_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_of(tmp_path, "compare.lr_grid=[0.1]", f"compare.results={tmp_path / 'results.jsonl'}")
+    model = tmp_path / "start" / "model"
+    model.mkdir(parents=True)
+    weights = model / "weights.txt"
+    weights.write_text("1")
+    method_job = with_overrides(plan.make_job("span", 1, 0.1), {"model.policy": str(model)})
+    run = RunCurve(samples=(0, 8), scores=(0.1, 0.5), seconds=(0, 1), step_seconds=1.0)
+    ResultLines(plan.job.compare).append("span", method_job, run, seconds=60)
+    assert ResultLines(plan.job.compare).find(method_job) == run
+    assert caplog.messages == []
+
+    weights.write_text("22")
+    lines = ResultLines(plan.job.compare)
+    assert [lines.find(method_job), lines.find(method_job)] == [run, run]
+    (message,) = caplog.messages
+    assert "span with seed 1" in message and "model.policy" in message
 
 
 def test_a_search_in_the_file_of_results_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
