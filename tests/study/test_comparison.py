@@ -188,7 +188,7 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     text = tables({"methods": summarize(runs), "noise": noise, "rewards": {}, "search": search})
     methods, legend, noisy = text.split("\n\n")
     rows = [re.split(r" *\| *", line.strip("| ")) for line in methods.splitlines()]
-    assert {len(row) for row in rows} == {14}
+    assert {len(row) for row in rows} == {15}
     named = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
     assert list(named) == ["sft", "scalar", "span"]
     assert (named["span"]["lr"], named["span"]["overhead"], named["span"]["s a step"]) == ("0.001*", "+50%", "3.00")
@@ -199,6 +199,17 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     assert named["sft"]["held-out score"] == "0.200 ± 0.000"
     assert legend.startswith("Means over 2 seeds") and "20 samples of" in legend
     assert [line.split("|")[1].strip() for line in noisy.splitlines()[2:]] == ["none", "flip"]
+
+
+def test_configured_measures_have_columns() -> None:
+    targeting = {"criticised": -1.0, "retention": -0.05, "choices_change": -0.03}
+    run = a_run(0.2, 0.4, targeting=targeting)
+    runs = {"sft": {1: base_run(run)}, "scalar": {1: run}}
+    search = {"scores": {}, "chosen": {}}
+    table, _ = tables({"methods": summarize(runs), "noise": {}, "rewards": {}, "search": search}).split("\n\n")
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in table.splitlines()]
+    assert rows[0][-2:] == ["retention", "right choices, change"]
+    assert [row[-2:] for row in rows[2:]] == [["0.000", "0.000"], ["-0.050", "-0.030"]]
 
 
 def test_a_seed_that_never_got_there_counts_with_all_its_samples() -> None:
