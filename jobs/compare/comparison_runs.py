@@ -132,17 +132,22 @@ class Session:
         if len(config.lr_grid) == 1:
             return {}, config.lr_grid[0]
         scores: Scores = {}
-        rates = [*config.lr_grid]
-        max_rates = len(config.lr_grid) + MAX_WIDER
-        for lr in rates:  # which grow
-            scores[lr] = {}
-            for planned in plan_search(self.plan, name, lr):
-                method_job = self.plan.search(name, planned.seed, lr)
-                scores[lr][planned.seed] = self.score(name, method_job)
-            is_last = len(scores) == len(rates)
-            if is_last and len(rates) < max_rates and (wider := next_lr(scores)):
-                rates.append(wider)
+        for lr in config.lr_grid:
+            scores[lr] = self._score_rate(name, lr)
+        for _ in range(MAX_WIDER):
+            wider = next_lr(scores)
+            if wider is None:
+                break
+            scores[wider] = self._score_rate(name, wider)
         return scores, choose_lr(scores)
+
+    def _score_rate(self, name: str, lr: float) -> dict[int, float | None]:
+        """Return the score of a learning rate for each seed of the search."""
+        scores: dict[int, float | None] = {}
+        for planned in plan_search(self.plan, name, lr):
+            method_job = self.plan.search(name, planned.seed, lr)
+            scores[planned.seed] = self.score(name, method_job)
+        return scores
 
     def run_group(self, group: PlannedGroup, chosen: Mapping[str, float], references: ReferenceResponses) -> None:
         """Make the compared runs, which `references` measures, then those under noise."""
