@@ -387,7 +387,7 @@ class LearnerConfig(RoleConfig):
         None,
         gt=0,
         description="largest |engine - learner| logprob on the probe that is always accepted, nats, beside 3 x the "
-        "difference at the checkpoint; none: 0.001, with GPU engines 0.03, with bfloat16 0.25",
+        "difference at the checkpoint, also of an exported model; none: 0.001, with GPU engines 0.03, with bfloat16 0.25",
     )
     step_timeout_s: ResumeMutable[float] = Field(
         600, gt=0, description="deadline of one forward, update, sync or checkpoint"
@@ -423,9 +423,13 @@ class LearnerConfig(RoleConfig):
 
     @property
     def export_tolerance(self) -> float:
-        """Return the difference that rounding explains between the ranks and plain transformers on a CPU."""
+        """Return the difference that rounding explains between the ranks and plain transformers on a CPU.
+
+        `probe_tolerance` raises it: an export rounds merged adapters as a weight sync does.
+        """
         rounding = 0.03 if self.gpus else 1e-3
-        return 0.25 if self.dtype == "bfloat16" else rounding
+        explained = 0.25 if self.dtype == "bfloat16" else rounding
+        return max(explained, self.probe_tolerance or 0)
 
     def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
         """Return the resources of the groups of ranks by config section; the critic's own group comes last."""

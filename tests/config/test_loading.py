@@ -401,6 +401,10 @@ def test_the_probe_allows_for_the_rounding_of_either_side(
     demo = loading.load(DemoJob, tmp_path / "demo.yaml", overrides, environ={}, cwd=tmp_path)
     assert demo.learner.resolve_probe_tolerance(demo.rollout) == expected
     assert LearnerConfig(dtype="bfloat16").resolve_probe_tolerance(RolloutConfig()) == 0.25, "without a job as well"
+    tolerances = {None: 0.25, 0.1: 0.25, 3.0: 3.0}  # an export rounds merged adapters as a weight sync does
+    for probe_tolerance, export_tolerance in tolerances.items():
+        learner = LearnerConfig(dtype="bfloat16", probe_tolerance=probe_tolerance)
+        assert learner.export_tolerance == export_tolerance
 
 
 def test_a_wrong_learner_is_one_sentence(tmp_path: Path) -> None:
