@@ -320,19 +320,19 @@ COLUMNS = (
 CONFIGURED_COLUMNS = {"retention": "retention", "choices_change": "right choices, change"}  # by figure
 LEGEND = """\
 Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of prompts and sampling, with one
-base policy, one set of held-out prompts, and the same feedback. Score: mean of a run's last three held-out evaluations, {samples:,} samples of
-training each; dpo, ilf and reflection are evaluated once, at the end. lr: chosen on other seeds and, where the
-held-out file has more than are reported on, on other prompts; * marks an end of what was tried. Samples and seconds to
-scalar's best: until the smoothed curve (mean of three evaluations) is first as high as scalar's of the same seed ever
-was, without evaluations. Of samples it is the restricted mean: a seed that never got there (in brackets, how many did)
-counts with all the samples of its run, so that the figure is a lower bound; the share of the samples that scalar took
-and the seconds are means over the seeds that got there. Seconds of dpo and ilf hold the start of their training
-process. At equal KL: the difference to scalar, each where its KL first reaches the smaller of the two runs' largest.
-At 1 nat of KL: the score where the KL to the base first is 1 nat a response, linear between evaluations; none
-if a run never is there. Δ log p: change by training of the log-probability of the base's own held-out responses, nats a
-token, where they were criticised and where they were not mentioned (praised tokens are in neither). Matched difference:
-between those of the two that the base thought about as likely. A criticism returns when the same quote is criticised in
-the new response to that prompt."""
+base policy, one set of held-out prompts, and the same feedback. Score: mean of a run's last three held-out
+evaluations, {samples:,} samples of training each; dpo, ilf and reflection are evaluated once, at the end. lr: chosen
+on other seeds and, where the held-out file has more than are reported on, on other prompts; * marks an end of what was
+tried. Samples and seconds to scalar's best: until the smoothed curve (mean of three evaluations) is first as high as
+scalar's of the same seed ever was, without evaluations. Of samples it is the restricted mean: a seed that never got
+there (in brackets, how many did) counts with all the samples of its run, so that the figure is a lower bound; the
+share of the samples that scalar took and the seconds are means over the seeds that got there. Seconds of dpo and ilf
+hold the start of their training process. At equal KL: the difference to scalar, each where its KL first reaches the
+smaller of the two runs' largest. At 1 nat of KL: the score where the KL to the base first is 1 nat a response, linear
+between evaluations; none if a run never is there. Δ log p: change by training of the log-probability of the base's own
+held-out responses, nats a token, where they were criticised and where they were not mentioned (praised tokens are in
+neither). Matched difference: between those of the two that the base thought about as likely. A criticism returns when
+the same quote is criticised in the new response to that prompt."""
 REWARD_COLUMNS = (
     "labelled_share", "good_precision", "good_recall", "good_f1", "poor_precision", "poor_recall", "poor_f1",
     "decisive_good_f1", "decisive_poor_f1", "located_rate", "parse_rate",
@@ -374,7 +374,7 @@ def _method_table(methods: Mapping[str, Any], search: Mapping[str, Any]) -> list
 
 
 def find_configured(methods: Mapping[str, Any]) -> list[str]:
-    """Return the names of CONFIGURED_COLUMNS that a trained method has figures of: `compare.retention` and `choices`."""
+    """Return those CONFIGURED_COLUMNS of which a trained method has figures."""
     measured: list[str] = []
     for name in CONFIGURED_COLUMNS:
         trained = [figures["targeting"] or {} for figures in methods.values() if figures["step_seconds"] is not None]
