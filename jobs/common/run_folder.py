@@ -17,7 +17,7 @@ from t2g.files import check_regular
 from t2g.runs import identity
 from t2g.runs.control import now
 from t2g.runs.identity import Identity
-from t2g.runs.log import COMMANDS_FILE, FEEDBACK_LOG
+from t2g.runs.log import COMMANDS_FILE, FEEDBACK_LOG, METRICS_FILE
 from t2g.runs.progress import PROGRESS_FILE, record_lines
 from t2g.runs.trackers.tracker_threads import Trackers
 
@@ -50,7 +50,14 @@ def check_folder(config: AnyJob, *leftovers: str, should_save: bool = True, **id
         return run_identity
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, and {folder / existing[0]} exists: remove it or choose another run.name")
-    return identity.check_identity(folder, run_identity, should_save=should_save)
+    try:
+        return identity.check_identity(folder, run_identity, should_save=should_save)
+    except UserError as error:
+        metrics = folder / METRICS_FILE
+        has_begun = metrics.exists() and metrics.stat().st_size > 0
+        if has_begun or config.leftovers != (loading.FILE_NAME,):
+            raise
+        raise UserError(f"{error}. No step was made in it: it can be removed") from error
 
 
 def check_own_folder(config: AnyJob) -> None:

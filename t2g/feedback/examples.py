@@ -88,7 +88,10 @@ def make_policy_examples(
         try:
             reference = task.reference(record)
             if reference is None:
-                raise ValueError(f"task {task.name} finds no reference to learn from in it")
+                raise ValueError(
+                    f"task {task.name} finds no reference to learn from in it, only {', '.join(record)}; data.columns "
+                    "renames a field, as in {reference: completion}"
+                )
             build = partial(encode_policy_prompt, record, task, tokenizer, cut=too_long == "truncate")
             example = make_sft_example(build, reference, tokenizer, max_length=max_example_length)
             examples.append(end_thinking(example, tokenizer, tags))

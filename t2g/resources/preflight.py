@@ -146,7 +146,7 @@ def read_inputs(findings: Findings, job: Job, read: Callable[[Job], Result]) -> 
 
 
 def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
-    """Return a sentence about the first resource of which the roles need more than is free, or None if they fit.
+    """Return a sentence about the resources of which the roles need more than is free, or None if they fit.
 
     2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
     "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers, tokens_per_microbatch (or set
@@ -158,7 +158,8 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
     have = {"cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
     have["memory_gib"] = resources.get("memory", 0) / GIB
     has_ranks = any(hasattr(role, "tokens_per_microbatch") for role in roles.values())
-    for name, unit in (("cpus", "CPUs"), ("gpus", "GPUs"), ("memory_gib", "GiB of memory")):
+    shortages: list[str] = []
+    for name, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gib", "GiB of memory")):
         need = 0.0
         terms: list[str] = []
         for section, role in roles.items():
@@ -169,8 +170,10 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
             levers = "workers"
             if name == "memory_gib" and has_ranks:
                 levers += f", {RANK_LEVERS}"
-            return f"{need:g} {unit} needed ({', '.join(terms)}), {have[name]:.3g} free; lower {levers} or {name}"
-    return None
+            unit = unit.removesuffix("s") if need == 1 else unit
+            needed = f"{need:g} {unit} needed ({', '.join(terms)})"
+            shortages.append(f"{needed}, {have[name]:.3g} free; lower {levers} or {name}")
+    return ". Also ".join(shortages) or None
 
 
 def _cpu_features() -> Mapping[str, object]:

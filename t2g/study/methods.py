@@ -15,6 +15,7 @@ The shipped files are in configs/methods, and in the wheel; `compare.methods` ma
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -69,8 +70,12 @@ def read_method(entry: str) -> Method:
     """
     file = Path(entry) if entry.endswith(".yaml") else SHIPPED / f"{entry}.yaml"
     if not file.is_file():
-        known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
-        raise UserError(f"compare.methods has {entry}; there are {known}, or the path of a file that ends in .yaml")
+        if entry.endswith(".yaml"):
+            raise UserError(f"compare.methods has {entry}, and there is no such file")
+        known = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+        near = get_close_matches(entry, known, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+        raise UserError(f"compare.methods has {entry}; {advice} The path of an own method ends in .yaml")
     return loading.load(Method, file)
 
 

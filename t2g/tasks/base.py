@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -219,7 +220,9 @@ def get_task(name: str) -> Task:
     path = TASKS.get(name, name)
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
-        raise UserError(f"task={name!r} is none of {', '.join(TASKS)} and no import path pkg.mod:Class")
+        near = get_close_matches(name, TASKS, n=1)
+        advice = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"task={name!r} is none of {', '.join(TASKS)} and no import path pkg.mod:Class{advice}")
     try:
         return import_object(path)()
     except Exception as error:  # import of the user's module and construction of its class may raise anything

@@ -68,7 +68,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, sente
     ("overrides", "sentence"),
     [
         (["compare.methods=[sft, reflection]"], "has no trained method"),
-        (["compare.methods=[spam]"], "compare.methods has spam; there are "),
+        (["compare.methods=[spam]"], "compare.methods has spam; did you mean span?"),
+        (["compare.methods=[nothing_like_it]"], "compare.methods has nothing_like_it; there are "),
+        (["compare.methods=[late.yaml]"], "compare.methods has late.yaml, and there is no such file"),
         (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own: set compare.rewards"),
         (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own"),
         (

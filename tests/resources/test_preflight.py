@@ -103,7 +103,7 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
         ({"feedback": function("table")}, "has the type dict; it needs to be a function"),
         ({"feedback": function("nobody")}, "has no attribute 'nobody'"),
         ({"feedback": {"source": "program"}}, "task prompts has no program of its own"),
-        ({"task": "summarisation"}, "task='summarisation' is none of"),
+        ({"task": "summarisation"}, "and no import path pkg.mod:Class; did you mean summarization?"),
         ({"rollout": {"max_model_len": 4096}}, "rollout.max_model_len=4096, and "),
         ({"rollout": {"gpus": 3}}, "rollout.gpus=3"),
         ({"rollout": {"memory_gib": 1e-4}}, "rollout.memory_gib is 0.0001, and the weights of "),

@@ -31,11 +31,12 @@ def test_missing_inputs_are_reported_for_every_part() -> None:
         "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
     )
     assert shortfall(ROLES, {"CPU": 1, "memory": 4 * GIB}) == (
-        "2 CPUs needed (rollout 2 x 0.5, learner 1 x 1), 1 free; lower workers or cpus"
+        "2 CPUs needed (rollout 2 x 0.5, learner 1 x 1), 1 free; lower workers or cpus. Also "
+        "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
     )
     roles = {"rollout": RoleConfig(gpus=1)}
     assert shortfall(roles, {"CPU": 9, "memory": 9 * GIB}) == (
-        "1 GPUs needed (rollout 1 x 1), 0 free; lower workers or gpus"
+        "1 GPU needed (rollout 1 x 1), 0 free; lower workers or gpus"
     )
 
 
