@@ -8,8 +8,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -87,6 +88,15 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
     return environment
 
 
+def check_argument_names(arguments: Iterable[str], known: Collection[str]) -> None:
+    """Raise UserError for the first of `engine_args` that vLLM does not know."""
+    for name in arguments:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"engine_args.{name} is no argument of vLLM{advice}")
+
+
 def compile_cache() -> dict[str, str]:
     """Return the folder of vLLM's compile cache: in the folder of the models, so that the next pod can use it.
 
@@ -158,6 +168,8 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._check_build(for_cpus=current_platform.is_cpu())
+        known = {field.name for field in fields(AsyncEngineArgs)}
+        check_argument_names(self._config.engine_args, known)
         try:
             engine_args = AsyncEngineArgs(**self.arguments())
             vllm_config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -166,7 +178,7 @@ class Engine:
             self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, stat_loggers=stat_loggers)
         except UserError:
             raise
-        except (TypeError, ValueError, OSError) as error:  # TypeError: an unknown argument
+        except (TypeError, ValueError, OSError) as error:
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}") from error
         except RuntimeError as error:  # also where the core, a separate process, failed
             core_error = find_core_error()

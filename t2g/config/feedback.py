@@ -47,6 +47,9 @@ class HealthConfig(Section):
 
 # Engine arguments of vLLM that a config may not set, by reason; a star matches any ending.
 RESERVED_ARGUMENTS = {
+    "it is a setting of sampling, of which temperature and max_new_tokens of the same section can be set": (
+        "temperature", "top_p", "top_k", "min_p", "max_tokens", "*_penalty", "stop",
+    ),
     "it has a key of its own": (
         "model", "revision", "tokenizer*", "dtype", "max_model_len", "max_num_seqs", "enforce_eager", "seed",
         "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size",
