@@ -41,9 +41,6 @@ Stats = list[dict[str, np.ndarray]]  # by field, of each sequence of a rank batc
 NO_CRITIC = ObjectiveConfig(advantages="group", whiten="none")
 DPO_BETA = 0.1  # the paper's, and TRL's default
 CHECKED_TOKENS = 64  # whose log-probabilities in both modes are compared
-MERGED_ADVICE = (
-    "; adapters merged into bfloat16 weights are rounded: if that explains it, raise learner.probe_tolerance"
-)
 MAX_MODE_GAP = 1e-3  # nats; the passes make the same operations, so that only a GPU's sums may differ in order
 
 
@@ -533,7 +530,6 @@ class PolicyTrainer(ModelTrainer):
                 like=self.engine.module,
                 dtype=config.dtype,
                 tolerance=config.export_tolerance,
-                advice=MERGED_ADVICE if config.lora and self.spec.loss == "ppo" else "",
             )
 
 

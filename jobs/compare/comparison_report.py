@@ -5,6 +5,7 @@ from typing import Any
 
 from jobs.common.cli import print_outputs
 from t2g.config import PolicyJob
+from t2g.errors import UserError
 from t2g.files import write_atomic
 from t2g.report.comparison_page import write_comparison
 from t2g.runs.log import METRICS_FILE, read_records
@@ -17,12 +18,15 @@ TARGETING_FILE = "targeting.json"
 
 
 def load_run(method_job: PolicyJob) -> RunCurve:
-    """Load a finished run."""
+    """Load a finished run. Raises UserError, with its folder, if an evaluation is missing."""
     folder = method_job.run.folder
     path = folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
     records = read_records(folder / METRICS_FILE)
-    return read_run(records, targeting)
+    try:
+        return read_run(records, targeting, every=method_job.eval.every)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
 
 
 def load_all(plan: ComparisonPlan, chosen: dict[str, float]) -> tuple[dict[str, dict[int, RunCurve]], dict[str, Any]]:

@@ -157,7 +157,9 @@ class Trainer:
         if self.lost_at is not None:
             recovered[m.LEARNER_RECOVERY] = time.monotonic() - self.lost_at
         if self.state.step == 0 and self.eval_prompts:
-            self._log(0, await self._evaluate(step=0))
+            start_metrics: dict[str, float] = {}
+            await self._evaluate(0, start_metrics)
+            self._log(0, start_metrics)
         producer = Producer(
             self.config,
             self.prompts,
@@ -227,7 +229,7 @@ class Trainer:
         }
         try:
             if self._is_evaluated(step):
-                metrics |= await self._evaluate(step=step)
+                await self._evaluate(step, metrics)
         finally:  # the step is finished even if its evaluation fails
             self._write_step(step, metrics, judged, scored, learned)
         return True
@@ -441,17 +443,20 @@ class Trainer:
             kl_coef=kl_coef,
         )
 
-    async def _evaluate(self, *, step: int) -> dict[str, float]:
-        """Evaluate the held-out prompts, sampled as in training, and keep the policy if it is the best so far."""
+    async def _evaluate(self, step: int, metrics: dict[str, float]) -> None:
+        """Add the metrics of held-out prompts, sampled as in training, and keep the policy if it is the best so far.
+
+        They are added before the policy is exported: a resumed run does not evaluate a finished step again.
+        """
         started = time.monotonic()
         self.on_phase("evaluation")
         pairs = await sampling.sample_held_out(self.config, self.eval_prompts, self.rollouts)
-        metrics = await sampling.compute_held_out_metrics(
+        metrics |= await sampling.compute_held_out_metrics(
             self.config, self.task, pairs, self.feedback, self.log, step=step
         )
         await self._wait_for_checkpoint()
         await self._call(self.checkpoints.keep_best, step, self.learner.export, metrics[m.HELD_OUT_SCORE])
-        return metrics | {m.EVAL_S: time.monotonic() - started}
+        metrics[m.EVAL_S] = time.monotonic() - started
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.write_step(step, metrics)

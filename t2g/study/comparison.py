@@ -72,14 +72,19 @@ class RunCurve:
         return None
 
 
-def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None) -> RunCurve:
+def read_run(
+    records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None, *, every: int | None = None
+) -> RunCurve:
     """Return a run from the lines of its metrics.jsonl.
 
     A baseline that trains once, on the samples of all steps, has one line for all steps. A step's KL is measured before
     its update, so that it belongs to the evaluation after the previous step; the last evaluation has none.
 
+    Args:
+        every: Steps between evaluations, to check that none is missing.
+
     Raises:
-        UserError: The run has no held-out score.
+        UserError: The run has no held-out score, or lacks an evaluation.
         Diverged: An evaluation has none.
     """
     samples: list[int] = []
@@ -99,6 +104,11 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
             num_steps = record[STEP] - last_step
             step_durations.append(record[STEP_S] / num_steps)
         last_step = record[STEP]
+        if every and last_step % every == 0 and HELD_OUT_SCORE not in record:
+            raise UserError(
+                f"a run was stopped in the evaluation of step {last_step} and lacks it, so that its score would be a "
+                "mean of fewer evaluations than others: remove its folder, and the same command makes it again"
+            )
         if HELD_OUT_SCORE in record:
             if record[HELD_OUT_SCORE] is None:  # without it the run would have fewer evaluations than others
                 raise Diverged(

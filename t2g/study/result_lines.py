@@ -91,14 +91,16 @@ class ResultLines:
             return
         identity = Identity.from_config(method_job, **identity_extras)
         today = now().date().isoformat()
+        minutes = round(seconds / 60, 1)
+        lr = method_job.learner.policy.lr
         line = ResultLine(
             method=method,
             seed=method_job.run.seed,
-            lr=method_job.learner.policy.lr,
+            lr=lr,
             key=self._make_key(method_job, identity),
             start=identity.contents.get(MODEL),
             date=today,
-            minutes=round(seconds / 60, 1),
+            minutes=minutes,
             versions=collect_versions(),
             run=run,
         )

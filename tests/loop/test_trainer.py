@@ -229,6 +229,27 @@ def test_numbers_that_are_not_finite_stop_a_run_before_its_update_and_lose_no_st
     assert bench.checkpoint_step() == 3  # checkpoints are every 2 steps
 
 
+def test_an_evaluation_whose_policy_cannot_be_exported_is_kept(tokenizer: Any, tmp_path: Path) -> None:
+    """A resumed run does not evaluate a finished step again."""
+    bench = Bench(tmp_path, tokenizer, job())
+    export = bench.learner.export
+
+    def refuse_in_step_3(folder: Path) -> None:
+        if bench.trainer.state.step == 3:
+            raise RunStopped("not the trained one")
+        export(folder)
+
+    bench.learner.export = refuse_in_step_3
+    with pytest.raises(RunStopped, match="not the trained one"):
+        bench.run()
+    whole = Bench(tmp_path / "whole", tokenizer, job())
+    whole.run()
+    again = Bench(tmp_path, tokenizer, job())
+    again.run()
+    assert again.metrics() == whole.metrics()
+    assert "eval/score" in again.metrics()[3]
+
+
 def test_a_sample_of_other_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, job())
     bench.rollouts.before_sample = lambda prompt: setattr(bench.rollouts, "version", 7)

@@ -55,6 +55,13 @@ def test_a_run_is_read_from_its_metrics() -> None:
         read_run([{"step": 1, "time/step_s": 1.0}])
 
 
+def test_a_run_that_lacks_an_evaluation_is_refused() -> None:
+    records = [{"step": 0, "eval/score": 0.1}, {"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "eval/score": 0.5}]
+    assert read_run(records, every=4).scores == (0.1, 0.5)
+    with pytest.raises(UserError, match="step 2 and lacks it"):
+        read_run(records, every=2)
+
+
 def test_an_evaluation_without_a_score_does_not_shift_the_curve() -> None:
     records = [{"step": 0, "eval/score": 0.1}, {"step": 4, "samples": 8.0, "time/step_s": 5.0, "eval/score": None}]
     with pytest.raises(Diverged, match=r"step 4 .* eval/score"):
