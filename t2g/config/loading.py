@@ -177,7 +177,32 @@ def _format_problems(schema: type[BaseModel], error: ValidationError, inputs: _I
 
     sentences = format_errors(schema, error, format_origin)
     advice = QUOTES if _has_split_override(error, overridden) else ""
+    other_job = _find_other_job(schema, inputs.values)
+    if other_job:
+        sentences.insert(0, f"{inputs.file} has the sections of a config of {other_job}")
     return "\n".join(sentences) + advice
+
+
+def _find_other_job(schema: type[BaseModel], values: Mapping[str, Any]) -> str:
+    """Return the name of the job that has all sections of the file, "" if there is none or it is this job."""
+    from t2g.config.base_jobs import AnyJob  # which imports this module
+
+    sections = values.keys()
+    if not issubclass(schema, AnyJob) or sections <= schema.model_fields.keys():
+        return ""
+    fitting = [job for job in _list_subclasses(AnyJob) if sections <= job.model_fields.keys()]
+    if not fitting:
+        return ""
+    nearest = min(fitting, key=lambda job: len(job.model_fields))
+    name, _, _ = (nearest.__doc__ or "").partition(":")
+    return name
+
+
+def _list_subclasses(base: type) -> list[Any]:
+    subclasses: list[Any] = []
+    for cls in base.__subclasses__():
+        subclasses += [cls, *_list_subclasses(cls)]
+    return subclasses
 
 
 def _find_file_errors(

@@ -94,6 +94,25 @@ def test_unknown_keys_are_refused_with_line_and_nearest_name(tmp_path: Path) -> 
     ]
 
 
+def test_the_config_of_another_job_is_refused_with_its_name(tmp_path: Path) -> None:
+    folder = Path(t2g.__file__).parent.parent / "configs" / "own"
+    for schema, name, other in (
+        (PolicyJob, "sft", "jobs.train_sft"),
+        (SFTJob, "policy", "jobs.train_policy"),
+        (PolicyJob, "evaluate_policy", "jobs.evaluate --what policy"),
+    ):
+        file = folder / f"{name}.yaml"
+        with pytest.raises(UserError) as raised:
+            loading.load(schema, file)
+        first, *others = str(raised.value).splitlines()
+        assert first == f"{file} has the sections of a config of {other}"
+        assert others
+    file = tmp_path / "job.yaml"
+    file.write_text(GOOD)
+    with pytest.raises(UserError, match="^command line: zzz is unknown$"):
+        loading.load(PolicyJob, file, ["zzz=1"])
+
+
 def test_a_removed_key_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
     (sentence,) = refused(tmp_path, GOOD + "refresh: {rounds: 2, samples: 500}\n")
     assert sentence.startswith("job.yaml:8: refresh was removed: ")
