@@ -109,7 +109,7 @@ def test_the_config_of_another_job_is_refused_with_its_name(tmp_path: Path) -> N
         assert others
     file = tmp_path / "job.yaml"
     file.write_text(GOOD)
-    with pytest.raises(UserError, match="^command line: zzz is unknown$"):
+    with pytest.raises(UserError, match=r"^command line: zzz is unknown$"):
         loading.load(PolicyJob, file, ["zzz=1"])
 
 
