@@ -46,10 +46,8 @@ class HealthConfig(Section):
 
 
 # Engine arguments of vLLM that a config may not set, by reason; a star matches any ending.
+SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "*_penalty", "stop")
 RESERVED_ARGUMENTS = {
-    "it is a setting of sampling, of which temperature and max_new_tokens of the same section can be set": (
-        "temperature", "top_p", "top_k", "min_p", "max_tokens", "*_penalty", "stop",
-    ),
     "it has a key of its own": (
         "model", "revision", "tokenizer*", "dtype", "max_model_len", "max_num_seqs", "enforce_eager", "seed",
         "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size",
@@ -108,6 +106,12 @@ class EngineConfig(ProcessConfig):
     @field_validator("engine_args")
     @classmethod
     def check_engine_args(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name in arguments:
+            if any(fnmatchcase(name, pattern) for pattern in SAMPLING_SETTINGS):
+                raise ValueError(
+                    f"{name} is a setting of sampling and not of an engine: of these there are temperature and "
+                    "max_new_tokens in the same section; remove it"
+                )
         for why, patterns in RESERVED_ARGUMENTS.items():
             for name in arguments:
                 is_reserved = any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -218,6 +218,10 @@ def test_a_longer_output_limit_has_a_longer_deadline(tokens: int, deadline_s: fl
             "command line: rollout.engine_args: seed cannot be set: it",
         ),
         (
+            ["rollout.engine_args.temperature=0.5"],
+            "command line: rollout.engine_args: temperature is a setting of sampling and not of an engine",
+        ),
+        (
             ["rollout.engine_args.logprobs_mode=raw"],
             "command line: rollout.engine_args: logprobs_mode cannot be set: ",
         ),
