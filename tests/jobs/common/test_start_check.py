@@ -151,4 +151,8 @@ def test_the_dry_run_says_what_the_start_says(
     assert "nothing was found" not in captured.out
     expected = f"{folder / 'own'} was made with other inputs: learner.policy.lr (1e-06 -> 0.5)"
     assert expected in captured.err.splitlines()[-1]
+    assert captured.err.endswith("No step was made in it: it can be removed\n")
+    (folder / "own" / "metrics.jsonl").write_text("{}\n")
+    assert train(argv=argv) == 2
+    assert "can be removed" not in capsys.readouterr().err
     assert train(argv=["--config", str(file), "--dry-run"]) == 0
