@@ -306,7 +306,8 @@ class SourceConfig(Section):
         for field, value, names in (("source", self.source, SOURCES), ("align", self.align, (*MODELS, "program"))):
             if value is not None and value not in names and ":" not in value:
                 raise ValueError(
-                    f"{field}={value!r} is neither one of {', '.join(names)} nor an import path pkg.mod:function"
+                    f"{field}={value!r} is neither one of {', '.join(names)} nor an import path pkg.mod:function, "
+                    "as feedback:judge is of the function judge in feedback.py"
                 )
         required = {
             "reward_model": ("reward_model", self.reward_model),

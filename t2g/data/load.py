@@ -58,7 +58,10 @@ def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
     if missing:
         missing_columns = ", ".join(missing)
         columns = ", ".join(records[0])
-        raise UserError(f"{key}.columns names {missing_columns}, and record 1 of {config.name} has only {columns}")
+        raise UserError(
+            f"{key}.columns names {missing_columns}, and record 1 of {config.name} has only {columns}; an entry is "
+            "{field of the task: column of the file}"
+        )
     return [_rename(row, number, config, key) for number, row in enumerate(records, start=1)]
 
 

@@ -185,6 +185,8 @@ def _read_run(folder: Path) -> _Run:
         number = int(record[m.STEP])
         steps.append(record | {m.STEP: number})
     if not steps:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: there is no such folder")
         raise UserError(
             f"{folder / METRICS_FILE} holds no finished step: the folder of a run of jobs.train_policy is needed"
         )
