@@ -137,8 +137,8 @@ def _read_resources(
     if have is None:
         names = ", ".join(map(dotted_key, chosen_keys))
         raise UserError(
-            f"{names}: got auto, but this job needs values, as rollout.gpus=1 and rollout.dtype=bfloat16: the resources "
-            "of the processes are not known here"
+            f"{names}: got auto, but this job needs values, as rollout.gpus=1 and rollout.dtype=bfloat16: the "
+            "resources of the processes are not known here"
         )
     cluster = values.get("cluster")
     address = cluster.get("address") if isinstance(cluster, Mapping) else None
