@@ -54,8 +54,9 @@ def check_folder(config: AnyJob, *leftovers: str, should_save: bool = True, **id
         return identity.check_identity(folder, run_identity, should_save=should_save)
     except UserError as error:
         metrics = folder / METRICS_FILE
-        has_begun = metrics.exists() and metrics.stat().st_size > 0
-        if has_begun or config.leftovers != (loading.FILE_NAME,):
+        has_step = metrics.exists() and metrics.stat().st_size > 0
+        has_config_alone = binding == (loading.FILE_NAME,)  # what binds other jobs are results
+        if has_step or not has_config_alone:
             raise
         raise UserError(f"{error}. No step was made in it: it can be removed") from error
 

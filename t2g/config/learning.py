@@ -386,9 +386,9 @@ class LearnerConfig(RoleConfig):
     probe_tolerance: ResumeMutable[float | None] = Field(
         None,
         gt=0,
-        description="largest |engine - learner| logprob on the probe that is always accepted, nats, beside 3 x the "
-        "difference at the checkpoint, also of an exported model; none: 0.001, with GPU engines 0.03, with bfloat16 "
-        "0.25",
+        description="largest |engine - learner| logprob on the probe that is always accepted, nats, also of an "
+        "exported model; after a checkpoint 3 x the difference there is accepted, too; none: 0.001, "
+        "with GPU engines 0.03, with bfloat16 0.25",
     )
     step_timeout_s: ResumeMutable[float] = Field(
         600, gt=0, description="deadline of one forward, update, sync or checkpoint"

@@ -329,8 +329,8 @@ COLUMNS = (
 )  # fmt: skip
 CONFIGURED_COLUMNS = {"retention": "retention", "choices_change": "right choices, change"}  # by figure
 LEGEND = """\
-Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of prompts and sampling, with one
-base policy, one set of held-out prompts, and the same feedback. Score: mean of a run's last three held-out
+Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of training prompts and sampling,
+with one base policy, one set of held-out prompts, and the same feedback. Score: mean of a run's last three held-out
 evaluations, {samples:,} samples of training each; dpo, ilf and reflection are evaluated once, at the end. lr: chosen
 on other seeds and, where the held-out file has more than are reported on, on other prompts; * marks an end of what was
 tried. Samples and seconds to scalar's best: until the smoothed curve (mean of three evaluations) is first as high as
