@@ -36,7 +36,7 @@ def load_all(plan: ComparisonPlan, chosen: dict[str, float]) -> tuple[dict[str, 
 
     def load_one(name: str, seed: int, noise: str) -> RunCurve:
         method_job = plan.make_job(name, seed, chosen.get(name), noise)
-        return results.find(method_job, **plan.identity_extras(name)) or load_run(method_job)
+        return results.find(method_job, **plan.identity_extras(name, method_job)) or load_run(method_job)
 
     def load(name: str, noise: str = "") -> dict[int, RunCurve]:
         if plan.methods[name].procedure == "base":

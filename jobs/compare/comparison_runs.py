@@ -57,7 +57,7 @@ class Session:
         method = self.plan.methods[name]
         data = data or self.data
         has_other_prompts = data is not self.data
-        identity_extras = self._identity_extras(name, data)
+        identity_extras = self._identity_extras(name, method_job, data)
 
         if self.results.find(method_job, **identity_extras):
             print(f"{name}, seed {method_job.run.seed}: in {self.plan.job.compare.results}, and not made again")
@@ -109,7 +109,7 @@ class Session:
     def score(self, name: str, method_job: PolicyJob) -> float | None:
         """Make a run and return its score; None if it diverged."""
         folder = method_job.run.folder
-        identity_extras = self._identity_extras(name, self.search_data)
+        identity_extras = self._identity_extras(name, method_job, self.search_data)
         try:
             self.run(name, method_job, data=self.search_data)
             run = self.results.find(method_job, **identity_extras) or load_run(method_job)
@@ -119,9 +119,9 @@ class Session:
         shutil.rmtree(folder / "policy", ignore_errors=True)
         return run.score
 
-    def _identity_extras(self, name: str, data: PolicyData) -> dict[str, Any]:
+    def _identity_extras(self, name: str, method_job: PolicyJob, data: PolicyData) -> dict[str, Any]:
         """Return the identity extras of a method on these held-out prompts."""
-        extras = self.plan.identity_extras(name)
+        extras = self.plan.identity_extras(name, method_job)
         if data is not self.data:
             extras |= {"held_out": SEARCH_POSTS}
         return extras
@@ -231,7 +231,7 @@ def has_all(plan: ComparisonPlan, group: PlannedGroup, results: ResultLines) -> 
         name = planned.method
         lr = only_lr if plan.methods[name].is_trained else None
         method_job = plan.make_job(name, planned.seed, lr)
-        result = results.find(method_job, **plan.identity_extras(name))
+        result = results.find(method_job, **plan.identity_extras(name, method_job))
         return result is not None
 
     if config.noise:

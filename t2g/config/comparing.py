@@ -56,6 +56,10 @@ class CompareConfig(Section):
     search_seeds: tuple[int, ...] = Field(
         (101,), min_length=1, description="seeds on which the learning rates are chosen"
     )
+    search_steps: int | None = Field(
+        None, ge=1, description="steps of a run that tries a learning rate, the first ones of a schedule of num_steps; "
+        "none: num_steps"
+    )  # fmt: skip
     reference_prompts: int = Field(
         128, ge=1, description="held-out prompts to which the base model responds as the reference"
     )

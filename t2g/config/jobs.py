@@ -440,6 +440,9 @@ class CompareJob(PolicyJob):
                 f"compare.reference_prompts={self.compare.reference_prompts} are held-out prompts, and "
                 f"eval.num_prompts={self.eval.num_prompts} are read; lower the first or raise the second"
             )
+        search_steps = self.compare.search_steps
+        if search_steps is not None and search_steps > self.num_steps:
+            raise ValueError(f"compare.search_steps={search_steps} is more than num_steps={self.num_steps}")
         if (self.compare.rewards is None) == (self.feedback.reward_model == "${rewards}"):
             raise ValueError(
                 "compare.rewards trains what feedback.reward_model=${rewards} stands for: give both, or neither"

@@ -149,16 +149,24 @@ class ComparisonPlan:
         return self._run(name, f"arms/{name}-{seed}", seed, lr)
 
     def search(self, name: str, seed: int, lr: float) -> PolicyJob:
-        """Return the config of a run of the learning rate search."""
-        return self._run(name, f"search/{name}-{lr}-{seed}", seed, lr)
+        """Return the config of a run of the learning rate search.
 
-    def identity_extras(self, name: str) -> dict[str, Any]:
+        A search of fewer steps has the rates of a compared run's first steps: its schedule is not shortened.
+        """
+        changes: dict[str, Any] = {}
+        steps = self.job.compare.search_steps
+        if steps is not None:
+            full_steps = self.job.learner.schedule_steps or self.job.num_steps
+            changes = {"num_steps": steps, "learner.schedule_steps": full_steps}
+        return self._run(name, f"search/{name}-{lr}-{seed}", seed, lr, changes)
+
+    def identity_extras(self, name: str, method_job: PolicyJob) -> dict[str, Any]:
         """Return what identifies a run in addition to its own config (see `Identity.from_config`).
 
         Runs are compared at equal numbers of samples per evaluation, and no policy job holds a baseline's procedure.
         """
         method = self.methods[name]
-        extras: dict[str, Any] = {"num_steps": self.job.num_steps, "eval.every": self.job.eval.every}
+        extras: dict[str, Any] = {"num_steps": method_job.num_steps, "eval.every": method_job.eval.every}
         if method.is_baseline:
             extras |= {"procedure": method.procedure, "reviser": self.job.compare.reviser}
         return extras

@@ -56,6 +56,7 @@ def plan_of(root: Path, *overrides: str, config: str = "compare.yaml") -> Compar
         ("eval_data=null", "eval_data is missing"),
         ("feedback.noise={flip: 0.1}", "feedback.noise would apply to every run"),
         ("compare.reference_prompts=300", "reference_prompts=300 are held-out prompts, and eval.num_prompts=256"),
+        ("compare.search_steps=1000", "compare.search_steps=1000 is more than num_steps="),
         ("run.smoke=true", "run.smoke"),
     ],
 )
@@ -145,7 +146,7 @@ def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Pat
 def pretend(plan: ComparisonPlan, method_job: PolicyJob, *scores: float, held_out: str = "") -> None:
     """A finished run with these held-out scores, the first before training. held_out: Its prompts, if others."""
     extras = {"held_out": held_out} if held_out else {}
-    begin_folder(method_job, **plan.identity_extras("span"), **extras)
+    begin_folder(method_job, **plan.identity_extras("span", method_job), **extras)
     lines = [
         {"step": i, "samples": 128.0 * i, "eval/score": score} | ({"time/step_s": 2.0} if i else {})
         for i, score in enumerate(scores)
@@ -211,7 +212,7 @@ def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> No
 def test_a_finished_run_is_kept_for_every_procedure(tmp_path: Path, name: str) -> None:
     plan = plan_of(tmp_path, f"compare.methods=[{name}]")
     method_job = plan.make_job(name, 1, 0.1)
-    begin_folder(method_job, **plan.identity_extras(name))  # as `train` and `run_baseline` do
+    begin_folder(method_job, **plan.identity_extras(name, method_job))  # as `train` and `run_baseline` do
     (method_job.run.folder / "summary.json").write_text(json.dumps({"steps": method_job.num_steps}))
     session(plan).run(name, method_job)
     other = plan_of(tmp_path, f"compare.methods=[{name}]", "compare.reviser=other")
@@ -346,7 +347,7 @@ def test_a_search_in_the_file_of_results_is_not_made_again(tmp_path: Path, capsy
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["lr"] for line in lines] == [0.1, 0.2, 0.4]
     compared = second.make_job("span", 101, 0.2)
-    assert ResultLines(second.job.compare).find(compared, **second.identity_extras("span")) is None
+    assert ResultLines(second.job.compare).find(compared, **second.identity_extras("span", compared)) is None
     capsys.readouterr()
 
 

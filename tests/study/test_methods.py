@@ -165,6 +165,16 @@ def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> 
     assert method_job.feedback.noise is None
 
 
+def test_a_shorter_search_has_the_rates_of_the_first_steps(tmp_path: Path) -> None:
+    schedule = "learner.policy={schedule: linear, final_lr_ratio: 0.3}"
+    plan = plan_of(tmp_path, "num_steps=12", "compare.search_steps=4", schedule, config="compare_more.yaml")
+    compared = plan.make_job("span", 1, 3e-4)
+    search = plan.search("span", 101, 3e-4)
+    assert (search.num_steps, search.schedule_steps) == (4, 12)
+    assert (compared.num_steps, compared.schedule_steps) == (12, 12)
+    assert plan.identity_extras("span", search)["num_steps"] == 4
+
+
 def test_a_learning_rate_is_chosen_by_the_mean_of_its_seeds() -> None:
     assert choose_lr({1e-4: {1: 0.9, 2: 0.1}, 3e-4: {1: 0.6, 2: 0.6}}) == 3e-4
     assert choose_lr({1e-3: {1: 0.5}, 1e-4: {1: 0.5}}) == 1e-4  # the smaller of equals, whatever the order
