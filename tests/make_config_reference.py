@@ -115,7 +115,7 @@ MEANINGS = {  # of keys that the schema does not describe: (section, key), or th
     "num_epochs": "passes over the data",
     "tokens_per_microbatch": "budget of one forward and backward pass",
     "num_steps": "training steps",
-    "arms": "placements of rewards that are trained and compared",
+    "methods": "placements of rewards that are trained and compared",
     "architecture": "family of the model",
     "vocab_size": "tokens of the vocabulary",
     "hidden_size": "width of the model",

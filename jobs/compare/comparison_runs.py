@@ -27,7 +27,7 @@ from t2g.study.methods import MAX_WIDER, ComparisonPlan, Scores, choose_lr, next
 from t2g.study.result_lines import ResultLines
 from t2g.tasks.references import check_references
 
-SEARCH_POSTS = "others"  # than those that are reported on
+SEARCH_PROMPTS = "others"  # than those that are reported on
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Session:
         """Return the identity extras of a method on these held-out prompts."""
         extras = self.plan.identity_extras(name, method_job)
         if data is not self.data:
-            extras |= {"held_out": SEARCH_POSTS}
+            extras |= {"held_out": SEARCH_PROMPTS}
         return extras
 
     def find_lr(self, name: str) -> tuple[Scores, float]:
@@ -194,7 +194,7 @@ def run_all(plan: ComparisonPlan, data: PolicyData, stop: StopFlag) -> dict[str,
         "seeds": config.search_seeds,
         "scores": scores,
         "chosen": chosen,
-        "posts": "reported" if search_data is data else SEARCH_POSTS,
+        "prompts": "reported" if search_data is data else SEARCH_PROMPTS,
     }
 
     references: ReferenceResponses | None = None

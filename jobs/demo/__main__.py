@@ -34,17 +34,17 @@ def summarize(
     """Return summary.json: held-out facts of the base and of each method at equal samples."""
     from t2g.runs.versions import collect_versions
 
-    first = methods[demo.arms[0]]
+    first = methods[demo.methods[0]]
     timing = {f"{name}_s": metrics["seconds"] for name, metrics in artifacts.items()}
     timing |= {f"{name}_s": method["timing"]["wall_s"] for name, method in methods.items()}
-    timing["stages_and_arms_s"] = sum(timing.values())
+    timing["all_phases_s"] = sum(timing.values())
     policies = {name: select_facts(method["policy"]) for name, method in methods.items()}
     reward_model = dict(artifacts["reward"])
     reward_model.pop("seconds", None)
     return {
         "references": {"fact_f1": artifacts["world"]["references_fact_f1"]},
         "base": select_facts(first["base"]),
-        "arms": policies,
+        "methods": policies,
         "reward_model": reward_model,
         "steps": first["steps"],
         "samples": first["samples"],
@@ -61,7 +61,7 @@ def select_facts(measured: dict[str, float]) -> dict[str, float]:
 def table(summary: dict[str, Any]) -> str:
     """Return a table of the held-out facts, with one row for the base and each method."""
     rows: list[tuple[str, ...]] = []
-    for name, metrics in {"base": summary["base"], **summary["arms"]}.items():
+    for name, metrics in {"base": summary["base"], **summary["methods"]}.items():
         shares = [f"{metrics[fact]:.3f}" for fact in (*FACTS, "repeated")]
         rows.append((name, *shares, f"{metrics['length_mean']:.1f}"))
     text = markdown(("held-out posts", "fact F1", "precision", "recall", "repeated facts", "tokens"), rows)
@@ -82,7 +82,7 @@ def check_start(demo: DemoJob) -> None:
 
     if demo.task != "tiny" or not check_demo_artifacts(demo):
         return
-    methods = [method_job(demo, method) for method in demo.arms]
+    methods = [method_job(demo, method) for method in demo.methods]
     if not find_steps_done(*methods, should_save=False):
         for method in methods:
             check_own_folder(method)
@@ -101,7 +101,7 @@ def run(demo: DemoJob) -> None:
     if demo.task != "tiny":
         raise UserError(f"task={demo.task} has no reward model to train with; jobs.compare compares methods on it")
     started = time.monotonic()
-    jobs = {method: method_job(demo, method) for method in demo.arms}
+    jobs = {method: method_job(demo, method) for method in demo.methods}
     if report_steps_done(*jobs.values()):
         return
     with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
@@ -110,7 +110,7 @@ def run(demo: DemoJob) -> None:
         with nullcontext(fleets) if keeps_engines else Fleets() as artifact_fleets:
             artifacts = make_demo_artifacts(demo, artifact_fleets)
 
-        data = read_data(jobs[demo.arms[0]])  # the same for all
+        data = read_data(jobs[demo.methods[0]])  # the same for all
         stop = stop_flag()
         methods: dict[str, dict[str, Any]] = {}
         for method, job in jobs.items():
@@ -143,10 +143,10 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     write_atomic(folder / SUMMARY_FILE, numbers.encode())
 
     records: dict[str, list[dict[str, Any]]] = {}
-    for method in demo.arms:
+    for method in demo.methods:
         metrics_file = folder / METHODS_FOLDER / method / METRICS_FILE
         records[method] = list(read_records(metrics_file))
-    first = folder / METHODS_FOLDER / demo.arms[0]
+    first = folder / METHODS_FOLDER / demo.methods[0]
     write_report(
         folder / REPORT_FILE,
         title="Text2Grad on the tiny world",

@@ -2,7 +2,7 @@
 
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, with_overrides
 
-METHODS_FOLDER = "arms"  # as in older runs
+METHODS_FOLDER = "methods"
 
 
 def method_job(demo: DemoJob, method: Placement) -> PolicyJob:

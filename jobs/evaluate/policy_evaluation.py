@@ -232,7 +232,7 @@ class Evaluation:
                 requests = [self._to_server(prompt, sampling, index) for index in range(sampling.num_samples)]
                 replies = await gather_all(map(client.request, requests))
                 answers = [(reply.text, reply.finish_reason) for reply in replies]
-            responses = tuple(Response(text=text, cut=reason == "length") for text, reason in answers)
+            responses = tuple(Response(text=text, truncated=reason == "length") for text, reason in answers)
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
 
         path = self._answer_files[name]

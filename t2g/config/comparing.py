@@ -21,7 +21,7 @@ RunPart = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,20}$")]
 MethodFile = Annotated[str, Field(pattern=r"^(.*/)?[a-z0-9_]{1,20}(\.yaml)?$")]
 
 
-class RewardArmsConfig(Section):
+class ComparedRewardsConfig(Section):
     """Reward models of the tiny world, trained and evaluated for a comparison: one for each style of its methods."""
 
     seeds: tuple[int, ...] = Field(
@@ -84,7 +84,7 @@ class CompareConfig(Section):
     reviser: PathOrName[str | None] = Field(
         None, description="model that revises responses for reflection and ilf; none: the policy itself"
     )
-    rewards: RewardArmsConfig | None = Field(
+    rewards: ComparedRewardsConfig | None = Field(
         None, description="train reward models first; feedback.reward_model is then ${rewards}"
     )
 

@@ -367,7 +367,7 @@ class DemoJob(SyncedJob):
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
     num_steps: ResumeMutable[int] = Field(20, ge=1)
-    arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
+    methods: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
 
     def roles(self) -> dict[str, ProcessConfig]:
         rollout, learner = self.reserved
@@ -378,8 +378,8 @@ class DemoJob(SyncedJob):
         base_policy = format_sft(self.policy_sft)
         responses = count(self.annotate, "response")
         reward_model = format_sft(self.reward_sft)
-        methods = count(len(self.arms), "method")
-        names = ", ".join(self.arms)
+        methods = count(len(self.methods), "method")
+        names = ", ".join(self.methods)
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         return [
             f"world: {posts} to train on, {self.world.num_heldout} held out",

@@ -36,6 +36,7 @@ REMOVED_KEYS = {
     "serve.then": "renamed to serve.command",
     "log.tensorboard": "replaced by log.trackers: [tensorboard] for true, [] for false",
     "log.wandb_project": "replaced by log.project, and log.trackers=[tensorboard,wandb]",
+    "arms": "renamed to methods",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }
 REMOVED_DEFAULTS: dict[str, Any] = {  # values of removed keys that an earlier version wrote, and that change nothing

@@ -19,7 +19,7 @@ MD_FILE = "evaluation.md"
 EXPORTS = "exports"
 NUM_EXAMPLES = 6
 ONLY_TIES = "Every pair ties on every prompt: take harder prompts, or another rollout.temperature."
-PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # measure -> value from which a response counts as a problem
+PROBLEMS = {"empty": 1.0, "truncated": 1.0, "repetition": 0.5}  # measure -> value of a response that is a problem
 
 
 def write_policy_evaluation(

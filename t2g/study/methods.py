@@ -8,7 +8,7 @@ A method is a YAML file with a description and overrides of the policy job:
 The shipped files are in configs/methods, and in the wheel; `compare.methods` may also name a file by its path.
 
     <run>/search/<method>-<lr>-<seed>      runs of the learning rate search
-    <run>/arms/<method>-<seed>             compared runs
+    <run>/methods/<method>-<seed>          compared runs
     <run>/noise/<noise>-<method>-<seed>    compared runs with noise in the feedback
     <run>/rewards/<model>-<seed>/model     reward models that `compare.rewards` trains
 """
@@ -146,7 +146,7 @@ class ComparisonPlan:
         if noise:
             changes = {"feedback.noise": self.job.compare.noise[noise]}
             return self._run(name, f"noise/{noise}-{name}-{seed}", seed, lr, changes)
-        return self._run(name, f"arms/{name}-{seed}", seed, lr)
+        return self._run(name, f"methods/{name}-{seed}", seed, lr)
 
     def search(self, name: str, seed: int, lr: float) -> PolicyJob:
         """Return the config of a run of the learning rate search.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, Field
 from pydantic_core import to_json
 
 from t2g.study.paired import Draws, Figure, compare, holm, mean_of, with_interval
@@ -22,7 +22,7 @@ BLEU = "bleu"
 PASSED = "passed"
 REFERENCED = "rougeL"  # a task with this measure has references, so BLEU is computed as well
 NGRAM = 4  # length of a repeated n-gram (Welleck et al., arXiv 1908.04319)
-GENERAL = ("words", "cut", "empty", "repetition")
+GENERAL = ("words", "truncated", "empty", "repetition")
 FEEDBACK = "feedback"  # score by a feedback source
 UNJUDGED = "unjudged"  # share of responses that the feedback source did not judge
 UNTESTED = (*GENERAL, UNJUDGED)  # reported without a test: neither direction is better
@@ -32,7 +32,7 @@ Columns = Mapping[str, np.ndarray]  # measure -> [N, K]
 
 class Response(BaseModel):
     text: str
-    cut: bool  # truncated by the token limit
+    truncated: bool = Field(validation_alias=AliasChoices("truncated", "cut"))  # cut: in earlier run folders
 
 
 class Answers(BaseModel):
@@ -59,8 +59,8 @@ def content_key(*content: Any) -> str:
 def general_measures(response: Response) -> dict[str, float]:
     """Return the measures GENERAL of a response.
 
-    >>> general_measures(Response(text="no no no no no", cut=False))
-    {'words': 5.0, 'cut': 0.0, 'empty': 0.0, 'repetition': 0.5}
+    >>> general_measures(Response(text="no no no no no", truncated=False))
+    {'words': 5.0, 'truncated': 0.0, 'empty': 0.0, 'repetition': 0.5}
     """
     words = response.text.split()
     num_ngrams = len(words) - NGRAM + 1
@@ -68,7 +68,7 @@ def general_measures(response: Response) -> dict[str, float]:
     repetition = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
     return {
         "words": float(len(words)),
-        "cut": float(response.cut),
+        "truncated": float(response.truncated),
         "empty": float(not words),
         "repetition": repetition,
     }

@@ -514,7 +514,7 @@ def test_a_masked_text_holds_no_secret(text: str) -> None:
     assert KEY not in masked or text.endswith(("-", ".")) or KEY in text
 
 
-@pytest.mark.parametrize("override", ["arms=[]", "world.seed=-1"])
+@pytest.mark.parametrize("override", ["methods=[]", "world.seed=-1"])
 def test_a_demo_without_a_method_or_with_a_negative_seed_is_refused(tmp_path: Path, override: str) -> None:
     (tmp_path / "demo.yaml").write_text("num_steps: 1\n")
     with pytest.raises(UserError, match=override.partition("=")[0]):

@@ -53,7 +53,7 @@ def test_a_comparison_goes_on_run_by_run(folder: Path) -> None:
     log = folder / "log.txt"
     process = start(folder)
     deadline = time.monotonic() + DEADLINE_S
-    first = run / "arms" / "scalar-1" / "summary.json"
+    first = run / "methods" / "scalar-1" / "summary.json"
     while not first.exists():
         assert process.poll() is None, log.read_text()[-4000:]
         assert time.monotonic() < deadline, log.read_text()[-4000:]

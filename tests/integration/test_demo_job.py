@@ -37,7 +37,7 @@ SMALL = (
     f"num_steps={NUM_STEPS}",
     "policy_sft.workers=1",
     "reward_sft.workers=1",
-    "arms=[span]",
+    "methods=[span]",
 )
 
 
@@ -62,7 +62,7 @@ def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: He
     done = threading.Event()
     died = list[psutil.Process]()
     whole = demo(f"run.root={runs}", *SMALL)
-    metrics = runs / "demo" / "arms" / "span" / "metrics.jsonl"
+    metrics = runs / "demo" / "methods" / "span" / "metrics.jsonl"
     chaos = threading.Thread(target=kill_the_engine, args=(head, metrics, done, died), daemon=True)
     chaos.start()
     submit = [BIN / "ray", "job", "submit", "--address", head.address, "--working-dir", ".", "--"]
@@ -82,12 +82,12 @@ def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: He
     assert ", 0 characters" not in output
     assert output.count("| fact F1 |") == 2, "the second start reads what is there"
     check_what_it_wrote(runs / "demo")
-    check_its_loss(died, runs / "demo" / "arms" / "span")
+    check_its_loss(died, runs / "demo" / "methods" / "span")
 
 
 def check_what_it_wrote(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
-    assert set(summary["arms"]) == {"span"}
+    assert set(summary["methods"]) == {"span"}
     assert summary["samples"] == NUM_STEPS * 2 * 4
     assert 0.4 < summary["references"]["fact_f1"] < 0.75
     reward = summary["reward_model"]

@@ -18,7 +18,7 @@ from jobs.compare import comparison_rewards
 from jobs.compare.__main__ import check, describe, run
 from jobs.compare.comparison_plan import plan_group
 from jobs.compare.comparison_report import finish
-from jobs.compare.comparison_runs import SEARCH_POSTS, Session, has_all, make_search_data, run_all
+from jobs.compare.comparison_runs import SEARCH_PROMPTS, Session, has_all, make_search_data, run_all
 from jobs.compare.reference_responses import ReferenceResponses
 from jobs.train_policy import prepared
 from jobs.train_policy.policy_data import PolicyData
@@ -339,7 +339,7 @@ def test_a_search_in_the_file_of_results_is_not_made_again(tmp_path: Path, capsy
     options = ("compare.methods=[span]", "compare.lr_grid=[0.1, 0.2]", "compare.search_seeds=[101]", results)
     first = plan_of(tmp_path / "first", *options)
     for lr, score in {0.1: 0.3, 0.2: 0.8, 0.4: 0.5}.items():
-        pretend(first, first.search("span", 101, lr), 0.1, *[score] * first.job.num_steps, held_out=SEARCH_POSTS)
+        pretend(first, first.search("span", 101, lr), 0.1, *[score] * first.job.num_steps, held_out=SEARCH_PROMPTS)
     searched = session(first, search_data=NoEngines()).find_lr("span")
     assert searched[1] == 0.2
     second = plan_of(tmp_path / "second", *options)

@@ -119,8 +119,8 @@ def test_a_policy_truncated_to_8_words_is_worse(tmp_path: Path, models: Path) ->
         assert pairing["value"] < -pairing["resolvable"]
     assert result["policies"]["whole"]["bleu"]["value"] == pytest.approx(100)
     assert result["policies"]["cut"]["words"] == {"value": 8, "low": 8, "high": 8}
-    assert result["policies"]["cut"]["cut"]["value"] == 1
-    assert result["problems"]["cut"]["count"] == len(RECORDS)
+    assert result["policies"]["cut"]["truncated"]["value"] == 1
+    assert result["problems"]["truncated"]["count"] == len(RECORDS)
     folder = config.run.folder
     assert json.loads((folder / "evaluation.json").read_text())["prompts"] == len(RECORDS)
     assert "| cut | whole | rougeL | -0." in (folder / "evaluation.md").read_text()
@@ -570,7 +570,7 @@ def test_a_policy_behind_a_server_answers_in_free_text(tmp_path: Path, models: P
     server.reply = lambda number, body: says("A summary.", finish_reason="length")
     result = run(config, {})
     assert result["policies"]["far"]["words"]["value"] == 2
-    assert result["policies"]["far"]["cut"]["value"] == 1
+    assert result["policies"]["far"]["truncated"]["value"] == 1
     assert len(server.requests) == 8
     assert len({body["seed"] for body in server.requests}) == 8
     body = server.requests[0]

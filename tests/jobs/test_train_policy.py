@@ -156,17 +156,17 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
     monkeypatch.setattr(prepared, "on_cluster", started)
     steps = dict(zip(methods, (20, 30), strict=False))
     for method, step in steps.items():
-        store = CheckpointStore(tmp_path / "demo" / "arms" / method / "checkpoints", keep=2)
+        store = CheckpointStore(tmp_path / "demo" / "methods" / method / "checkpoints", keep=2)
         for saved_step in (10, step):
             store.write(saved_step, lambda folder: None, {"step": saved_step})
 
     def configs(num_steps: int, *overrides: str) -> list[Any]:
         all_overrides = [f"run.root={tmp_path}", f"num_steps={num_steps}", *overrides]
         if len(methods) == 1:
-            name = ["run.root=" + str(tmp_path / "demo" / "arms"), "run.name=span"]
+            name = ["run.root=" + str(tmp_path / "demo" / "methods"), "run.name=span"]
             return [loading.load(PolicyJob, TINY / "policy.yaml", [*all_overrides, *name], environ={})]
-        demo = loading.load(DemoJob, TINY / "demo.yaml", [*all_overrides, "arms=[span,scalar]"], environ={})
-        return [demo, *(method_job(demo, method) for method in demo.arms)]
+        demo = loading.load(DemoJob, TINY / "demo.yaml", [*all_overrides, "methods=[span,scalar]"], environ={})
+        return [demo, *(method_job(demo, method) for method in demo.methods)]
 
     def start(num_steps: int, *overrides: str) -> None:
         config = configs(num_steps, *overrides)[0]
@@ -181,14 +181,14 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
     messages = [
         (method, f"is already at step {step}: num_steps=19 leaves nothing to do") for method, step in steps.items()
     ]
-    assert lines == [f"{tmp_path / 'demo' / 'arms' / method} {words}" for method, words in messages]
+    assert lines == [f"{tmp_path / 'demo' / 'methods' / method} {words}" for method, words in messages]
     for others in ([20], [19, "run.resume=never"], [19, "run.smoke=true"]) if len(methods) == 1 else ([20],):
         with pytest.raises(Stopped):
             start(*others)
     if len(methods) == 1:
         with pytest.raises(UserError, match=r"other inputs: rollout.temperature"):
             start(19, "rollout.temperature=0.5")
-    newest = tmp_path / "demo" / "arms" / "span" / "checkpoints" / "step-00000020" / "state.json"
+    newest = tmp_path / "demo" / "methods" / "span" / "checkpoints" / "step-00000020" / "state.json"
     newest.write_text("torn")
     with pytest.raises(Stopped):
         start(19)

@@ -27,7 +27,7 @@ def written(folder: Path, judge: Judge = lambda *_: None) -> tuple[dict, str]:
     answers: dict[str, list[Answers]] = {name: [] for name in texts}
     for name, of in texts.items():
         for i, text in enumerate(of):
-            responses = (Response(text=text, cut=i < 3),)
+            responses = (Response(text=text, truncated=i < 3),)
             answers[name].append(Answers(prompt_id=str(i), key="k", responses=responses))
     measured = {name: {"pass@1": of[:, None].astype(float)} for name, of in passed.items()}
     judgements = [
@@ -54,7 +54,7 @@ def test_the_page_has_differences_judges_examples_and_problems(tmp_path: Path) -
     assert result["judged"]["pairs"][0]["first_bias"]["value"] == 1
     assert "1.000 – 1.000" in page.text
     assert {kind: problem["count"] for kind, problem in result["problems"].items()} == {
-        "empty": 1, "cut": 6, "repetition": 0,
+        "empty": 1, "truncated": 6, "repetition": 0,
     }  # fmt: skip
     assert result["examples"] == [0, 2, 4, 6, 8, 10]
     assert "| new | base | pass@1 | 0.417 (" in (tmp_path / "evaluation.md").read_text()

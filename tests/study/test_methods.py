@@ -87,7 +87,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     method_job = plan.make_job("grpo", 2, 7e-4)
     assert (method_job.objective.advantages, method_job.objective.whiten) == ("group_normalised", "none")
     assert method_job.objective.rewards.placement == "scalar" and not method_job.objective.uses_critic
-    assert (method_job.run.folder, method_job.run.seed) == (tmp_path / "compare-more" / "arms" / "grpo-2", 2)
+    assert (method_job.run.folder, method_job.run.seed) == (tmp_path / "compare-more" / "methods" / "grpo-2", 2)
     assert method_job.learner.policy.lr == 7e-4
 
 

@@ -31,7 +31,7 @@ def rates(judgements: list[PairwiseJudgement], new_words: int = 10) -> dict:
     ids = list(dict.fromkeys(one.prompt_id for one in judgements))
 
     def rows(num_words: int) -> list[Answers]:
-        response = Response(text="word " * num_words, cut=False)
+        response = Response(text="word " * num_words, truncated=False)
         return [Answers(prompt_id=prompt_id, key="k", responses=(response,)) for prompt_id in ids]
 
     return win_rates(judgements, {"base": rows(10), "new": rows(new_words)}, seed=1)

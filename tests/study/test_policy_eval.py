@@ -24,8 +24,8 @@ from t2g.study.policy_eval import (
 WORDS = ["the", "cat", "sat", "on", "a", "mat", ",", "and", "then", "it", "slept", "all", "day", "long", "."]
 
 
-def answers(*texts: str, cut: bool = False) -> Answers:
-    return Answers(prompt_id="p", key="k", responses=tuple(Response(text=text, cut=cut) for text in texts))
+def answers(*texts: str, truncated: bool = False) -> Answers:
+    return Answers(prompt_id="p", key="k", responses=tuple(Response(text=text, truncated=truncated) for text in texts))
 
 
 def scores(**of_each: tuple[float, ...]) -> Scores:
@@ -60,31 +60,35 @@ def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
     assert {"tok:13a", "smooth:exp"} < set(bleu_signature().split("|"))
 
 
+def test_responses_of_an_earlier_folder_are_read() -> None:
+    assert Response.model_validate_json('{"text": "a", "cut": true}') == Response(text="a", truncated=True)
+
+
 @pytest.mark.parametrize("text", ["", " \n", "one", "a a a a a a", "ü" * 9000])
 def test_any_text_has_general_measures(text: str) -> None:
-    measures = general_measures(Response(text=text, cut=True))
-    assert measures["cut"] == 1
+    measures = general_measures(Response(text=text, truncated=True))
+    assert measures["truncated"] == 1
     assert measures["empty"] == float(not text.strip())
     assert 0 <= measures["repetition"] < 1
     assert measures["repetition"] == pytest.approx(2 / 3 if text == "a a a a a a" else 0)
 
 
 def test_columns_have_a_row_for_each_prompt() -> None:
-    rows = [answers("a b c d e", "x"), answers("", "a", cut=True)]
+    rows = [answers("a b c d e", "x"), answers("", "a", truncated=True)]
     table = columns(rows, [scores(passed=(1, 0)), scores(passed=(0, 1))], [None, None], [1, 2])
-    assert list(table) == ["pass@1", "pass@2", "words", "cut", "empty", "repetition"]
+    assert list(table) == ["pass@1", "pass@2", "words", "truncated", "empty", "repetition"]
     assert table["pass@1"].tolist() == [[0.5]] * 2
     assert table["pass@2"].tolist() == [[1.0]] * 2
     assert table["words"].tolist() == [[3], [0.5]]
-    assert table["cut"].tolist() == [[0], [1]]
+    assert table["truncated"].tolist() == [[0], [1]]
     table = columns(rows, [scores(rougeL=(1, 0.5))] * 2, ["a b c d e", "z"], [1])
     assert table["rougeL"].tolist() == [[0.75]] * 2
     assert table["bleu"][0].tolist() == [5, 4, 3, 2, 6, 4, 3, 2, 6, 10]  # x, too; its reference counts again
 
 
 def test_a_key_is_of_the_content_alone() -> None:
-    response = Response(text="a", cut=False)
-    assert content_key({"a": 1}, response) == content_key({"a": 1}, Response(text="a", cut=False))
+    response = Response(text="a", truncated=False)
+    assert content_key({"a": 1}, response) == content_key({"a": 1}, Response(text="a", truncated=False))
     keys = {
         content_key(*of) for of in (["ab", "c"], ["a", "bc"], [["ab"], "c"], [float("nan")], [float("inf")], [None])
     }

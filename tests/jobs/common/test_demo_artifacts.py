@@ -142,7 +142,7 @@ def test_the_table_has_a_row_for_the_base_and_one_for_each_method() -> None:
     def row(f1: float) -> dict[str, float]:
         return select_facts({"fact_f1": f1, **beside})
 
-    text = table({"base": row(0.6), "arms": {"span": row(0.9), "scalar": row(0.7)}, "samples": 128, "steps": 2})
+    text = table({"base": row(0.6), "methods": {"span": row(0.9), "scalar": row(0.7)}, "samples": 128, "steps": 2})
     rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines()]
     assert rows[2] == ["base", "0.600", "0.500", "0.250", "0.125", "15.0"]
     assert [row[:2] for row in rows[3:5]] == [["span", "0.900"], ["scalar", "0.700"]]

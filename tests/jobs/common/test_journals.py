@@ -31,7 +31,7 @@ RECORD = (
 )
 FAILED = RECORD.replace('"status":"ok"', '"status":"failed"')
 OLD_ROWS: list[tuple[type[Any], str]] = [
-    (Answers, '{"prompt_id":"a","key":"k1","responses":[{"text":"so","cut":false}]}'),
+    (Answers, '{"prompt_id":"a","key":"k1","responses":[{"text":"so","truncated":false}]}'),
     (Scores, '{"prompt_id":"a","key":"k1","scores":[{"rougeL":0.30000000000000004}]}'),
     (
         PairwiseJudgement,
