@@ -147,6 +147,10 @@ def check(arguments: argparse.Namespace) -> int:
     config = load(schema, arguments.config, arguments.overrides, have=lambda address: {"GPU": inf})
     problems, text = check_config(config, gpu=arguments.gpu, preflight_findings=preflight(config))
     print(text)
+    try:
+        load(schema, arguments.config, arguments.overrides, have=None)
+    except UserError as error:
+        print(f"warning: t2g deploy render refuses this config: {error}")
     return 1 if problems else 0
 
 

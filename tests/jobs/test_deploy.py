@@ -147,4 +147,7 @@ def test_check_resolves_auto_with_a_gpu_for_each_process(
     assert "learner: 1 rank of 1 GPU -> 1 pod;" in captured.out
     assert "rollout: 1 engine of TP 1 -> 1 pod;" in captured.out
     assert "(L4)" in captured.out and "got auto" not in captured.err
+    assert "warning: t2g deploy render refuses this config: " in captured.out and "learner.gpus" in captured.out
+    command("check", "--config", "configs/tiny/policy.yaml")
+    assert "refuses this config" not in capsys.readouterr().out
     assert "2 GPUs): rollout.gpus=1.0" in caplog.text and 'learner.dtype="bfloat16"' in caplog.text
