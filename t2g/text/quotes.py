@@ -1,9 +1,9 @@
 """Locate quotes in a text: exact character ranges, or nothing.
 
 An exact match is searched first. Only without one is a bounded tolerance applied: runs of white space equal one space;
-quotation marks of one kind are equal, and so are hyphens, dashes and minus; characters without a width and the `**` of
-bold text count as nothing; and characters that are compatible in Unicode (NFKD) are equal. Letters, case, ellipses and
-word order must match, and words are never joined.
+quotation marks of one kind are equal, and so are hyphens, dashes and minus; characters without a width, backticks and
+the `**` of bold text count as nothing; and characters that are compatible in Unicode (NFKD) are equal. Letters, case,
+ellipses and word order must match, and words are never joined.
 """
 
 import re
@@ -21,9 +21,18 @@ _MARKS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
     # Soft hyphen, characters of no width, marks of direction, byte order mark, variation selectors.
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\ufe0e\ufe0f", ""),
+    "`": "",
 }
+# Scripts without blanks between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters.
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+_WORD = rf"[^\W{_UNSPACED}]"
+_WORD_CHARACTER = re.compile(_WORD)
 # Marks of bold text open or close a word; they stand neither between blanks nor within a word, as powers do: x**2.
-_BOLD = re.compile(r"(?<!\*)\*\*(?!\*)(?:(?<!\w\*\*)(?=\S)|(?<=\S\*\*)(?!\w))")
+_BOLD = re.compile(rf"(?<!\*)\*\*(?!\*)(?:(?<!{_WORD}\*\*)(?=\S)|(?<=\S\*\*)(?!{_WORD}))")
+_NUMBER = re.compile(r"\d(?:\.\d|,\d{3}(?!\d))")  # a decimal point, or a comma before thousands
 
 
 def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
@@ -36,6 +45,7 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
 
         locate("the cat sat on the mat", "the", 2) == (15, 18)
         locate("with it", "it") == (5, 7), and its second match is (1, 3)
+        locate("3.5 or 5", "5") == (7, 8)
         locate("so  “good”", 'so "good"') == (0, 10)
     """
     ranges = locate_all(text, quote)
@@ -87,14 +97,19 @@ def _find_starts(text: str, quote: str) -> list[int]:
 
 
 def _inside_word(text: str, at: int) -> bool:
-    """Return whether the characters on both sides of a position belong to one word."""
+    """Return whether the characters on both sides of a position belong to one word or number."""
     if not 0 < at < len(text):
         return False
-    return _is_word_character(text[at - 1]) and _is_word_character(text[at])
+    if _is_word_character(text[at - 1]) and _is_word_character(text[at]):
+        return True
+    before_mark = _NUMBER.match(text, at - 1)
+    behind_mark = at > 1 and _NUMBER.match(text, at - 2)
+    return bool(before_mark or behind_mark)
 
 
 def _is_word_character(char: str) -> bool:
-    return char.isalnum() or char == "_" or _combines(char)
+    is_vowel_sign_or_accent = unicodedata.category(char).startswith("M")
+    return is_vowel_sign_or_accent or _WORD_CHARACTER.match(char) is not None
 
 
 class _Folded(NamedTuple):

@@ -3,6 +3,7 @@
 import re
 import time
 import unicodedata
+from functools import lru_cache
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,12 @@ from t2g.text.quotes import MAX_COMBINING, MAX_MATCHES, find_occurrence
 
 SIZE = 65_536  # characters of the longest answer that is read
 INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\ufe0e\ufe0f"
-TEXT = st.text("ab é“\"'\u0301\n\u00a0ﬁ", max_size=30) | st.text(max_size=30)
+UNSPACED = [  # first and last characters of scripts without blanks between words
+    ("\u0e00", "\u0eff"), ("\u1000", "\u109f"), ("\u1780", "\u17ff"), ("\u3005", "\u3007"), ("\u3040", "\u30ff"),
+    ("\u31f0", "\u31ff"), ("\u3400", "\u4dbf"), ("\u4e00", "\u9fff"), ("\uf900", "\ufaff"), ("\uff66", "\uff9f"),
+    ("\U00020000", "\U0003ffff"),
+]  # fmt: skip
+TEXT = st.text("1.,0", max_size=12) | st.text("ab é“\"'\u0301\n\u00a0ﬁ", max_size=30) | st.text(max_size=30)
 
 
 def places(text: str, quote: str) -> list[int]:
@@ -22,9 +28,24 @@ def places(text: str, quote: str) -> list[int]:
 
 
 def cuts_word(text: str, *edges: int) -> bool:
-    """Return whether an edge lies within a word, by the words of the text and not by the characters at the edge."""
-    words = [match.span() for match in re.finditer(r"(\w|[\u0300-\u036f])+", text)]
-    return any(start < edge < end for start, end in words for edge in edges)
+    """Return whether an edge lies within a word or number of the text."""
+    return any(start < edge < end for start, end in words_and_numbers(text) for edge in edges)
+
+
+@lru_cache(maxsize=1)
+def words_and_numbers(text: str) -> list[tuple[int, int]]:
+    letters = "".join("w" if is_of_word(char) else " " for char in text)
+    ranges = [match.span() for match in re.finditer("w+", letters)]
+    for match in re.finditer(r"(?=\d(\.\d|,\d\d\d(?!\d)))", text):
+        ranges.append((match.start(), match.start() + 3))
+    return ranges
+
+
+def is_of_word(char: str) -> bool:
+    if unicodedata.category(char) in ("Mn", "Mc", "Me"):
+        return True
+    has_blanks = not any(first <= char <= last for first, last in UNSPACED)
+    return has_blanks and (char.isalnum() or char == "_")
 
 
 @given(text=TEXT, bounds=st.tuples(st.integers(0, 30), st.integers(0, 30)), occurrence=st.integers(1, 4))
@@ -113,6 +134,18 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
         ("n_1 + n", "n", 1, (6, 7)),
         ("naïve na", "na", 1, (6, 8)),
         ("max(x)", "x)", 1, (4, 6)),
+        ("costs 3.5, weighs 5", "5", 1, (18, 19)),  # nor a part of a number
+        ("1,250 and 250", "250", 1, (10, 13)),
+        ("1,250 and 250", "1", 1, (0, 1)),
+        ("f(1,2) 2", "2", 1, (4, 5)),
+        ("v. 3. 5", "3", 1, (3, 4)),
+        # scripts without blanks between words, and vowel signs
+        ("这部手机很好用。手机，便宜。", "手机", 1, (2, 4)),
+        ("第3章讲了3个例子，3。", "3", 2, (5, 6)),
+        ("東京は大きい。日本の首都は京都です。京都。", "京都", 1, (13, 15)),
+        ("กรุงเทพเป็นเมือง กรุงเทพ", "กรุงเทพ", 1, (0, 7)),
+        ("Python3很好，Python", "Python", 1, (10, 16)),
+        ("रामायण और राम", "राम", 1, (10, 13)),
         ("3xx = x + x", "x + x", 1, (6, 11)),
         ("a.items() tems()", "tems()", 1, (10, 16)),
         ("with  it: it ’s", "it 's", 1, (10, 15)),  # in the tolerance as well
@@ -155,6 +188,9 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
         ("the **red** phone", "red phone", 1, (6, 17)),
         ("**Note:** be", "Note: be", 1, (2, 12)),
         ("the red phone", "the **red** phone", 1, (0, 13)),
+        ("关键是**不要**重复", "关键是不要重复", 1, (0, 11)),
+        ("use `mean(x)` here", "use mean(x) here", 1, (0, 18)),
+        ("x = foo(1)", "`foo(1)`", 1, (4, 10)),
         ("2 ** 3", "2 3", 1, None),
         ("x**2", "x2", 1, None),
         # strict: case and ellipses
