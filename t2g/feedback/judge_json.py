@@ -2,13 +2,15 @@
 
 Accepted are text around the object, drafts before it, raw line ends and tabs in strings, trailing commas, and an object
 within another one, as {"feedback": {...}}. Nothing else is repaired: a wrong guess about an answer would be trained on,
-while a request whose answer has no object is repeated.
+while a request whose answer has no object is repeated. Nor does a draft count if what stands after it is an answer that
+cannot be read, or if it is one of several objects of a list.
 """
 
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 MAX_ANSWER_CHARS = 65_536  # characters of an answer, critique or execution; longer ones are rejected
@@ -30,6 +32,7 @@ class JsonObject(NamedTuple):
     """A JSON object in a text."""
 
     value: dict[str, Any]
+    start: int
     end: int  # half-open, in characters of the text
 
 
@@ -41,18 +44,54 @@ def load_judge_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | 
     >>> load_judge_answer('<think>{"a": 1}</think> In {Berlin}: {"feedback": {"a": 2,}}', {"a": int})
     {'a': 2}
     """
+    thinking_end = find_thinking_end(text)
+    answer = _load_answer(text[thinking_end:], kinds)
+    if isinstance(answer, str) and thinking_end:  # the tag may stand in a string of the object
+        answer = _load_answer(text, kinds, draft_end=thinking_end)
+    return answer
+
+
+def _load_answer(text: str, kinds: Mapping[str, type], draft_end: int = 0) -> dict[str, Any] | str:
+    """Return the answer in a text, or the reason why there is none. draft_end: Objects that end before it are drafts."""
     if len(text) > MAX_ANSWER_CHARS:
         return f"the answer has {len(text)} characters; at most {MAX_ANSWER_CHARS} are read"
-    thinking_end = find_thinking_end(text)
-    objects = [item.value for item in find_objects(text) if item.end > thinking_end]
+    objects = [item for item in find_objects(text) if item.end > draft_end]
+    answers = [_find_answer(item.value, kinds) for item in objects]
+    last = max((index for index, answer in enumerate(answers) if answer is not None), default=None)
+    if last is None:
+        return _explain(text, objects, kinds)
+
+    answer = answers[last]
+    if _has_keys(text[objects[last].end :], kinds):
+        return "the answer has an object after the first one that cannot be read"
+    if last > 0:
+        between = text[objects[last - 1].end : objects[last].start]
+        draft = answers[last - 1]
+        is_list = not between.strip(" \t\r\n,") and draft not in (None, answer)
+        if is_list:
+            return "the answer has several objects where one is needed"
+    return answer
+
+
+def _explain(text: str, objects: Sequence[JsonObject], kinds: Mapping[str, type]) -> str:
+    """Return why a text has no answer."""
+    for start in islice(START.finditer(text), MAX_REPAIRS):
+        if not _has_keys(text[start.start() :], kinds):
+            break
+        try:
+            DECODER.raw_decode(text, start.start())
+        except (ValueError, RecursionError) as error:
+            return f"the answer is no JSON object: {error}"
     if not objects:
         return "the answer is no JSON object"
-    for value in reversed(objects):
-        answer = _find_answer(value, kinds)
-        if answer is not None:
-            return answer
-    wrong = next(key for key, kind in kinds.items() if not isinstance(objects[-1].get(key), kind))
+    value = objects[-1].value
+    wrong = next(key for key, kind in kinds.items() if not isinstance(value.get(key), kind))
     return f"the answer's {wrong} is missing or no {kinds[wrong].__name__}"
+
+
+def _has_keys(text: str, kinds: Mapping[str, type]) -> bool:
+    """Return whether a text mentions all keys as keys of JSON."""
+    return all(re.search(rf'"{re.escape(key)}"\s*:', text) for key in kinds)
 
 
 def find_thinking_end(text: str) -> int:
@@ -97,7 +136,7 @@ def _decode(text: str, start: int) -> JsonObject | None:
         value, end = DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
-    return JsonObject(value, end)
+    return JsonObject(value, start, end)
 
 
 def _decode_without_commas(text: str, start: int) -> JsonObject | None:
@@ -111,7 +150,8 @@ def _decode_without_commas(text: str, start: int) -> JsonObject | None:
     if decoded is None:
         return None
     shifted = [comma - start - index for index, comma in enumerate(commas)]  # in the joined pieces
-    return JsonObject(decoded.value, start + decoded.end + bisect_left(shifted, decoded.end))
+    end = start + decoded.end + bisect_left(shifted, decoded.end)
+    return JsonObject(decoded.value, start, end)
 
 
 def _find_answer(value: dict[str, Any], kinds: Mapping[str, type], depth: int = MAX_DEPTH) -> dict[str, Any] | None:

@@ -111,6 +111,21 @@ NESTED = [
     Answer("beside others", json.dumps({"id": 3, "result": GOOD, "meta": {"model": "m"}})),
 ]
 NESTED.append(Answer("two within one", json.dumps({"draft": DRAFT, "final": GOOD}), None))
+FORMAT = '{"critique": "...", "spans": []}\n'
+INVALID_ESCAPE = spell(r"It\'s wrong.")
+LONG_TEXT = "x" * 70_000
+SETS = '{"a": x} ' * 500
+UNESCAPED = spell('The "bag" is wrong.')
+LATER = [
+    Answer("a draft before quotes that are not escaped", f"{DRAFTED}\nCorrected:\n{UNESCAPED}", None),
+    Answer("a draft beside quotes that are not escaped", f'{{"draft": {DRAFTED}, "final": {UNESCAPED}}}', None),
+    Answer("a draft before an answer that was cut", f"{DRAFTED}\nCorrected:\n{OBJECT[:-9]}", None),
+    Answer("the format before an invalid escape", FORMAT + INVALID_ESCAPE, None),
+    Answer("a list of two", f"[{DRAFTED},\n{OBJECT}]", None),
+    Answer("one on each line", f"{DRAFTED}\n{OBJECT}", None),
+    Answer("after long thinking", f"<think>{LONG_TEXT}</think>{OBJECT}"),
+    Answer("after thinking about many sets", f"<think>{SETS}[1,]</think>{OBJECT}"),
+]
 WRONG_TYPE = GOOD | {"spans": "bag"}
 NO_ANSWERS = [
     Answer("nothing", "", None),
@@ -125,4 +140,4 @@ NO_ANSWERS += [
     Answer("quotes that are not escaped, with a comma", spell('It says "bag", "box" is right.'), None),
     Answer("key in the critique", spell('Bad.", "spans": [], "x": "'), None),
 ]
-ANSWERS = [*CLEAN, *AROUND, *DRAFTS, *SPELLINGS, *NESTED, *NO_ANSWERS]
+ANSWERS = [*CLEAN, *AROUND, *DRAFTS, *SPELLINGS, *NESTED, *LATER, *NO_ANSWERS]

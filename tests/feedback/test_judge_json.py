@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from judge_answers import ANSWERS, KINDS, OBJECT, Answer
+from judge_answers import ANSWERS, DRAFTED, KINDS, OBJECT, Answer, spell
 
 from t2g.feedback.judge_json import MAX_ANSWER_CHARS, MAX_FAILURES, MAX_REPAIRS, load_judge_answer
 
@@ -23,6 +23,9 @@ def test_the_object_that_is_meant_is_read_and_no_other(answer: Answer) -> None:
         ('{"critique": 3}', "the answer's critique is missing or no str"),
         ('{"critique": "c", "spans": {}}', "the answer's spans is missing or no list"),
         ("x" * (MAX_ANSWER_CHARS + 1), "at most 65536 are read"),
+        (spell(r"It\'s"), "the answer is no JSON object: Invalid \\escape"),
+        (f"{DRAFTED} {OBJECT[:-3]}", "cannot be read"),
+        (f"[{DRAFTED}, {OBJECT}]", "several objects"),
     ],
 )
 def test_the_reason_is_a_sentence(text: str, reason: str) -> None:
