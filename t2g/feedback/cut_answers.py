@@ -5,7 +5,7 @@ import re
 from typing import Any, NamedTuple
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)  # strict: no line ends in strings
 
 
 class CutObject(NamedTuple):

@@ -22,6 +22,11 @@ CLOSING_TAG = re.compile(
     r"|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>",
     re.IGNORECASE,
 )
+OPENING_TAG = re.compile(
+    r"<(think|thinking|thought|thoughts|reasoning|reflection|seed:think)>|\[THINK\]|◁think▷"
+    r"|<\|START_THINKING\|>|<\|channel\|>analysis<\|message\|>",
+    re.IGNORECASE,
+)
 START = re.compile(r'\{(?=\s*["}])')
 # A string, or a comma with nothing but blanks before the end of an object or list. Possessive: in linear time.
 POSSIBLE_COMMA = re.compile(r",\s*+[}\]]")
@@ -52,7 +57,7 @@ def load_judge_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | 
 
 
 def _load_answer(text: str, kinds: Mapping[str, type], draft_end: int = 0) -> dict[str, Any] | str:
-    """Return the answer in a text, or the reason why there is none. draft_end: Objects that end before it are drafts."""
+    """Return the answer in a text, or the reason why there is none. draft_end: Objects that end earlier are drafts."""
     if len(text) > MAX_ANSWER_CHARS:
         return f"the answer has {len(text)} characters; at most {MAX_ANSWER_CHARS} are read"
     objects = [item for item in find_objects(text) if item.end > draft_end]

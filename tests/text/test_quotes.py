@@ -36,9 +36,8 @@ def cuts_word(text: str, *edges: int) -> bool:
 def words_and_numbers(text: str) -> list[tuple[int, int]]:
     letters = "".join("w" if is_of_word(char) else " " for char in text)
     ranges = [match.span() for match in re.finditer("w+", letters)]
-    for match in re.finditer(r"(?=\d(\.\d|,\d\d\d(?!\d)))", text):
-        ranges.append((match.start(), match.start() + 3))
-    return ranges
+    marks = re.finditer(r"(?=\d(\.\d|,\d\d\d(?!\d)))", text)
+    return ranges + [(match.start(), match.start() + 3) for match in marks]
 
 
 def is_of_word(char: str) -> bool:

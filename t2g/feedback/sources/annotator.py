@@ -8,6 +8,7 @@ Answers are untrusted: bounded, and no answer raises. Faults of an answer become
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,8 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.feedback.cut_answers import load_cut_object
-from t2g.feedback.judge_json import find_thinking_end, load_judge_answer
+from t2g.feedback.escapes import correct_escapes
+from t2g.feedback.judge_json import OPENING_TAG, find_thinking_end, load_judge_answer
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
     MAX_QUOTES,
@@ -78,11 +80,26 @@ class _Entry(Quote):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_confidence(cls, value: Any) -> Any:
-        """Drop a confidence that the schema does not offer: models volunteer one of any scale."""
+    def _tidy(cls, value: Any) -> Any:
+        """Read numbers and labels as models write them, and leave out what has one value only.
+
+        Models volunteer a confidence of any scale, which the schema does not offer. Good pieces have no severity or fix.
+        """
         if not isinstance(value, dict):
             return value
-        return {key: item for key, item in value.items() if key != "confidence"}
+        dropped = {"confidence"}
+        label = _read_label(value)
+        if label == "good":
+            dropped |= {"severity", "fix"}
+        entry = {key: item for key, item in value.items() if key not in dropped}
+        if label is not None:
+            entry["label"] = label
+        for key in ("occurrence", "severity"):
+            number = _read_integer(entry.get(key))
+            entry.pop(key, None)
+            if number is not None:
+                entry[key] = number
+        return entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +226,23 @@ def _read_spans(items: Sequence[Any], request: AnnotationRequest, critique: str)
             faults += item_faults
             continue
 
+        quote = _format_json(item["quote"])
+        if _is_repeated(span, spans, request.response_text):
+            faults.append(f"The quote {quote} occurs more than once; give each of its entries the occurrence it means.")
         other = _find_overlapping(span, spans)
         if other is None:
             faults += item_faults
             spans.append(span)
         else:
-            quote = _format_json(item["quote"])
             faults.append(f"The {LABELS[span.label]} quote {quote} overlaps a {LABELS[other.label]} one.")
     return spans, faults
+
+
+def _is_repeated(span: Span, spans: Sequence[Span], response_text: str) -> bool:
+    """Return whether an earlier entry has the same place, although the text stands elsewhere as well."""
+    places = {(other.start, other.end) for other in spans}
+    text = response_text[span.start : span.end]
+    return (span.start, span.end) in places and locate(response_text, text, 2) is not None
 
 
 def _find_overlapping(span: Span, spans: Sequence[Span]) -> Span | None:
@@ -236,11 +262,18 @@ def _load(completion: ChatCompletion, request: AnnotationRequest) -> dict[str, A
 
 
 def _load_cut(completion: ChatCompletion, request: AnnotationRequest) -> dict[str, Any]:
-    """Return what is complete of an answer that was cut after its first poor span, else {}."""
-    start = completion.text.find("{", find_thinking_end(completion.text))
-    if completion.finish_reason != "length" or start < 0:
+    """Return what is complete of an answer that was cut after its first poor span, else {}.
+
+    It is the last object of the answer that counts, and none of thinking that was cut: those are drafts.
+    """
+    if completion.finish_reason != "length":
         return {}
-    answer = load_cut_object(completion.text[start : start + MAX_ANSWER_CHARS]).values
+    text = completion.text[find_thinking_end(completion.text) :]
+    starts = [match.start() for match in re.finditer(rf'\{{\s*"({"|".join(request.keys)})"\s*:', text)]
+    if OPENING_TAG.search(text) or not starts:
+        return {}
+    last = starts[-1]
+    answer = load_cut_object(text[last : last + MAX_ANSWER_CHARS]).values
     kinds = _get_kinds(request)
     is_complete = all(isinstance(answer.get(key), kind) for key, kind in kinds.items())
     items = answer.get("spans")
@@ -259,7 +292,21 @@ def _get_kinds(request: AnnotationRequest) -> dict[str, type]:
 
 
 def _is_poor(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("label") == "poor"
+    return isinstance(item, dict) and _read_label(item) == "poor"
+
+
+def _read_label(item: dict[str, Any]) -> str | None:
+    label = item.get("label")
+    return label.strip().lower() if isinstance(label, str) else None
+
+
+def _read_integer(value: Any) -> Any:
+    """Return 2 of 2.0 and "2"; other values are returned as they are, and refused later."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value[:9])
+    return value
 
 
 def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Span | None, list[str]]:
@@ -273,6 +320,7 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
 
     faults: list[str] = []
     quote = _format_json(entry.quote)
+    entry = correct_escapes(entry, request.response_text)
     position = locate(request.response_text, entry.quote, entry.occurrence)
     if position is None:
         occurs_less_often = locate(request.response_text, entry.quote) is not None

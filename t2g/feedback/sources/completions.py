@@ -55,8 +55,8 @@ class _Body(BaseModel):
 def read_completion(body: bytes, *, prompt: str) -> ChatCompletion:
     """Return the first choice of a chat completion.
 
-    Without content the text is that of the reasoning: some servers put an answer there. Tokens that the server does
-    not report are estimated from `prompt` and the answer.
+    Without content the text is that of the reasoning: some servers put an answer there. Reasoning that was cut has no
+    answer. Tokens that the server does not report are estimated from `prompt` and the answer.
 
     Raises:
         ValueError: The body is no chat completion. The message has the whole body: the caller masks the key, and a key
@@ -70,7 +70,9 @@ def read_completion(body: bytes, *, prompt: str) -> ChatCompletion:
         raise ValueError(f"no chat completion, {format_first_error(error)}: {body.decode(errors='replace')}") from None
     choice = parsed.choices[0]
     message = choice.message
-    texts = (message.refusal, message.content, message.reasoning_content, message.reasoning)
+    texts = [message.refusal, message.content]
+    if choice.finish_reason != "length":
+        texts += [message.reasoning_content, message.reasoning]
     text = next((text for text in texts if text and isinstance(text, str)), "")
 
     usage = _read_usage(parsed.usage)

@@ -229,6 +229,37 @@ def test_flawed_entries_are_reported_left_out_and_counted(entry: Any, fault: str
     assert (spans(feedback), feedback.num_quotes, feedback.num_located) == ([("bag", -1)], 2, 1)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        span("bag", "poor", phrase="wrong") | {"label": " Poor ", "severity": "2", "occurrence": 1.0},
+        span("bag", "poor", phrase="wrong") | {"label": "POOR", "severity": 2.0, "occurrence": None},
+    ],
+)
+def test_numbers_and_labels_are_read_as_models_write_them(entry: dict[str, Any]) -> None:
+    good = span("phone", "good", phrase="wrong") | {"severity": None, "fix": 3, "occurrence": "1"}
+    feedback, chat = ask(answer("It is wrong.", good, entry))
+    assert (spans(feedback), len(chat.requests)) == ([("phone", 1), ("bag", -1)], 1)
+    assert [piece.severity for piece in feedback.spans] == [1, 2]
+
+
+@pytest.mark.parametrize("first", ["good", "poor"])
+def test_two_entries_with_one_place_of_several_are_reported(first: str) -> None:
+    twice = span("red", first, phrase="wrong"), span("red", "poor", phrase="wrong")
+    feedback, chat = ask(answer("It is wrong.", *twice), max_tries=2)
+    assert 'The quote "red" occurs more than once' in chat.requests[1][-1]["content"]
+    assert spans(feedback) == [("red", -1)]
+
+
+def test_a_quote_of_code_is_where_the_line_end_is_spelled() -> None:
+    response = "a = x.split(' ')\nb = y.split('\\n')"
+    written = json.dumps(span("split('X')", "poor", phrase="wrong")).replace("X", r"\n")
+    text = f'{{"reasoning": "", "critique": "It is wrong.", "spans": [{written}]}}'
+    feedback = asyncio.run(annotator(ScriptedChat(text)).judge(prompt(), response))
+    (located,) = feedback.spans
+    assert located.start == response.index("split", 20)
+
+
 def test_a_lone_surrogate_in_an_answer_is_no_part_of_a_fault() -> None:
     _, chat = ask(answer("The bag.", span("bag", "poor", phrase="lone \ud800")), GOOD)
     assert 'The phrase "lone \ufffd" of the quote "bag"' in chat.requests[1][-1]["content"]
@@ -271,6 +302,21 @@ def test_the_complete_spans_of_a_cut_answer_are_kept_if_one_is_poor() -> None:
     feedback, chat = ask(shortened, max_tries=2)
     assert "cut after 99 tokens" in chat.requests[1][-1]["content"]  # it is asked again first
     assert (feedback.status, spans(feedback)) == ("ok", [("phone", -1)])
+
+
+def cut(text: str) -> ChatCompletion:
+    return ChatCompletion(text=text, finish_reason="length", prompt_tokens=1, output_tokens=99)
+
+
+def test_a_draft_before_an_answer_that_was_cut_does_not_count() -> None:
+    draft = answer("It is a phone.", span("phone", "poor", phrase="phone"))
+    final = answer("It is a phone.", span("bag", "poor", phrase="phone"), span("A", "good", phrase="It"))
+    assert spans(ask(cut(f"{draft}\nWait:\n{final[:-4]}"), max_tries=1)[0]) == [("bag", -1)]
+    drafts = [f"{draft}\nWait:\n{final[:60]}", f"<think>Perhaps {draft} or", f"<|channel|>analysis<|message|>{draft}"]
+    assert [ask(cut(text), max_tries=1)[0].status for text in drafts] == ["unparsable"] * 3
+    assert spans(ask(cut(f"<think>{draft}</think>In {{1, 2}}: {final[:-4]}"), max_tries=1)[0]) == [("bag", -1)]
+    wrapped = f'{{"feedback": {final[:-4]}'
+    assert spans(ask(cut(wrapped), max_tries=1)[0]) == [("bag", -1)]
 
 
 def test_text_around_the_object_is_forgiven() -> None:

@@ -69,6 +69,13 @@ def test_without_content_the_reasoning_is_the_answer() -> None:
     assert read(None, reasoning_content=["x"]).text == ""
 
 
+def test_reasoning_that_was_cut_is_no_answer() -> None:
+    body = completion(None)
+    body["choices"][0]["message"] |= {"reasoning_content": "Let me draft: {}"}
+    body["choices"][0]["finish_reason"] = "length"
+    assert read_completion(json.dumps(body).encode(), prompt="x").text == ""
+
+
 @pytest.mark.parametrize("usage", [[], "none", {"prompt_tokens": -1}, {"prompt_tokens": "many"}, 3, {}])
 def test_a_usage_in_another_form_is_estimated(usage: Any) -> None:
     answer = read("Fine!!", usage)
