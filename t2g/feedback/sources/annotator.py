@@ -83,7 +83,7 @@ class _Entry(Quote):
     def _tidy(cls, value: Any) -> Any:
         """Read numbers and labels as models write them, and leave out what has one value only.
 
-        Models volunteer a confidence of any scale, which the schema does not offer. Good pieces have no severity or fix.
+        Models volunteer a confidence of any scale, which the schema does not offer. A good piece has no severity or fix.
         """
         if not isinstance(value, dict):
             return value
