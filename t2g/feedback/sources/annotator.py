@@ -83,7 +83,8 @@ class _Entry(Quote):
     def _tidy(cls, value: Any) -> Any:
         """Read numbers and labels as models write them, and leave out what has one value only.
 
-        Models volunteer a confidence of any scale, which the schema does not offer. A good piece has no severity or fix.
+        Models volunteer a confidence of any scale, which the schema does not offer. A good piece has neither severity
+        nor fix.
         """
         if not isinstance(value, dict):
             return value
