@@ -80,7 +80,7 @@ Unknown keys are refused with the nearest known one. `t2g JOB --help` prints the
 """
 MEANINGS = {  # of keys that the schema does not describe: (section, key), or the key alone for every section
     "seed": "seed of everything random",
-    "split": "split of a hub data set",
+    "split": "split of a hub data set or a folder; a file has none",
     "dtype": "type of the weights and of the computation",
     "enforce_eager": "vLLM without CUDA graphs and compilation",
     "prompts_per_step": "prompts of a training step",

@@ -43,6 +43,8 @@ def read_saved_dataset(folder: Path, config: DataConfig, key: str) -> Iterator[d
     except (datasets.exceptions.DatasetsError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{key}.path={folder}: the saved data set cannot be loaded: {error}") from error
     if not isinstance(saved, datasets.DatasetDict):
+        if config.split not in ("train", str(saved.split)):
+            raise UserError(f"{key}.split={config.split}: {folder} was saved as one data set, without splits")
         return iter(saved.with_format(None))
     if config.split not in saved:
         raise UserError(f"{key}.split={config.split}: {folder} holds the splits {', '.join(saved)}")

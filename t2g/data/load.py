@@ -21,6 +21,7 @@ from t2g.tasks.base import describe_record
 
 NEWLINE = b"\n"
 MAX_CELL_CHARS = 2**31 - 1  # characters of a cell of CSV; by default Python reads 131,072
+MAX_REASON_CHARS = 600  # of a library's error
 MAX_DEPTH = 100  # levels of nested lists and objects; pydantic cannot read a journal line with some 200 levels
 _PLAIN = (str, int, float, Decimal, date, time, timedelta, type(None))
 
@@ -74,27 +75,35 @@ def _read_path(name: str, config: DataConfig, key: str) -> Iterator[dict[str, An
     path = Path(name)
     check_path(key, name, config)
     if is_saved_dataset(path):
-        rows = read_saved_dataset(path, config, key)
-        for number, row in enumerate(rows, start=1):
+        saved_rows = read_saved_dataset(path, config, key)
+        for number, row in enumerate(saved_rows, start=1):
             yield FileRecord(row, f"{path.name}, record {number}", path.name)
         return
 
-    files = _list_files(path, config)
+    files = _list_files(path, config, key)
     if not files:
-        yield from _read_hub(name, config, key)
+        rows = _load_dataset(name, config, key)
+        if rows is not None:
+            yield from rows
+            return
+        files = _list_snapshot(name, config, key)
     for file in files:
         folder = f"{file.parent}/"  # not in messages, which stand in records that may be published
         for place, row in read_file(file):
             yield FileRecord(row, place.removeprefix(folder), file.name)
 
 
-def _list_files(path: Path, config: DataConfig) -> list[Path]:
+def _list_files(path: Path, config: DataConfig, key: str) -> list[Path]:
     """Return the files of a path, [] if there are none that this module reads."""
     if path.is_dir():
         return list_split(path, config)
-    if path.exists():
-        return [path]
-    return []
+    if not path.exists():
+        return []
+    if config.split != "train":  # else a training file would be read as the held-out one
+        raise UserError(
+            f"{key}.split={config.split}: {path} is a file, and a file has no splits; give one file for each"
+        )
+    return [path]
 
 
 def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
@@ -299,18 +308,46 @@ def check_path(key: str, name: str, config: DataConfig) -> None:
         )
 
 
-def _read_hub(name: str, config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
-    import datasets
+def _load_dataset(name: str, config: DataConfig, key: str) -> Any | None:
+    """Return the rows of a hub data set, or of a folder that only `datasets` can read.
 
-    revision = config.revision
-    fetch = f"; where there is a network: hf download --repo-type dataset {name} --revision {revision}"
-    if Path(name).is_dir():
-        revision = None
-        fetch = ""
+    Returns:
+        None if `_list_snapshot` may read what `datasets` cannot: the hub cannot be reached, or the data set has a
+        loading script.
+    """
+    import datasets
+    import httpx2
+
+    revision = None if Path(name).is_dir() else config.revision
+    unreachable = (httpx2.HTTPError, ConnectionError)
     try:
-        rows = datasets.load_dataset(name, config.subset, split=config.split, revision=revision)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        message = str(error).strip() or type(error).__name__
-        reason = message.splitlines()[0]
-        raise UserError(f"{key}.path={name}, split {config.split}, cannot be loaded: {reason}{fetch}") from error
-    return iter(rows)
+        return datasets.load_dataset(name, config.subset, split=config.split, revision=revision)
+    except (datasets.exceptions.DatasetsError, httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        is_elsewhere = isinstance(error, unreachable) or "scripts are no longer supported" in reason
+        if revision is not None and is_elsewhere:
+            return None
+        raise UserError(
+            f"{key}.path={name}, split {config.split}, cannot be loaded: {reason[:MAX_REASON_CHARS]}"
+        ) from error
+
+
+def _list_snapshot(name: str, config: DataConfig, key: str) -> list[Path]:
+    """Return the files of a split in the snapshot of a hub data set, which is downloaded unless the cache has it."""
+    import httpx2
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        folder = snapshot_download(name, repo_type="dataset", revision=config.revision)
+    except (HfHubHTTPError, httpx2.HTTPError, OSError, ValueError) as error:
+        raise UserError(
+            f"{key}.path={name} is not in the hub's cache, and cannot be downloaded: {' '.join(str(error).split())}; "
+            f"where there is a network: hf download --repo-type dataset {name} --revision {config.revision}"
+        ) from error
+    files = list_split(Path(folder), config)
+    if not files:
+        raise UserError(
+            f"{key}.split={config.split}: no data file in {folder} belongs to it; give the file as {key}.path"
+        )
+    return files

@@ -3,25 +3,30 @@
 {"prompt": "Why is the sky blue?"}
 {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "..."}], "reference": "..."}
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+{"prompt": [{"role": "user", "content": "..."}], "completion": [{"role": "assistant", "content": "..."}]}
+{"instruction": "Translate to French.", "input": "Good morning.", "output": "Bonjour."}
 
-The last form is OpenAI's for fine-tuning: the last message is the reference, and the response to annotate.
+The third form is OpenAI's for fine-tuning: the last message is the reference, and the response to annotate. The fourth
+is TRL's, the fifth Alpaca's.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from t2g.tasks.base import Record, Review, Task, get_optional_text, get_text
+from t2g.tasks.base import Record, Review, Task, get_text
 from t2g.text.messages import get_content, get_role, read_content
 from t2g.text.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
+REFERENCES = ("reference", "completion", "output")  # TRL's and Alpaca's names, too
 
 
 class PromptsTask(Task):
-    """Records with `prompt`, a text or a chat as in TRL, or `messages`. `reference` and all else are payload.
+    """Records with `prompt`, a text or a chat, `messages` or `instruction`. The reference and all else are payload.
 
     Of `messages` that end with the assistant's, this last message is the reference and the response, unless the record
-    has these fields.
+    has these fields. Where a record has `messages`, a text `prompt` is a part of them and not read. A text `system` is
+    the system message.
     """
 
     name = "prompts"
@@ -43,14 +48,19 @@ class PromptsTask(Task):
         return format_chat(self._messages(record))
 
     def reference(self, record: Record) -> str | None:
-        return get_optional_text(record, "reference") or self._last_answer(record)
+        for field in REFERENCES:
+            if record.get(field) is not None:
+                return get_answer(record, field)
+        return self._last_answer(record)
 
     def response(self, record: Record) -> str | None:
-        return super().response(record) or self._last_answer(record)
+        if record.get("response") is not None:
+            return get_answer(record, "response")
+        return self._last_answer(record)
 
     def _last_answer(self, record: Record) -> str | None:
         """Return the text of the assistant's message with which `messages` end, None if they end otherwise."""
-        if record.get("prompt") is not None or not isinstance(record.get("messages"), list):
+        if isinstance(record.get("prompt"), list) or not isinstance(record.get("messages"), list):
             return None
         last = read_messages(record["messages"], "messages")[-1]
         if last["role"] != "assistant":
@@ -58,17 +68,48 @@ class PromptsTask(Task):
         return get_text(last, "content")
 
     def _messages(self, record: Record) -> list[Message]:
-        name = "messages"
-        if isinstance(record.get("prompt"), list):
-            name = "prompt"
-        if name == "messages" and (record.get("prompt") is not None or record.get("messages") is None):
-            return [{"role": "user", "content": get_text(record, "prompt", "messages")}]
-        messages = read_messages(record[name], name)
-        if name == "messages" and len(messages) > 1 and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if messages[-1]["role"] != "user":
-            raise ValueError(f"the last of {name} is by {messages[-1]['role']}; the policy answers a user")
+        system = record.get("system")
+        messages = self._messages_without_system(record)
+        if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+            return [{"role": "system", "content": system}, *messages]
         return messages
+
+    def _messages_without_system(self, record: Record) -> list[Message]:
+        """Return the messages without the text of a field `system`."""
+        prompt = record.get("prompt")
+        chat = record.get("messages")
+        if isinstance(prompt, list):
+            return _read_chat(prompt, "prompt")
+        if isinstance(chat, list) or (chat is not None and prompt is None):
+            return _read_chat(chat, "messages")
+        text = get_text(record, "prompt", "messages", "instruction")
+        if prompt is None and record.get("input"):
+            text = f"{text}\n\n{get_text(record, 'input')}"
+        return [{"role": "user", "content": text}]
+
+
+def _read_chat(value: Any, name: str) -> list[Message]:
+    """Return the messages of a field up to the last question of the user."""
+    messages = read_messages(value, name)
+    if name == "messages" and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"the last of {name} is by {messages[-1]['role']}; the policy answers a user")
+    return messages
+
+
+def get_answer(record: Record, field: str) -> str:
+    """Return the text of a field that is a text, or a conversation that ends with the assistant's message.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if not isinstance(record[field], list):
+        return get_text(record, field)
+    last = read_messages(record[field], field)[-1]
+    if last["role"] != "assistant":
+        raise ValueError(f"field {field} ends with a message by {last['role']}; a response is by assistant")
+    return get_text(last, "content")
 
 
 def format_chat(messages: Sequence[Message]) -> str:

@@ -7,8 +7,8 @@ response); on the hub `chosen`, also a conversation, is both the response and th
 from collections.abc import Mapping
 from typing import Any
 
-from t2g.tasks.base import Record, get_text
-from t2g.tasks.prompts_only import PromptsTask, read_messages
+from t2g.tasks.base import Record
+from t2g.tasks.prompts_only import PromptsTask, get_answer
 from t2g.text.tokenizer import Message
 
 
@@ -21,13 +21,13 @@ class QATask(PromptsTask):
 
     def reference(self, record: Record) -> str | None:
         if record.get("reference") is None and record.get("chosen") is not None:
-            return _get_answer(record, "chosen")
+            return get_answer(record, "chosen")
         return super().reference(record)
 
     def response(self, record: Record) -> str | None:
         for field in ("response", "chosen"):
             if record.get(field) is not None:
-                return _get_answer(record, field)
+                return get_answer(record, field)
         return None
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
@@ -38,17 +38,9 @@ class QATask(PromptsTask):
 
     def _messages(self, record: Record) -> list[Message]:
         """Return all turns before the response: the last question alone would lose its context."""
-        response = record.get("response")
-        if isinstance(response, list) and len(response) > 2:
+        response = record.get("chosen") if record.get("response") is None else record["response"]
+        is_conversation = isinstance(response, list) and len(response) > 1
+        has_prompt = record.get("prompt") is not None or record.get("messages") is not None
+        if is_conversation and (len(response) > 2 or not has_prompt):
             return super()._messages({"messages": response[:-1]})
         return super()._messages(record)
-
-
-def _get_answer(record: Record, field: str) -> str:
-    """Return the text of a response that is a text or the end of a conversation."""
-    if not isinstance(record[field], list):
-        return get_text(record, field)
-    last = read_messages(record[field], field)[-1]
-    if last["role"] != "assistant":
-        raise ValueError(f"field {field} ends with a message by {last['role']}; a response is by assistant")
-    return get_text(last, "content")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -170,8 +171,62 @@ def test_a_data_set_that_cannot_be_reached_says_how_it_is_fetched(monkeypatch: p
         raise ConnectionError("the hub cannot be reached")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(UserError, match="hf download --repo-type dataset owner/name --revision abc"):
         load("owner/name", revision="abc")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("offline"),
+        httpx2.ConnectError("no network"),
+        RuntimeError("Dataset scripts are no longer supported, but found SLF5K.py"),
+    ],
+)
+def test_what_the_library_cannot_load_is_read_from_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """As it lies in the cache after `hf download`; a loading script is not run."""
+    blob = write(tmp_path / "blob", '{"prompt": "a"}\n')
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "train.jsonl").symlink_to(blob)
+    write(snapshot / "SLF5K.py", "raise SystemExit")
+    requests: list[tuple[Any, ...]] = []
+
+    def download(name: str, repo_type: str, revision: str) -> str:
+        requests.append((name, repo_type, revision))
+        return str(snapshot)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    records = load("owner/name", revision="abc")
+    assert records == [{"prompt": "a"}] and records[0].where == "train.jsonl:1"
+    assert requests == [("owner/name", "dataset", "abc")]
+    with pytest.raises(UserError, match=r"data\.split=development: no data file"):
+        load("owner/name", revision="abc", split="development")
+
+
+def test_another_error_of_the_library_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("Config name is missing.\nPlease pick one among: ['main', 'socratic']")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match=r"Config name is missing\. Please pick one among: \['main', 'socratic'\]"):
+        load("owner/name", revision="abc")
+
+
+def test_a_file_has_no_splits(tmp_path: Path) -> None:
+    """Else one file would be both the training and the held-out data."""
+    file = write(tmp_path / "all.jsonl", '{"prompt": "a"}\n')
+    for split in ("test", "train[:80%]"):
+        with pytest.raises(UserError, match=r"^data\.split=.*a file has no splits"):
+            load(file, split=split)
+    assert load(file, split="train") == [{"prompt": "a"}]
 
 
 def test_a_folder_is_its_split_as_the_datasets_library_finds_it(tmp_path: Path) -> None:

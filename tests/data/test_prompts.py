@@ -80,7 +80,7 @@ def test_a_fine_tuning_record_has_prompt_reference_and_response(tokenizer: Any) 
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\] needs a role, .* and a"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}]}, r"messages\[1\] needs"),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}, "the policy answers a"),
-        ({"question": "q"}, "has no field prompt or messages; it has question"),
+        ({"question": "q"}, "has no field prompt or messages or instruction; it has question"),
         ({}, "it has none"),
         ({"prompt": ""}, "field prompt is ''"),
         ({"prompt": 3}, "field prompt is 3"),

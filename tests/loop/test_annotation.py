@@ -73,7 +73,7 @@ def test_a_sample_for_each_record_and_a_problem_that_names_it() -> None:
     assert [bool(s.problem) for s in samples] == [False, False, False, True, True, True]
     assert samples[3].problem == "data record 4 has no response; it has id, prompt"
     assert samples[4].problem.startswith("data record 5: has no field prompt or messages")
-    assert samples[5].problem.startswith("data record 6: field response is ['here']")
+    assert samples[5].problem.startswith("data record 6: response[0] needs a role")
     failed = make_refused_record(samples[3], "llm")
     assert (failed.prompt_id, failed.response, failed.status, failed.source) == ("d", "", "failed", "llm")
     assert failed.reason == samples[3].problem
