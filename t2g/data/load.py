@@ -21,7 +21,7 @@ from t2g.tasks.base import describe_record
 
 NEWLINE = b"\n"
 MAX_CELL_CHARS = 2**31 - 1  # characters of a cell of CSV; by default Python reads 131,072
-MAX_REASON_CHARS = 600  # of a library's error
+MAX_REASON_CHARS = 600  # characters of a library's error
 MAX_DEPTH = 100  # levels of nested lists and objects; pydantic cannot read a journal line with some 200 levels
 _PLAIN = (str, int, float, Decimal, date, time, timedelta, type(None))
 
