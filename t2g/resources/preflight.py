@@ -30,6 +30,7 @@ from t2g.feedback.sources.human import human_paths
 from t2g.feedback.sources.make import make_local_source
 from t2g.resources.job_memory import JobRanks, find_ranks
 from t2g.resources.memory import BYTES, GIB
+from t2g.resources.model_files import check_model_files
 from t2g.resources.model_shape import find_shape
 from t2g.resources.packages import find_absent_trackers, find_mirror_problem
 from t2g.resources.weights import check_finite_weights
@@ -217,6 +218,7 @@ def _check_model(model: JobModel) -> bool:
         UserError: An engine or rank cannot load the model.
     """
     check_model(model.key, model.name, model.revision)
+    check_model_files(model.key, model.name, is_trained=model.is_trained)
     source = (model.name, model.revision)
     tokenizer = load_tokenizer(*source)
     if model.chat is not None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from actors.engines.rollout import RolloutWorker
@@ -102,7 +103,9 @@ def test_half_a_billion_has_the_memory_that_it_asks_for(monkeypatch: pytest.Monk
     def without_weights(shape: ShapeConfig, folder: Path, *, seed: int) -> Path:
         with torch.device("meta"):
             monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda model, to: model.config.save_pretrained(to))
-            return make_model(shape, folder, seed=seed)
+            model_folder = make_model(shape, folder, seed=seed)
+        save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
+        return model_folder
 
     make_model = random_models.make_model
     monkeypatch.setattr(random_models, "make_model", without_weights)

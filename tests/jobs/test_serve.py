@@ -15,11 +15,13 @@ from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import yaml
 from heads import free_port
 from models import SENTENCES, SHARED
+from safetensors.numpy import save_file
 from stub_server import Answers
 
 from actors.engines import server
@@ -54,6 +56,7 @@ def serve(folder: Path, port: int, then: str, model: str = "m") -> int:
     build_tokenizer(folder / model, SENTENCES, vocab_size=320)
     shape = {"model_type": "llama", "vocab_size": 320, **SHARED}
     (folder / model / "config.json").write_text(json.dumps(shape))
+    save_file({"none": np.zeros(1)}, folder / model / "model.safetensors")
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
     return main(ServeJob, run, argv=["--config", str(folder / "serve.yaml")])
 

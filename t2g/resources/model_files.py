@@ -1,0 +1,85 @@
+"""Check by its files that a model folder can be loaded: before engines and ranks start, and without reading weights."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from t2g.errors import UserError
+from t2g.text.tokenizer import CONFIG_FILE
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Architectures whose weights have no head that writes text. A causal model with them has a random one.
+_HEADLESS = re.compile(
+    r"(For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)|(?<!Head)(?<!Heads)Model)$"
+)
+
+
+def check_model_files(key: str, model: str, *, is_trained: bool) -> None:
+    """Check the architecture and the weight files of a local model folder; of a hub name nothing is read.
+
+    Args:
+        key: Config key of the model, for messages.
+
+    Raises:
+        UserError: transformers does not know the architecture, weights are missing, or a model that is trained is
+            quantised or has no head that writes text.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return
+    problem = _find_problem(folder, is_trained)
+    if problem:
+        raise UserError(f"{key}={model}: {problem}")
+
+
+def _find_problem(folder: Path, is_trained: bool) -> str:
+    """Return what is wrong with the folder, "" if nothing is."""
+    config = _read_object(folder / CONFIG_FILE)
+    problem = _find_architecture_problem(config) or _find_weights_problem(folder)
+    if problem or not is_trained:
+        return problem
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method", "its config names no method")
+        return f"its weights are quantised ({method}); a policy is trained from weights that are not"
+    architecture = str((config.get("architectures") or [""])[0])
+    if _HEADLESS.search(architecture):
+        return f"its weights are of {architecture}, which has no head that writes text; give a causal language model"
+    return ""
+
+
+def _find_architecture_problem(config: dict[str, Any]) -> str:
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if model_type is None or model_type in CONFIG_MAPPING:
+        return ""
+    if config.get("auto_map"):
+        return f"its architecture {model_type} needs code of the model's own (auto_map), which is never run"
+    return f"this version of transformers does not know its architecture {model_type}"
+
+
+def _find_weights_problem(folder: Path) -> str:
+    names = sorted({str(name) for name in _read_object(folder / INDEX).get("weight_map", {}).values()}) or [WEIGHTS]
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        others = ", ".join(sorted(file.name for file in folder.glob("*.bin")))
+        advice = f"; there is {others}, and weights are read from safetensors only" if others else ""
+        return f"{', '.join(missing)} is missing, or its link is broken{advice}"
+    for name in names:
+        with (folder / name).open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return f"{name} is a pointer of Git LFS in place of weights: run `git lfs pull`, or download it"
+    return ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if it holds something else or is missing; others report that."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
