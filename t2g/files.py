@@ -18,6 +18,7 @@ from t2g.errors import Unreadable, UserError
 
 FileVersion = tuple[Path, int, int]  # path, bytes and time of modification in ns
 TEMPORARY_PREFIX = ".tmp-"  # begins the name of an unfinished file or folder
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MISSING = FileNotFoundError, NotADirectoryError  # errors of a path where nothing is
 _REMEDIES = {
     errno.ENOSPC: "free some space",
@@ -145,6 +146,12 @@ def identify_file(file: Path) -> FileVersion:
     """Return what changes with the content of a file: its path, its size and its time of modification."""
     status = file.stat()
     return file.resolve(), status.st_size, status.st_mtime_ns
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is what git writes in place of a large one where Git LFS is not installed."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def hash_file(file: Path) -> str:

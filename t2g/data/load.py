@@ -5,6 +5,7 @@ Files may be compressed, see `t2g.data.formats`.
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -17,9 +18,12 @@ from t2g.config import DataConfig
 from t2g.data.folders import is_saved_dataset, list_split, read_saved_dataset
 from t2g.data.formats import COMPRESSIONS, LINES, SUFFIXES, get_format, is_data_file, open_data
 from t2g.errors import MissingLocally, UserError
+from t2g.files import is_lfs_pointer
 from t2g.tasks.base import describe_record
 
 NEWLINE = b"\n"
+GZIP = b"\x1f\x8b"
+GLOB = re.compile(r"[*?]")
 MAX_CELL_CHARS = 2**31 - 1  # characters of a cell of CSV; by default Python reads 131,072
 MAX_REASON_CHARS = 600  # characters of a library's error
 MAX_DEPTH = 100  # levels of nested lists and objects; pydantic cannot read a journal line with some 200 levels
@@ -143,6 +147,8 @@ def _rename(row: dict[str, Any], number: int, config: DataConfig, key: str) -> d
 
 def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and position in it, record) of a file of any supported format. Raises as `load_records`."""
+    if is_lfs_pointer(path):
+        raise UserError(f"{path}: is a pointer of Git LFS in place of the data: run `git lfs pull`, or download it")
     suffix = get_format(path).suffix
     if suffix == ".parquet":
         return _add_positions(path, _read_parquet(path))
@@ -173,6 +179,12 @@ def _add_positions(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple
 
 def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
     if isinstance(data, dict):
+        objects = [value for value in data.values() if isinstance(value, dict)]
+        if data and not objects:  # one record alone, as a file of JSON lines with one line
+            yield data
+            return
+        if objects and all("0" in value for value in objects):
+            raise UserError(f"{path}: holds columns; write records, with pandas by to_json(..., orient='records')")
         for key, row in data.items():
             _check_object(row, key, path)
             yield {"id": key, **row}
@@ -201,6 +213,8 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             line = _decode(raw, path, number).strip()
             if not line:
                 continue
+            if number == 1 and line.startswith("["):
+                raise UserError(f"{path}:1: a list begins, where JSON lines have an object a line; name the file .json")
             row = _parse(line, path, number)
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number}: holds {line[:60]}; it needs to be an object")
@@ -223,8 +237,8 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             where = f"{path}:{end + 1}"
             end = rows.line_num
             if names is None:
-                _check_column_names(cells, where)
-                names = cells
+                names = [cell.strip() for cell in cells]
+                _check_column_names(names, where)
                 continue
             if cells and len(cells) != len(names):
                 raise UserError(f"{where}: {len(cells)} cells, but the first line names {len(names)}")
@@ -236,6 +250,9 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_column_names(names: list[str], where: str) -> None:
+    separators = [mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]]
+    if separators:
+        raise UserError(f"{where}: the columns are separated by {separators[0]!r}; save the file with commas")
     needed = names[1:] if len(names) > 1 else names  # a first column without a name is an index
     is_unique = len(set(names)) == len(names)
     if not is_unique or not all(needed):
@@ -243,6 +260,8 @@ def _check_column_names(names: list[str], where: str) -> None:
 
 
 def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
+    if raw.startswith(GZIP):
+        raise UserError(f"{path}: is compressed by gzip; give it a name that ends in .gz")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -299,6 +318,8 @@ def check_path(key: str, name: str, config: DataConfig) -> None:
     if path.exists():
         return
     is_local = len(config.paths) > 1 or is_data_file(path) or path.is_absolute()
+    if GLOB.search(name):
+        raise UserError(f"{key}.path={name}: patterns are not expanded; give the folder, or a list of files")
     if is_local:
         raise MissingLocally(f"{key}.path={name}: there is no such file")
     if config.revision is None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from t2g.errors import UserError
+from t2g.files import is_lfs_pointer
 from t2g.text.tokenizer import CONFIG_FILE
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Architectures whose weights have no head that writes text. A causal model with them has a random one.
 _HEADLESS = re.compile(
     r"(For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)|(?<!Head)(?<!Heads)Model)$"
@@ -70,9 +70,8 @@ def _find_weights_problem(folder: Path) -> str:
         advice = f"; there is {others}, and weights are read from safetensors only" if others else ""
         return f"{', '.join(missing)} is missing, or its link is broken{advice}"
     for name in names:
-        with (folder / name).open("rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                return f"{name} is a pointer of Git LFS in place of weights: run `git lfs pull`, or download it"
+        if is_lfs_pointer(folder / name):
+            return f"{name} is a pointer of Git LFS in place of weights: run `git lfs pull`, or download it"
     return ""
 
 

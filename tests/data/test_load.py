@@ -1,5 +1,6 @@
 """Data files: every format, column names, and the errors of broken files."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,35 @@ def test_the_other_published_files(tmp_path: Path) -> None:
     assert load(write(tmp_path / "kodcode.json", json.dumps(lines, ensure_ascii=False))) == lines  # a list is one too
 
 
+def test_a_json_file_with_one_line_has_one_record(tmp_path: Path) -> None:
+    assert load(write(tmp_path / "d.json", '{"prompt": "a", "n": 1}\n')) == [{"prompt": "a", "n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("d.json", '{"prompt": {"0": "a", "1": "b"}, "n": {"0": 1, "1": 2}}', "orient='records'"),
+        ("d.jsonl", '[{"prompt": "a"},\n{"prompt": "b"}]', "name the file .json"),
+        ("d.csv", "prompt;n\na;1\n", "separated by ';'"),
+        ("d.csv", "prompt\tn\na\t1\n", "separated by '\\t'"),
+        ("d.jsonl", gzip.compress(b'{"prompt": "a"}\n'), "ends in .gz"),
+        ("d.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n", "git lfs pull"),
+        ("d.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n", "git lfs pull"),
+    ],
+)
+def test_a_file_in_another_form_is_named_with_what_helps(
+    tmp_path: Path, name: str, content: str | bytes, words: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        load(write(tmp_path / name, content))
+    assert words in str(refused.value) and name in str(refused.value)
+
+
+def test_a_pattern_is_not_expanded() -> None:
+    with pytest.raises(UserError, match=r"^data\.path=d/\*\.jsonl: patterns are not expanded"):
+        load("d/*.jsonl")
+
+
 def test_an_id_of_its_own_is_kept(tmp_path: Path) -> None:
     assert load(write(tmp_path / "d.json", '{"a": {"id": "b"}}')) == [{"id": "b"}]
 
@@ -86,7 +116,7 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         ("d.jsonl", '{"a": 1}\n\n[1]\n', "d.jsonl:3: holds .1.; it needs to be an object"),
         ("d.jsonl", b'{"a": 1}\n{"a": "\xff"}', "d.jsonl:2: byte 0xff is not UTF-8"),
         ("d.jsonl", '{"a": "\\ud83d"}', r"d.jsonl:1: \\ud83d is half of a character"),
-        ("d.jsonl", "[" * 100_000, "d.jsonl:1: not valid JSON"),
+        ("d.jsonl", "\n" + "[" * 100_000, "d.jsonl:2: not valid JSON"),
         ("d.json", "[" * 100_000, "not valid JSON"),
         ("d.json", '[{"a": 1},\n {"a": }]', "d.json:2: not valid JSON"),
         ("d.json", "", "d.json:1: not valid JSON"),
@@ -94,7 +124,7 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         ("d.json", '[{"a": "\\udc00"}]', "half of a character"),
         ("d.json", '"text"', "holds str"),
         ("d.json", "[1]", "entry 1 is 1"),
-        ("d.json", '{"a": 1}', "entry a is 1"),
+        ("d.json", '{"a": 1, "b": {"c": 2}}', "entry a is 1"),
         ("d.parquet", "no parquet", "not a Parquet file"),
         ("d.txt", "a,b", "files of this kind are not read"),
     ],
