@@ -41,7 +41,7 @@ class Prompt:
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     payload: dict[str, Any] = field(default_factory=dict)  # other fields of the record: reference, facts, tests
     messages: tuple[dict[str, str], ...] = ()  # the chat that the policy answers, for feedback functions; (): unknown
-    is_chat: bool = False  # the record has messages: a reward function gets messages, as in TRL
+    is_chat: bool = False  # `Task.is_chat`: a reward function gets messages, as in TRL
     # Base name of the record's file, "" if unknown. It identifies nothing: files may be renamed during a run.
     data_file: str = ""
 

@@ -61,6 +61,18 @@ def check_folder(config: AnyJob, *leftovers: str, should_save: bool = True, **id
         raise UserError(f"{error}. No step was made in it: it can be removed") from error
 
 
+def check_methods_folder(folder: Path) -> None:
+    """Refuse a folder whose runs an earlier version wrote to `arms`: all of them would be made again.
+
+    Raises:
+        UserError: There is such a folder, and none of today's name.
+    """
+    earlier = folder / "arms"
+    today = folder / "methods"
+    if earlier.is_dir() and not today.exists():
+        raise UserError(f"{earlier} has the runs of an earlier version: rename it to {today}, and they are kept")
+
+
 def check_own_folder(config: AnyJob) -> None:
     """Refuse, before anything is started, a run folder that binds the job to other inputs. Nothing is written.
 

@@ -66,8 +66,9 @@ def check_start(job: CompareJob) -> None:
         UserError: A folder has other inputs, see `identity.check_identity`.
     """
     from jobs.artifacts.demo_artifacts import check_demo_artifacts, demo_of
-    from jobs.common.run_folder import check_own_folder
+    from jobs.common.run_folder import check_methods_folder, check_own_folder
 
+    check_methods_folder(job.run.folder)
     demo = demo_of(job)
     if demo is None or check_demo_artifacts(demo, reward=False):
         check_own_folder(job)

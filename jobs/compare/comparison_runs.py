@@ -27,7 +27,7 @@ from t2g.study.methods import MAX_WIDER, ComparisonPlan, Scores, choose_lr, next
 from t2g.study.result_lines import ResultLines
 from t2g.tasks.references import check_references
 
-SEARCH_PROMPTS = "others"  # than those that are reported on
+SEARCH_PROMPTS = "others"  # the search has other held-out prompts than those that are reported on
 
 logger = logging.getLogger(__name__)
 

@@ -77,9 +77,10 @@ def check_start(demo: DemoJob) -> None:
         UserError: A folder has other inputs, see `identity.check_identity`.
     """
     from jobs.artifacts.demo_artifacts import check_demo_artifacts
-    from jobs.common.run_folder import check_own_folder
+    from jobs.common.run_folder import check_methods_folder, check_own_folder
     from jobs.train_policy.policy_results import find_steps_done
 
+    check_methods_folder(demo.run.folder)
     if demo.task != "tiny" or not check_demo_artifacts(demo):
         return
     methods = [method_job(demo, method) for method in demo.methods]

@@ -39,6 +39,14 @@ class FileRecord(dict[str, Any]):
         self.file = file  # base name
 
 
+class _NotLoaded(Exception):
+    """`datasets` cannot load a data set whose files may be read nevertheless."""
+
+    def __init__(self, is_unreachable: bool) -> None:
+        super().__init__()
+        self.is_unreachable = is_unreachable
+
+
 class _TwoObjects(UserError):
     """A JSON file holds a second value after the first."""
 
@@ -86,11 +94,13 @@ def _read_path(name: str, config: DataConfig, key: str) -> Iterator[dict[str, An
 
     files = _list_files(path, config, key)
     if not files:
-        rows = _load_dataset(name, config, key)
-        if rows is not None:
+        try:
+            rows = _load_dataset(name, config, key)
+        except _NotLoaded as error:
+            files = _list_snapshot(name, config, key, only_cached=error.is_unreachable)
+        else:
             yield from rows
             return
-        files = _list_snapshot(name, config, key)
     for file in files:
         folder = f"{file.parent}/"  # not in messages, which stand in records that may be published
         for place, row in read_file(file):
@@ -180,7 +190,9 @@ def _add_positions(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple
 def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
     if isinstance(data, dict):
         objects = [value for value in data.values() if isinstance(value, dict)]
-        if data and not objects:  # one record alone, as a file of JSON lines with one line
+        if data and all(isinstance(value, list) for value in data.values()):
+            raise UserError(f"{path}: holds lists of {', '.join(data)}; it needs to be a list of records")
+        if data and not objects:  # one record alone
             yield data
             return
         if objects and all("0" in value for value in objects):
@@ -213,7 +225,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             line = _decode(raw, path, number).strip()
             if not line:
                 continue
-            if number == 1 and line.startswith("["):
+            if number == 1 and line.startswith("[") and get_format(path).suffix in LINES:
                 raise UserError(f"{path}:1: a list begins, where JSON lines have an object a line; name the file .json")
             row = _parse(line, path, number)
             if not isinstance(row, dict):
@@ -329,12 +341,12 @@ def check_path(key: str, name: str, config: DataConfig) -> None:
         )
 
 
-def _load_dataset(name: str, config: DataConfig, key: str) -> Any | None:
+def _load_dataset(name: str, config: DataConfig, key: str) -> Iterable[dict[str, Any]]:
     """Return the rows of a hub data set, or of a folder that only `datasets` can read.
 
-    Returns:
-        None if `_list_snapshot` may read what `datasets` cannot: the hub cannot be reached, or the data set has a
-        loading script.
+    Raises:
+        _NotLoaded: The hub cannot be reached, or the data set has a loading script.
+        UserError: It cannot be loaded for another reason.
     """
     import datasets
     import httpx2
@@ -345,22 +357,28 @@ def _load_dataset(name: str, config: DataConfig, key: str) -> Any | None:
         return datasets.load_dataset(name, config.subset, split=config.split, revision=revision)
     except (datasets.exceptions.DatasetsError, httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        is_elsewhere = isinstance(error, unreachable) or "scripts are no longer supported" in reason
-        if revision is not None and is_elsewhere:
-            return None
+        is_unreachable = isinstance(error, unreachable)
+        if revision is not None and (is_unreachable or "scripts are no longer supported" in reason):
+            raise _NotLoaded(is_unreachable) from error
         raise UserError(
             f"{key}.path={name}, split {config.split}, cannot be loaded: {reason[:MAX_REASON_CHARS]}"
         ) from error
 
 
-def _list_snapshot(name: str, config: DataConfig, key: str) -> list[Path]:
-    """Return the files of a split in the snapshot of a hub data set, which is downloaded unless the cache has it."""
+def _list_snapshot(name: str, config: DataConfig, key: str, *, only_cached: bool) -> list[Path]:
+    """Return the files of a split in the snapshot of a hub data set, whose data files are downloaded if need be."""
     import httpx2
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        folder = snapshot_download(name, repo_type="dataset", revision=config.revision)
+        folder = snapshot_download(
+            name,
+            repo_type="dataset",
+            revision=config.revision,
+            local_files_only=only_cached,
+            allow_patterns=["README.md", *(f"*{suffix}*" for suffix in SUFFIXES)],
+        )
     except (HfHubHTTPError, httpx2.HTTPError, OSError, ValueError) as error:
         raise UserError(
             f"{key}.path={name} is not in the hub's cache, and cannot be downloaded: {' '.join(str(error).split())}; "

@@ -124,14 +124,13 @@ def make_prompts(
 
 def _make_prompt(prompt_id: str, draft: PromptDraft, ids: np.ndarray, task: Task) -> Prompt:
     record = draft.record
-    is_chat = any(isinstance(record.get(field), list) for field in ("prompt", "messages"))
     return Prompt(
         prompt_id=prompt_id,
         prompt_text=task.prompt_text(record),
         task=task.name,
         payload=task.payload(record),
         messages=tuple(draft.messages),
-        is_chat=is_chat,
+        is_chat=task.is_chat(record),
         data_file=getattr(record, "file", ""),
         prompt_ids=ids,
     )

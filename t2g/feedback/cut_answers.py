@@ -5,7 +5,7 @@ import re
 from typing import Any, NamedTuple
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder(strict=False)  # strict: no line ends in strings
+_DECODER = json.JSONDecoder(strict=False)  # allows line ends in strings
 
 
 class CutObject(NamedTuple):

@@ -9,21 +9,28 @@ import re
 from t2g.feedback.parse import Quote
 
 _SPELLINGS = {"\n": r"\n", "\t": r"\t", "\r": r"\r", "\f": r"\f", "\b": r"\b"}
+MAX_CONTROLS = 50  # in a quote; a search takes at most this many steps for each character of the response
 _NEVER_IN_TEXT = {"\f", "\b"}  # a fix with one of them meant its spelling
 _DOUBLED = re.compile(r'\\([nt"\\])')
 _MEANINGS = {"n": "\n", "t": "\t"}
 
 
 def correct_escapes(quote: Quote, response_text: str) -> Quote:
-    """Return the quote and its fix with the backslashes of the response; unchanged where that finds no match either."""
+    """Return the quote and its fix with the backslashes of the response; the quote is unchanged if none is found.
+
+    The fix is dropped where the quote has both line ends and spelled ones: which of them the fix means is not known.
+    """
+    fix = None if quote.fix is None else _spell(quote.fix, _NEVER_IN_TEXT)
+    quote = quote.model_copy(update={"fix": fix})
     if quote.quote in response_text:
         return quote
-    fix = quote.fix
-    match = _pattern(quote.quote).search(response_text) if _SPELLINGS.keys() & set(quote.quote) else None
+    match = _search(quote.quote, response_text)
     if match is not None:
-        spelled = {char for char, spelling in _SPELLINGS.items() if char in quote.quote and spelling in match[0]}
-        fix = None if fix is None else _spell(fix, spelled | _NEVER_IN_TEXT)
-        return quote.model_copy(update={"quote": match[0], "fix": fix})
+        written = {char for char in _SPELLINGS if char in quote.quote}
+        spelled = {char for char in written if _SPELLINGS[char] in match}
+        is_mixed = any(char in match for char in spelled)
+        fix = None if fix is None or is_mixed else _spell(fix, spelled)
+        return quote.model_copy(update={"quote": match, "fix": fix})
 
     single = _undouble(quote.quote)
     if single in response_text:
@@ -32,15 +39,19 @@ def correct_escapes(quote: Quote, response_text: str) -> Quote:
     return quote
 
 
-def _pattern(quote: str) -> re.Pattern[str]:
-    """Return the pattern of a quote in which each control character may also be spelled with a backslash."""
+def _search(quote: str, text: str) -> str | None:
+    """Return the first match of a quote in which each control character may also be spelled with a backslash."""
+    num_controls = sum(map(quote.count, _SPELLINGS))
+    if not 0 < num_controls <= MAX_CONTROLS:
+        return None
     parts: list[str] = []
     for char in quote:
         part = re.escape(char)
         if char in _SPELLINGS:
             part = f"(?:{re.escape(_SPELLINGS[char])}|{part})"
         parts.append(part)
-    return re.compile("".join(parts))
+    match = re.search("".join(parts), text)
+    return None if match is None else match[0]
 
 
 def _spell(text: str, chars: set[str]) -> str:

@@ -51,8 +51,10 @@ def load_judge_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | 
     """
     thinking_end = find_thinking_end(text)
     answer = _load_answer(text[thinking_end:], kinds)
-    if isinstance(answer, str) and thinking_end:  # the tag may stand in a string of the object
-        answer = _load_answer(text, kinds, draft_end=thinking_end)
+    if isinstance(answer, str) and thinking_end:
+        around = _load_answer(text, kinds, draft_end=thinking_end)  # the tag may stand in a string of the object
+        if not isinstance(around, str):
+            return around
     return answer
 
 
@@ -67,15 +69,26 @@ def _load_answer(text: str, kinds: Mapping[str, type], draft_end: int = 0) -> di
         return _explain(text, objects, kinds)
 
     answer = answers[last]
-    if _has_keys(text[objects[last].end :], kinds):
-        return "the answer has an object after the first one that cannot be read"
-    if last > 0:
-        between = text[objects[last - 1].end : objects[last].start]
-        draft = answers[last - 1]
-        is_list = not between.strip(" \t\r\n,") and draft not in (None, answer)
-        if is_list:
-            return "the answer has several objects where one is needed"
+    _, brace, rest = text[objects[last].end :].partition("{")
+    if brace and _has_keys(rest, kinds):
+        return "the answer has an object after the last readable one that cannot be read"
+    if answer != _find_neighbour(text, objects[: last + 1], answers):
+        return "the answer has several objects where one is needed"
     return answer
+
+
+def _find_neighbour(text: str, objects: Sequence[JsonObject], answers: Sequence[Any]) -> Any:
+    """Return the answer that stands in one list with the last object, or on the lines above it; else that of the last.
+
+    A draft is followed by words.
+    """
+    for index in range(len(objects) - 2, -1, -1):
+        between = text[objects[index].end : objects[index + 1].start]
+        if between.strip(" \t\r\n,"):
+            break
+        if answers[index] is not None:
+            return answers[index]
+    return answers[len(objects) - 1]
 
 
 def _explain(text: str, objects: Sequence[JsonObject], kinds: Mapping[str, type]) -> str:
@@ -102,6 +115,20 @@ def _has_keys(text: str, kinds: Mapping[str, type]) -> bool:
 def find_thinking_end(text: str) -> int:
     """Return the character after the last closing tag of the model's thinking, 0 without one."""
     return max((match.end() for match in CLOSING_TAG.finditer(text)), default=0)
+
+
+def find_last_object(text: str, key: str) -> int | None:
+    """Return where the last object with this key begins, None without one, or if another object begins behind it."""
+    keys = list(re.finditer(rf'"{re.escape(key)}"\s*:', text))
+    if not keys:
+        return None
+    starts = [match.start() for match in START.finditer(text, 0, keys[-1].start() + 1)]
+    if not starts:
+        return None
+    whole = _decode(text, starts[-1])
+    if whole is not None and START.search(text, whole.end):
+        return None
+    return starts[-1]
 
 
 def find_objects(text: str) -> list[JsonObject]:
@@ -132,7 +159,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_make_object)  # strict: no control characters in strings
+DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_make_object)  # allows control characters in strings
 
 
 def _decode(text: str, start: int) -> JsonObject | None:

@@ -7,7 +7,7 @@ A method is a YAML file with a description and overrides of the policy job:
 
 The shipped files are in configs/methods, and in the wheel; `compare.methods` may also name a file by its path.
 
-    <run>/search/<method>-<lr>-<seed>      runs of the learning rate search
+    <run>/search/<method>-<lr>-<seed>      runs of the learning rate search, with -<n>-steps for compare.search_steps
     <run>/methods/<method>-<seed>          compared runs
     <run>/noise/<noise>-<method>-<seed>    compared runs with noise in the feedback
     <run>/rewards/<model>-<seed>/model     reward models that `compare.rewards` trains
@@ -153,12 +153,13 @@ class ComparisonPlan:
 
         A search of fewer steps has the rates of a compared run's first steps: its schedule is not shortened.
         """
-        changes: dict[str, Any] = {}
         steps = self.job.compare.search_steps
-        if steps is not None:
-            full_steps = self.job.learner.schedule_steps or self.job.num_steps
-            changes = {"num_steps": steps, "learner.schedule_steps": full_steps}
-        return self._run(name, f"search/{name}-{lr}-{seed}", seed, lr, changes)
+        folder = f"search/{name}-{lr}-{seed}"
+        if steps is None:
+            return self._run(name, folder, seed, lr)
+        full_steps = self.job.learner.schedule_steps or self.job.num_steps
+        changes = {"num_steps": steps, "learner.schedule_steps": full_steps}
+        return self._run(name, f"{folder}-{steps}-steps", seed, lr, changes)
 
     def identity_extras(self, name: str, method_job: PolicyJob) -> dict[str, Any]:
         """Return what identifies a run in addition to its own config (see `Identity.from_config`).

@@ -110,6 +110,10 @@ class Task:
                 return str(record[field])
         return None
 
+    def is_chat(self, record: Record) -> bool:
+        """Return whether the prompt is a conversation, so that a reward function of TRL's form gets messages."""
+        return any(isinstance(record.get(field), list) for field in ("prompt", "messages"))
+
     def payload(self, record: Record) -> dict[str, Any]:
         """Return what feedback function and measure may read besides: all fields but the ids and the input."""
         left_out = (*ID_FIELDS, *self.input_fields)

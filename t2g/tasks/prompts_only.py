@@ -7,7 +7,7 @@
 {"instruction": "Translate to French.", "input": "Good morning.", "output": "Bonjour."}
 
 The third form is OpenAI's for fine-tuning: the last message is the reference, and the response to annotate. The fourth
-is TRL's, the fifth Alpaca's.
+is TRL's, the fifth Alpaca's; `completion` and `output` are references.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ from t2g.text.messages import get_content, get_role, read_content
 from t2g.text.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
-REFERENCES = ("reference", "completion", "output")  # TRL's and Alpaca's names, too
 
 
 class PromptsTask(Task):
@@ -48,9 +47,12 @@ class PromptsTask(Task):
         return format_chat(self._messages(record))
 
     def reference(self, record: Record) -> str | None:
-        for field in REFERENCES:
-            if record.get(field) is not None:
-                return get_answer(record, field)
+        if record.get("reference") is not None:
+            return get_answer(record, "reference")
+        if _has_answer(record.get("completion")):
+            return get_answer(record, "completion")
+        if record.get("instruction") is not None and _has_answer(record.get("output")):
+            return get_answer(record, "output")
         return self._last_answer(record)
 
     def response(self, record: Record) -> str | None:
@@ -83,19 +85,27 @@ class PromptsTask(Task):
         if isinstance(chat, list) or (chat is not None and prompt is None):
             return _read_chat(chat, "messages")
         text = get_text(record, "prompt", "messages", "instruction")
-        if prompt is None and record.get("input"):
-            text = f"{text}\n\n{get_text(record, 'input')}"
+        further = record.get("input")
+        if prompt is None and isinstance(further, str) and further.strip():
+            text = f"{text}\n\n{further}"
         return [{"role": "user", "content": text}]
 
 
 def _read_chat(value: Any, name: str) -> list[Message]:
-    """Return the messages of a field up to the last question of the user."""
+    """Return the messages of a field, of `messages` without a last answer of the assistant."""
     messages = read_messages(value, name)
     if name == "messages" and len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if messages[-1]["role"] != "user":
         raise ValueError(f"the last of {name} is by {messages[-1]['role']}; the policy answers a user")
     return messages
+
+
+def _has_answer(value: Any) -> bool:
+    """Return whether a value is a text or a conversation: a field of another meaning may have the same name."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def get_answer(record: Record, field: str) -> str:

@@ -37,10 +37,24 @@ class QATask(PromptsTask):
         return f"A critique of this response that was published with it:\n{critique}"
 
     def _messages(self, record: Record) -> list[Message]:
-        """Return all turns before the response: the last question alone would lose its context."""
-        response = record.get("chosen") if record.get("response") is None else record["response"]
-        is_conversation = isinstance(response, list) and len(response) > 1
-        has_prompt = record.get("prompt") is not None or record.get("messages") is not None
-        if is_conversation and (len(response) > 2 or not has_prompt):
-            return super()._messages({"messages": response[:-1]})
-        return super()._messages(record)
+        turns = _find_turns(record)
+        if turns is None:
+            return super()._messages(record)
+        return super()._messages({"messages": turns, "system": record.get("system")})
+
+    def is_chat(self, record: Record) -> bool:
+        return super().is_chat(record) or _find_turns(record) is not None
+
+
+def _find_turns(record: Record) -> list[Any] | None:
+    """Return all turns before a response that is a conversation: the last question alone would lose its context.
+
+    None if the record's own prompt is all of them.
+    """
+    response = record.get("chosen") if record.get("response") is None else record["response"]
+    if not isinstance(response, list) or len(response) < 2:
+        return None
+    has_prompt = record.get("prompt") is not None or record.get("messages") is not None
+    if has_prompt and len(response) == 2:
+        return None
+    return response[:-1]

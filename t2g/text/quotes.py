@@ -1,9 +1,9 @@
 """Locate quotes in a text: exact character ranges, or nothing.
 
 An exact match is searched first. Only without one is a bounded tolerance applied: runs of white space equal one space;
-quotation marks of one kind are equal, and so are hyphens, dashes and minus; characters without a width, backticks and
-the `**` of bold text count as nothing; and characters that are compatible in Unicode (NFKD) are equal. Letters, case,
-ellipses and word order must match, and words are never joined.
+quotation marks of one kind are equal, and so are hyphens, dashes and minus; characters without a width count as
+nothing, as do the `**` of bold text and the backticks of code around words; and characters that are compatible in
+Unicode (NFKD) are equal. Letters, case, ellipses and word order must match, and words are never joined.
 """
 
 import re
@@ -21,7 +21,6 @@ _MARKS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
     # Soft hyphen, characters of no width, marks of direction, byte order mark, variation selectors.
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\ufe0e\ufe0f", ""),
-    "`": "",
 }
 # Scripts without blanks between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters.
 _UNSPACED = (
@@ -30,8 +29,13 @@ _UNSPACED = (
 )
 _WORD = rf"[^\W{_UNSPACED}]"
 _WORD_CHARACTER = re.compile(_WORD)
-# Marks of bold text open or close a word; they stand neither between blanks nor within a word, as powers do: x**2.
-_BOLD = re.compile(rf"(?<!\*)\*\*(?!\*)(?:(?<!{_WORD}\*\*)(?=\S)|(?<=\S\*\*)(?!{_WORD}))")
+# Marks of bold text and of code open or close a word; between blanks and within a word, as in x**2, they are text.
+_MARKUP = re.compile(
+    "|".join(
+        rf"(?<!{char}){mark}(?!{char})(?:(?<!{_WORD}{mark})(?=\S)|(?<=\S{mark})(?!{_WORD}))"
+        for char, mark in ((r"\*", r"\*\*"), ("`", "`"), ("`", "```"))
+    )
+)
 _NUMBER = re.compile(r"\d(?:\.\d|,\d{3}(?!\d))")  # a decimal point, or a comma before thousands
 
 
@@ -39,6 +43,7 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
     """Return the half-open character range of the `occurrence`-th (from 1) match of `quote` in `text`, or None.
 
     Matches at word borders come before those that cut a word: "n" is the variable before it is a letter of "return".
+    This order is part of the format of records and of the answers of reward models.
     Matches may overlap: "aa" occurs twice in "aaa". If the exact quote occurs, only exact matches count. Otherwise the
     module's tolerance applies, and the range still refers to the unchanged `text`. None for an empty quote, an
     occurrence below 1 or above MAX_MATCHES, and a quote with fewer matches.
@@ -74,6 +79,11 @@ def locate_all(text: str, quote: str) -> list[tuple[int, int]]:
     return matches
 
 
+def cuts_word(text: str, start: int, end: int) -> bool:
+    """Return whether a range begins or ends within a word or number."""
+    return _inside_word(text, start) or _inside_word(text, end)
+
+
 def find_occurrence(text: str, quote: str, start: int) -> int:
     """Return the `occurrence` of `locate` whose match begins at `start`; MAX_MATCHES + 1 if there is none."""
     starts = _find_starts(text, quote)
@@ -84,22 +94,20 @@ def find_occurrence(text: str, quote: str, start: int) -> int:
 
 def _find_starts(text: str, quote: str) -> list[int]:
     """Return where the first MAX_MATCHES matches of `quote` begin: in order, those that cut a word after the others."""
-
-    def cuts_word(start: int) -> bool:
-        return _inside_word(text, start) or _inside_word(text, start + len(quote))
-
     starts: list[int] = []
     start = text.find(quote)
     while start >= 0 and len(starts) < MAX_MATCHES:
         starts.append(start)
         start = text.find(quote, start + 1)
-    return sorted(starts, key=cuts_word)
+    return sorted(starts, key=lambda start: cuts_word(text, start, start + len(quote)))
 
 
 def _inside_word(text: str, at: int) -> bool:
     """Return whether the characters on both sides of a position belong to one word or number."""
     if not 0 < at < len(text):
         return False
+    if _is_accent(text[at]):
+        return True
     if _is_word_character(text[at - 1]) and _is_word_character(text[at]):
         return True
     before_mark = _NUMBER.match(text, at - 1)
@@ -108,8 +116,12 @@ def _inside_word(text: str, at: int) -> bool:
 
 
 def _is_word_character(char: str) -> bool:
-    is_vowel_sign_or_accent = unicodedata.category(char).startswith("M")
-    return is_vowel_sign_or_accent or _WORD_CHARACTER.match(char) is not None
+    return _is_accent(char) or _WORD_CHARACTER.match(char) is not None
+
+
+def _is_accent(char: str) -> bool:
+    """Return whether a character is a mark on the one before it: an accent or a vowel sign."""
+    return unicodedata.category(char).startswith("M")
 
 
 class _Folded(NamedTuple):
@@ -125,13 +137,13 @@ def _fold(text: str) -> _Folded:
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     length = 0
-    bold: set[int] = set()  # positions of marks of bold text
-    for match in _BOLD.finditer(text):
-        bold.update(range(*match.span()))
+    markup: set[int] = set()  # positions of marks of bold text and of code
+    for match in _MARKUP.finditer(text):
+        markup.update(range(*match.span()))
     for start, end in _characters(text):
         character = "".join([_MARKS.get(char, char) for char in text[start:end]])
         part = unicodedata.normalize("NFKD", character)
-        if not part or start in bold:
+        if not part or start in markup:
             continue
         if part.isspace():
             if parts and parts[-1] == " ":  # one space for the run, which now ends at `end`

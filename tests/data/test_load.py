@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def test_a_json_file_with_one_line_has_one_record(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("d.json", '{"prompt": {"0": "a", "1": "b"}, "n": {"0": 1, "1": 2}}', "orient='records'"),
+        ("d.json", '{"prompt": ["a", "b"], "n": [1, 2]}', "a list of records"),
+        ("d.json", '{"data": [{"prompt": "a"}]}', "a list of records"),
         ("d.jsonl", '[{"prompt": "a"},\n{"prompt": "b"}]', "name the file .json"),
         ("d.csv", "prompt;n\na;1\n", "separated by ';'"),
         ("d.csv", "prompt\tn\na\t1\n", "separated by '\\t'"),
@@ -225,8 +228,11 @@ def test_what_the_library_cannot_load_is_read_from_the_snapshot(
     write(snapshot / "SLF5K.py", "raise SystemExit")
     requests: list[tuple[Any, ...]] = []
 
-    def download(name: str, repo_type: str, revision: str) -> str:
-        requests.append((name, repo_type, revision))
+    def download(
+        name: str, *, repo_type: str, revision: str, local_files_only: bool, allow_patterns: Sequence[str]
+    ) -> str:
+        requests.append((name, repo_type, revision, local_files_only))
+        assert "README.md" in allow_patterns and "*.py" not in allow_patterns
         return str(snapshot)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -236,7 +242,8 @@ def test_what_the_library_cannot_load_is_read_from_the_snapshot(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     records = load("owner/name", revision="abc")
     assert records == [{"prompt": "a"}] and records[0].where == "train.jsonl:1"
-    assert requests == [("owner/name", "dataset", "abc")]
+    has_script = isinstance(error, RuntimeError)
+    assert requests == [("owner/name", "dataset", "abc", not has_script)]
     with pytest.raises(UserError, match=r"data\.split=development: no data file"):
         load("owner/name", revision="abc", split="development")
 

@@ -123,6 +123,8 @@ LATER = [
     Answer("the format before an invalid escape", FORMAT + INVALID_ESCAPE, None),
     Answer("a list of two", f"[{DRAFTED},\n{OBJECT}]", None),
     Answer("one on each line", f"{DRAFTED}\n{OBJECT}", None),
+    Answer("a list of two and another object", f'[{DRAFTED}, {{"n": 1}}, {OBJECT}]', None),
+    Answer("keys without an object after it", f'{OBJECT} I wrote "critique": first and "spans": last.'),
     Answer("after long thinking", f"<think>{LONG_TEXT}</think>{OBJECT}"),
     Answer("after thinking about many sets", f"<think>{SETS}[1,]</think>{OBJECT}"),
 ]

@@ -48,9 +48,11 @@ def test_a_quote_is_read_as_the_response_has_it(response: str, written: str, quo
         (SPLITS, r"split('\n')", "splitlines()", "splitlines()"),
         ("def f():\n    return 1", r"def f():\\n    return 1", r"def f():\\n    return 2", "def f():\n    return 2"),
         ("a\nb", r"a\nb", r"a\nc", "a\nc"),
+        ("1/2 is", "1/2", r"\frac{1}{2}", r"\frac{1}{2}"),
+        (SPLITS, r"(' ')\nlines = text.split('\n')", r"(',')\nlines = text.split('\n')", None),
     ],
 )
-def test_a_fix_has_the_backslashes_of_its_quote(response: str, written: str, fix: str, expected: str) -> None:
+def test_a_fix_has_the_backslashes_of_its_quote(response: str, written: str, fix: str, expected: str | None) -> None:
     entry = json.loads(f'{{"quote": "{written}", "fix": "{fix}"}}')
     assert correct_escapes(Quote(**entry), response).fix == expected
 

@@ -26,6 +26,7 @@ def test_the_object_that_is_meant_is_read_and_no_other(answer: Answer) -> None:
         (spell(r"It\'s"), "the answer is no JSON object: Invalid \\escape"),
         (f"{DRAFTED} {OBJECT[:-3]}", "cannot be read"),
         (f"[{DRAFTED}, {OBJECT}]", "several objects"),
+        (f"<think>{'x' * MAX_ANSWER_CHARS}</think>{spell(chr(92) + 's')}", "Invalid \\escape"),
     ],
 )
 def test_the_reason_is_a_sentence(text: str, reason: str) -> None:

@@ -15,7 +15,7 @@ from fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
 from jobs.compare import comparison_rewards
-from jobs.compare.__main__ import check, describe, run
+from jobs.compare.__main__ import check, check_start, describe, run
 from jobs.compare.comparison_plan import plan_group
 from jobs.compare.comparison_report import finish
 from jobs.compare.comparison_runs import SEARCH_PROMPTS, Session, has_all, make_search_data, run_all
@@ -259,6 +259,15 @@ def test_only_a_run_that_diverged_counts_as_a_bad_rate(tmp_path: Path, monkeypat
     assert session(plan).score("span", plan.search("span", 101, 0.4)) is None
     with pytest.raises(RunStopped, match="no rollout worker"):
         session(plan).score("span", plan.search("span", 101, 0.4))
+
+
+def test_runs_of_an_earlier_version_are_not_made_again(tmp_path: Path) -> None:
+    folder = the_job(tmp_path).run.folder
+    (folder / "arms").mkdir(parents=True)
+    with pytest.raises(UserError, match="rename it to"):
+        check_start(the_job(tmp_path))
+    (folder / "arms").rename(folder / "methods")
+    check_start(the_job(tmp_path))
 
 
 def test_one_rate_is_not_searched(tmp_path: Path) -> None:

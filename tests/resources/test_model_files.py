@@ -48,6 +48,10 @@ def lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+def lose_the_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+
+
 def clone_without_lfs(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n")
 
@@ -55,8 +59,6 @@ def clone_without_lfs(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (configure(model_type="own", auto_map={"AutoConfig": "own.Config"}), "needs code of the model's own"),
-        (configure(model_type="llama9"), "does not know its architecture llama9"),
         (lose_weights, "model.safetensors is missing, or its link is broken; there is pytorch_model.bin"),
         (break_link, "model.safetensors is missing"),
         (lose_a_shard, "model-00002-of-00002.safetensors is missing"),
@@ -74,9 +76,12 @@ def test_what_nothing_can_load(model: Path, change: Callable[[Path], None], word
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (configure(model_type="own", auto_map={"AutoConfig": "own.Config"}), "needs code of the model's own"),
+        (configure(model_type="llama9"), "does not know its architecture llama9"),
         (configure(quantization_config={"quant_method": "awq"}), "quantised (awq)"),
-        (configure(architectures=["LlamaForSequenceClassification"]), "has no head that writes text"),
-        (configure(architectures=["LlamaModel"]), "has no head that writes text"),
+        (configure(architectures=["LlamaForSequenceClassification"]), "without a language-modeling head"),
+        (configure(architectures=["LlamaModel"]), "without a language-modeling head"),
+        (lose_the_index, "model.safetensors is missing"),
     ],
 )
 def test_what_only_an_engine_can_load(model: Path, change: Callable[[Path], None], words: str) -> None:
@@ -90,6 +95,13 @@ def test_what_only_an_engine_can_load(model: Path, change: Callable[[Path], None
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "GPT2DoubleHeadsModel", "Gemma3ForConditionalGeneration"])
 def test_a_head_of_another_name_is_one(model: Path, architecture: str) -> None:
     configure(architectures=[architecture])(model)
+    check_model_files("model.policy", str(model), is_trained=True)
+
+
+@pytest.mark.parametrize("config", [{"architectures": {}}, {"model_type": []}, {"quantization_config": 3}])
+def test_values_of_a_wrong_type_are_left_to_transformers(model: Path, config: dict[str, Any]) -> None:
+    configure(**config)(model)
+    (model / "model.safetensors.index.json").write_text('{"weight_map": null}')
     check_model_files("model.policy", str(model), is_trained=True)
 
 

@@ -171,6 +171,7 @@ def test_a_shorter_search_has_the_rates_of_the_first_steps(tmp_path: Path) -> No
     compared = plan.make_job("span", 1, 3e-4)
     search = plan.search("span", 101, 3e-4)
     assert (search.num_steps, search.schedule_steps) == (4, 12)
+    assert search.run.folder.name == "span-0.0003-101-4-steps"
     assert (compared.num_steps, compared.schedule_steps) == (12, 12)
     assert plan.identity_extras("span", search)["num_steps"] == 4
 

@@ -25,6 +25,9 @@ ONE_QUESTION = [{"role": "user", "content": "Sky?"}]
         ({"prompt": "Sky?", "completion": "Blue."}, ONE_QUESTION, "Blue."),
         (ALPACA, [{"role": "user", "content": "Translate to French.\n\nGood morning."}], "Bonjour."),
         (ALPACA | {"input": ""}, [{"role": "user", "content": "Translate to French."}], "Bonjour."),
+        (ALPACA | {"input": " ", "output": ""}, [{"role": "user", "content": "Translate to French."}], None),
+        ({"prompt": "Sky?", "output": "Blue.", "completion": ["Blue.", "Azure."]}, ONE_QUESTION, None),
+        ({"prompt": "Sky?", "completion": 4}, ONE_QUESTION, None),
         ({"prompt": "Sky?", "system": "Be short."}, [SYSTEM, *ONE_QUESTION], None),
         ({"prompt": "Sky?", "system": ""}, ONE_QUESTION, None),
         ({"messages": CHAT, "system": "Be long."}, CHAT[:-1], "No."),
@@ -49,4 +52,6 @@ def test_every_turn_before_a_chosen_response_is_its_prompt(prompt: dict[str, str
     task = get_task("qa")
     record = prompt | {"chosen": CHAT[1:], "rejected": [*CHAT[1:-1], WELCOME]}
     assert task.policy_messages(record) == CHAT[1:-1]
-    assert (task.response(record), task.reference(record)) == ("No.", "No.")
+    assert (task.response(record), task.reference(record), task.is_chat(record)) == ("No.", "No.", True)
+    assert task.policy_messages(record | {"system": "Be short."}) == [SYSTEM, *CHAT[1:-1]]
+    assert not task.is_chat({"prompt": "Hi", "chosen": CHAT[1:3]})

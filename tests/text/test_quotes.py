@@ -37,7 +37,9 @@ def words_and_numbers(text: str) -> list[tuple[int, int]]:
     letters = "".join("w" if is_of_word(char) else " " for char in text)
     ranges = [match.span() for match in re.finditer("w+", letters)]
     marks = re.finditer(r"(?=\d(\.\d|,\d\d\d(?!\d)))", text)
-    return ranges + [(match.start(), match.start() + 3) for match in marks]
+    accents = [at for at, char in enumerate(text) if unicodedata.category(char).startswith("M")]
+    ranges += [(match.start(), match.start() + 3) for match in marks]
+    return ranges + [(at - 1, at + 1) for at in accents]
 
 
 def is_of_word(char: str) -> bool:
@@ -144,6 +146,8 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
         ("東京は大きい。日本の首都は京都です。京都。", "京都", 1, (13, 15)),
         ("กรุงเทพเป็นเมือง กรุงเทพ", "กรุงเทพ", 1, (0, 7)),
         ("Python3很好，Python", "Python", 1, (10, 16)),
+        ("か\u3099 か", "か", 1, (3, 4)),  # the first one is a part of が
+        ("กิน ก", "ก", 1, (4, 5)),
         ("रामायण और राम", "राम", 1, (10, 13)),
         ("3xx = x + x", "x + x", 1, (6, 11)),
         ("a.items() tems()", "tems()", 1, (10, 16)),
@@ -190,6 +194,8 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
         ("关键是**不要**重复", "关键是不要重复", 1, (0, 11)),
         ("use `mean(x)` here", "use mean(x) here", 1, (0, 18)),
         ("x = foo(1)", "`foo(1)`", 1, (4, 10)),
+        ("a\n```python\nf()\n```", "a python f()", 1, (0, 15)),
+        ("use`mean`here", "usemeanhere", 1, None),
         ("2 ** 3", "2 3", 1, None),
         ("x**2", "x2", 1, None),
         # strict: case and ellipses

@@ -8,7 +8,6 @@ Answers are untrusted: bounded, and no answer raises. Faults of an answer become
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.feedback.cut_answers import load_cut_object
 from t2g.feedback.escapes import correct_escapes
-from t2g.feedback.judge_json import OPENING_TAG, find_thinking_end, load_judge_answer
+from t2g.feedback.judge_json import OPENING_TAG, find_last_object, find_thinking_end, load_judge_answer
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
     MAX_QUOTES,
@@ -30,7 +29,7 @@ from t2g.feedback.parse import (
 )
 from t2g.feedback.sources.chat_client import ChatCompletion
 from t2g.tasks.base import Review, Task
-from t2g.text.quotes import locate
+from t2g.text.quotes import cuts_word, locate
 from t2g.text.tokenizer import Message
 from t2g.types import LABELS as _SIGNS
 from t2g.types import Prompt, Span, SpanFeedback
@@ -38,6 +37,7 @@ from t2g.types import Prompt, Span, SpanFeedback
 LABELS = {1: "good", -1: "poor"}
 MAX_NOTES_CHARS = 8000  # characters of a human's feedback or a test's log
 MAX_FAULTS = 8  # in one follow-up
+MAX_DIGITS = 4000  # of an integer; Python raises for more than 4,300
 MAX_REPEATED_CHARS = 4000  # characters of the model's answer in a follow-up
 
 _FORMAT = (
@@ -80,11 +80,10 @@ class _Entry(Quote):
 
     @model_validator(mode="before")
     @classmethod
-    def _tidy(cls, value: Any) -> Any:
-        """Read numbers and labels as models write them, and leave out what has one value only.
+    def _normalize(cls, value: Any) -> Any:
+        """Read numbers and labels as models write them, and drop what the label or the schema has no use for.
 
-        Models volunteer a confidence of any scale, which the schema does not offer. A good piece has neither severity
-        nor fix.
+        Models volunteer a confidence of any scale. A good piece has neither severity nor fix.
         """
         if not isinstance(value, dict):
             return value
@@ -228,22 +227,25 @@ def _read_spans(items: Sequence[Any], request: AnnotationRequest, critique: str)
             continue
 
         quote = _format_json(item["quote"])
-        if _is_repeated(span, spans, request.response_text):
+        is_repeated = _is_repeated(span, spans, request.response_text)
+        if is_repeated:
             faults.append(f"The quote {quote} occurs more than once; give each of its entries the occurrence it means.")
         other = _find_overlapping(span, spans)
         if other is None:
             faults += item_faults
             spans.append(span)
-        else:
+        elif not is_repeated:
             faults.append(f"The {LABELS[span.label]} quote {quote} overlaps a {LABELS[other.label]} one.")
     return spans, faults
 
 
 def _is_repeated(span: Span, spans: Sequence[Span], response_text: str) -> bool:
-    """Return whether an earlier entry has the same place, although the text stands elsewhere as well."""
+    """Return whether an earlier entry has the same place, although the same words stand elsewhere as well."""
     places = {(other.start, other.end) for other in spans}
-    text = response_text[span.start : span.end]
-    return (span.start, span.end) in places and locate(response_text, text, 2) is not None
+    if (span.start, span.end) not in places:
+        return False
+    second = locate(response_text, response_text[span.start : span.end], 2)
+    return second is not None and not cuts_word(response_text, *second)
 
 
 def _find_overlapping(span: Span, spans: Sequence[Span]) -> Span | None:
@@ -269,13 +271,12 @@ def _load_cut(completion: ChatCompletion, request: AnnotationRequest) -> dict[st
     """
     if completion.finish_reason != "length":
         return {}
-    text = completion.text[find_thinking_end(completion.text) :]
-    starts = [match.start() for match in re.finditer(rf'\{{\s*"({"|".join(request.keys)})"\s*:', text)]
-    if OPENING_TAG.search(text) or not starts:
-        return {}
-    last = starts[-1]
-    answer = load_cut_object(text[last : last + MAX_ANSWER_CHARS]).values
     kinds = _get_kinds(request)
+    text = completion.text[find_thinking_end(completion.text) :]
+    start = find_last_object(text, next(iter(kinds)))
+    if OPENING_TAG.search(text) or start is None:
+        return {}
+    answer = load_cut_object(text[start : start + MAX_ANSWER_CHARS]).values
     is_complete = all(isinstance(answer.get(key), kind) for key, kind in kinds.items())
     items = answer.get("spans")
     has_poor = isinstance(items, list) and any(map(_is_poor, items))
@@ -297,6 +298,7 @@ def _is_poor(item: Any) -> bool:
 
 
 def _read_label(item: dict[str, Any]) -> str | None:
+    """Return the label in lower case without blanks around it, or None if it is no text."""
     label = item.get("label")
     return label.strip().lower() if isinstance(label, str) else None
 
@@ -306,7 +308,7 @@ def _read_integer(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value[:9])
+        return int(value[:MAX_DIGITS])
     return value
 
 
@@ -316,12 +318,11 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         entry = _Entry.model_validate(item)
     except ValidationError as error:
         return None, [f"The entry {_format_json(item)} of spans is wrong; {format_first_error(error)}."]
-    if not entry.quote.strip():
-        return None, ["A quote is empty."]
-
     faults: list[str] = []
     quote = _format_json(entry.quote)
     entry = correct_escapes(entry, request.response_text)
+    if not entry.quote.strip():
+        return None, ["A quote is empty."]
     position = locate(request.response_text, entry.quote, entry.occurrence)
     if position is None:
         occurs_less_often = locate(request.response_text, entry.quote) is not None
@@ -345,7 +346,7 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         label=label,
         severity=entry.severity,
         critique_range=critique_range,
-        fix=entry.fix if label == -1 else None,
+        fix=entry.fix,
     )
     return span, faults
 
