@@ -39,7 +39,7 @@ def load_for_training(
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
         classes = [getattr(transformers, name) for name in auto_classes]
         models = [_load(cls, model.policy, **source, **weights) for cls in classes]
-    except (OSError, ValueError, ImportError) as error:  # ImportError: a quantised model
+    except (OSError, ValueError, ImportError) as error:  # ImportError: a quantized model
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
     return load_policy_tokenizer(model), models
 

@@ -72,12 +72,12 @@ def _load_answer(text: str, kinds: Mapping[str, type], draft_end: int = 0) -> di
     _, brace, rest = text[objects[last].end :].partition("{")
     if brace and _has_keys(rest, kinds):
         return "the answer has an object after the last readable one that cannot be read"
-    if answer != _find_neighbour(text, objects[: last + 1], answers):
+    if answer != _find_neighbor(text, objects[: last + 1], answers):
         return "the answer has several objects where one is needed"
     return answer
 
 
-def _find_neighbour(text: str, objects: Sequence[JsonObject], answers: Sequence[Any]) -> Any:
+def _find_neighbor(text: str, objects: Sequence[JsonObject], answers: Sequence[Any]) -> Any:
     """Return the answer that stands in one list with the last object, or on the lines above it; else that of the last.
 
     A draft is followed by words.

@@ -214,7 +214,7 @@ def gathered_bytes(shape: ModelShape, *, itemsize: int) -> int:
 
 
 def layer_weight_bytes(shape: ModelShape, engine: EngineConfig) -> float:
-    """Return the bytes per value of the layers' matrices. Embedding and head are never quantised.
+    """Return the bytes per value of the layers' matrices. Embedding and head are never quantized.
 
     AWQ and GPTQ have a 16-bit scale and a zero point per group: 4 bits in groups of 128 are (4 + 20 / 128) / 8 = .52
     bytes.
@@ -268,7 +268,7 @@ def graph_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
     """Estimate an engine's memory.
 
-    The KV cache gets gpu_memory_utilization of the GPU less the weights (b N / TP unless quantised), `profile_bytes`,
+    The KV cache gets gpu_memory_utilization of the GPU less the weights (b N / TP unless quantized), `profile_bytes`,
     `graph_bytes` and `ENGINE_OTHER_BYTES`.
 
     Args:

@@ -24,7 +24,7 @@ def check_model_files(key: str, model: str, *, is_trained: bool) -> None:
         key: Config key of the model, for messages.
 
     Raises:
-        UserError: Weights are missing; or a model that is trained is quantised, has no language-modeling head, or an
+        UserError: Weights are missing; or a model that is trained is quantized, has no language-modeling head, or an
             architecture that transformers does not know.
     """
     folder = Path(model)
@@ -47,7 +47,7 @@ def _find_problem(folder: Path, is_trained: bool) -> str:
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict):
         method = quantization.get("quant_method", "its config names no method")
-        return f"its weights are quantised ({method}); a policy is trained from weights that are not"
+        return f"its weights are quantized ({method}); a policy is trained from weights that are not"
     architectures = config.get("architectures")
     if isinstance(architectures, list) and architectures and _HEADLESS.search(str(architectures[0])):
         return f"its weights are of {architectures[0]}, without a language-modeling head; give a causal language model"

@@ -256,7 +256,7 @@ def test_an_engine_by_hand() -> None:
         ({"quantization": "nobody_knows"}, {}, 2.0),
     ],
 )
-def test_quantised_weights_of_an_engine(arguments: Any, checkpoint: Any, layer_bytes: float) -> None:
+def test_quantized_weights_of_an_engine(arguments: Any, checkpoint: Any, layer_bytes: float) -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, engine_args=arguments)
     shape = LLAMA_3_8B.model_copy(update={"quantization_config": checkpoint})
     fit = memory.engine_fit(shape, engine, sequences=1, gpu_bytes=80 * GIB)

@@ -78,7 +78,7 @@ def test_what_nothing_can_load(model: Path, change: Callable[[Path], None], word
     [
         (configure(model_type="own", auto_map={"AutoConfig": "own.Config"}), "needs code of the model's own"),
         (configure(model_type="llama9"), "does not know its architecture llama9"),
-        (configure(quantization_config={"quant_method": "awq"}), "quantised (awq)"),
+        (configure(quantization_config={"quant_method": "awq"}), "quantized (awq)"),
         (configure(architectures=["LlamaForSequenceClassification"]), "without a language-modeling head"),
         (configure(architectures=["LlamaModel"]), "without a language-modeling head"),
         (lose_the_index, "model.safetensors is missing"),

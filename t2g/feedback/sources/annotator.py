@@ -37,7 +37,7 @@ from t2g.types import Prompt, Span, SpanFeedback
 LABELS = {1: "good", -1: "poor"}
 MAX_NOTES_CHARS = 8000  # characters of a human's feedback or a test's log
 MAX_FAULTS = 8  # in one follow-up
-MAX_DIGITS = 4000  # of an integer; Python raises for more than 4,300
+MAX_DIGITS = 4000  # digits of an integer; Python raises for more than 4,300
 MAX_REPEATED_CHARS = 4000  # characters of the model's answer in a follow-up
 
 _FORMAT = (
