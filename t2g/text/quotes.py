@@ -30,12 +30,11 @@ _UNSPACED = (
 _WORD = rf"[^\W{_UNSPACED}]"
 _WORD_CHARACTER = re.compile(_WORD)
 # Marks of bold text and of code open or close a word; between blanks and within a word, as in x**2, they are text.
-_MARKUP = re.compile(
-    "|".join(
-        rf"(?<!{char}){mark}(?!{char})(?:(?<!{_WORD}{mark})(?=\S)|(?<=\S{mark})(?!{_WORD}))"
-        for char, mark in ((r"\*", r"\*\*"), ("`", "`"), ("`", "```"))
-    )
-)
+_AT_WORD = rf"(?:(?<!{_WORD}MARK)(?=\S)|(?<=\SMARK)(?!{_WORD}))"
+_BOLD = r"(?<!\*)\*\*(?!\*)" + _AT_WORD.replace("MARK", r"\*\*")
+_CODE = r"(?<!`)`(?!`)" + _AT_WORD.replace("MARK", "`")
+_CODE_BLOCK = r"(?<!`)```(?!`)" + _AT_WORD.replace("MARK", "```")
+_MARKUP = re.compile(f"{_BOLD}|{_CODE}|{_CODE_BLOCK}")
 _NUMBER = re.compile(r"\d(?:\.\d|,\d{3}(?!\d))")  # a decimal point, or a comma before thousands
 
 

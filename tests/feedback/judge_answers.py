@@ -116,15 +116,20 @@ INVALID_ESCAPE = spell(r"It\'s wrong.")
 LONG_TEXT = "x" * 70_000
 SETS = '{"a": x} ' * 500
 UNESCAPED = spell('The "bag" is wrong.')
-LATER = [
-    Answer("a draft before quotes that are not escaped", f"{DRAFTED}\nCorrected:\n{UNESCAPED}", None),
-    Answer("a draft beside quotes that are not escaped", f'{{"draft": {DRAFTED}, "final": {UNESCAPED}}}', None),
-    Answer("a draft before an answer that was cut", f"{DRAFTED}\nCorrected:\n{OBJECT[:-9]}", None),
-    Answer("the format before an invalid escape", FORMAT + INVALID_ESCAPE, None),
-    Answer("a list of two", f"[{DRAFTED},\n{OBJECT}]", None),
-    Answer("one on each line", f"{DRAFTED}\n{OBJECT}", None),
-    Answer("a list of two and another object", f'[{DRAFTED}, {{"n": 1}}, {OBJECT}]', None),
-    Answer("keys without an object after it", f'{OBJECT} I wrote "critique": first and "spans": last.'),
+UNREADABLE = {
+    "a draft before quotes that are not escaped": f"{DRAFTED}\nCorrected:\n{UNESCAPED}",
+    "a draft beside quotes that are not escaped": f'{{"draft": {DRAFTED}, "final": {UNESCAPED}}}',
+    "a draft before an answer that was cut": f"{DRAFTED}\nCorrected:\n{OBJECT[:-9]}",
+    "the format before an invalid escape": FORMAT + INVALID_ESCAPE,
+}
+LISTS = {
+    "a list of two": f"[{DRAFTED},\n{OBJECT}]",
+    "one on each line": f"{DRAFTED}\n{OBJECT}",
+    "a list of two and another object": f'[{DRAFTED}, {{"n": 1}}, {OBJECT}]',
+}
+LATER = [Answer(name, text, None) for name, text in (UNREADABLE | LISTS).items()]
+LATER.append(Answer("keys without an object", f'{OBJECT} I wrote "critique": first and "spans": last.'))
+LONG_THINKING = [
     Answer("after long thinking", f"<think>{LONG_TEXT}</think>{OBJECT}"),
     Answer("after thinking about many sets", f"<think>{SETS}[1,]</think>{OBJECT}"),
 ]
@@ -142,4 +147,4 @@ NO_ANSWERS += [
     Answer("quotes that are not escaped, with a comma", spell('It says "bag", "box" is right.'), None),
     Answer("key in the critique", spell('Bad.", "spans": [], "x": "'), None),
 ]
-ANSWERS = [*CLEAN, *AROUND, *DRAFTS, *SPELLINGS, *NESTED, *LATER, *NO_ANSWERS]
+ANSWERS = [*CLEAN, *AROUND, *DRAFTS, *SPELLINGS, *NESTED, *LATER, *LONG_THINKING, *NO_ANSWERS]
