@@ -22,7 +22,8 @@ from t2g.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "configs/tiny/policy.yaml"
 SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
-# Each records its command line. `srun` listens on the head's port and ends at SIGTERM, `submit` ends after `stop`.
+# Each records its command line. `srun` listens on the head's port and ends at SIGTERM. `submit` waits for the nodes, as
+# the real one does: the script ends each srun after it. It ends after `stop`.
 SRUN = """
 for word; do [[ $word == --port=* ]] && port=${word#--port=}; done
 exec PYTHON -c 'import socket, sys, time
@@ -31,7 +32,8 @@ time.sleep(60)' ${port:+"$port"}
 """
 PYTHON = """
 case $3 in
-  submit) until [[ -e $FOLDER/stopped || ! -e $FOLDER/waits ]]; do sleep 0.05; done
+  submit) until (( $(grep -ao 'ray start --block' $FOLDER/commands | wc -l) >= COMPONENTS )); do sleep 0.05; done
+    until [[ -e $FOLDER/stopped || ! -e $FOLDER/waits ]]; do sleep 0.05; done
     [[ -e $FOLDER/stopped ]] && exit 130
     exit 0 ;;
   stop) touch $FOLDER/stopped ;;
@@ -84,6 +86,7 @@ class Job:
             file = folder / "bin" / name
             file.parent.mkdir(exist_ok=True)
             text = body.replace("PYTHON", sys.executable).replace("$FOLDER", str(folder))
+            text = text.replace("COMPONENTS", str(len(components(script))))
             record = f"printf '%s\\0' {name} \"$@\" $'\\n' >> {self._record}\n" if name != "hostname" else ""
             file.write_text(f"#!/bin/bash\n{record}{text}")
             file.chmod(0o755)
