@@ -2,7 +2,7 @@
 
 Accepted are text around the object, drafts before it, raw line ends and tabs in strings, trailing commas, and an object
 within another one, as {"feedback": {...}}. Nothing else is repaired: a wrong guess about an answer would be trained on,
-while a request whose answer has no object is repeated. Nor does a draft count if what stands after it is an answer that
+while a request whose answer has no object is repeated. A draft does not count if the answer after it
 cannot be read, or if it is one of several objects of a list.
 """
 
@@ -66,21 +66,21 @@ def _load_answer(text: str, kinds: Mapping[str, type], draft_end: int = 0) -> di
     answers = [_find_answer(item.value, kinds) for item in objects]
     last = max((index for index, answer in enumerate(answers) if answer is not None), default=None)
     if last is None:
-        return _explain(text, objects, kinds)
+        return _explain_missing_answer(text, objects, kinds)
 
     answer = answers[last]
     _, brace, rest = text[objects[last].end :].partition("{")
     if brace and _has_keys(rest, kinds):
-        return "the answer has an object after the last readable one that cannot be read"
-    if answer != _find_neighbor(text, objects[: last + 1], answers):
+        return "the answer ends with an object that cannot be read"
+    if answer != _find_listed_answer(text, objects[: last + 1], answers):
         return "the answer has several objects where one is needed"
     return answer
 
 
-def _find_neighbor(text: str, objects: Sequence[JsonObject], answers: Sequence[Any]) -> Any:
-    """Return the answer that stands in one list with the last object, or on the lines above it; else that of the last.
+def _find_listed_answer(text: str, objects: Sequence[JsonObject], answers: Sequence[Any]) -> Any:
+    """Return the answer before the last object with only commas or blanks between them; without one the last answer.
 
-    A draft is followed by words.
+    Such objects are a list. A draft is followed by words.
     """
     for index in range(len(objects) - 2, -1, -1):
         between = text[objects[index].end : objects[index + 1].start]
@@ -91,7 +91,7 @@ def _find_neighbor(text: str, objects: Sequence[JsonObject], answers: Sequence[A
     return answers[len(objects) - 1]
 
 
-def _explain(text: str, objects: Sequence[JsonObject], kinds: Mapping[str, type]) -> str:
+def _explain_missing_answer(text: str, objects: Sequence[JsonObject], kinds: Mapping[str, type]) -> str:
     """Return why a text has no answer."""
     for start in islice(START.finditer(text), MAX_REPAIRS):
         if not _has_keys(text[start.start() :], kinds):

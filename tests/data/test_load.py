@@ -220,7 +220,7 @@ def test_a_data_set_that_cannot_be_reached_says_how_it_is_fetched(monkeypatch: p
 def test_what_the_library_cannot_load_is_read_from_the_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """As it lies in the cache after `hf download`; a loading script is not run."""
+    """The snapshot is that of `hf download`; a loading script is not run."""
     blob = write(tmp_path / "blob", '{"prompt": "a"}\n')
     snapshot = tmp_path / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

@@ -118,7 +118,7 @@ SETS = '{"a": x} ' * 500
 UNESCAPED = spell('The "bag" is wrong.')
 UNREADABLE = {
     "a draft before quotes that are not escaped": f"{DRAFTED}\nCorrected:\n{UNESCAPED}",
-    "a draft beside quotes that are not escaped": f'{{"draft": {DRAFTED}, "final": {UNESCAPED}}}',
+    "a draft and a broken answer in one object": f'{{"draft": {DRAFTED}, "final": {UNESCAPED}}}',
     "a draft before an answer that was cut": f"{DRAFTED}\nCorrected:\n{OBJECT[:-9]}",
     "the format before an invalid escape": FORMAT + INVALID_ESCAPE,
 }
