@@ -16,7 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 TICK_S = 0.5
-DUMP_S = 1.0  # without a further piece of the tracebacks
+FIRST_PIECE_S = 10.0  # until the parent begins to write its tracebacks, on a busy machine
+NEXT_PIECE_S = 1.0  # without a further piece of them
 MAX_BYTES = 2**20  # bytes of the tracebacks
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -71,7 +72,9 @@ def read_tracebacks(parent: int, tracebacks_fd: int, dump_signal: int) -> str:
         return ""
     os.kill(parent, dump_signal)
     data = b""
-    while select.select([tracebacks_fd], [], [], DUMP_S)[0]:
+    limit_s = FIRST_PIECE_S
+    while select.select([tracebacks_fd], [], [], limit_s)[0]:
+        limit_s = NEXT_PIECE_S
         piece = os.read(tracebacks_fd, 65536)
         data += piece
         if not piece or len(data) > MAX_BYTES:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from t2g.feedback.sources import user_function
+from t2g.feedback.sources import user_function, watchdog_process
 from t2g.feedback.sources.user_function import FunctionFailed, UserFunction
 from t2g.feedback.sources.watchdog import MARGIN_S, Watchdog, WatchedCall, format_sentence
 
@@ -106,6 +106,18 @@ def test_a_stopped_process_is_not_killed(tmp_path: Path) -> None:
         program.send_signal(signal.SIGCONT)
         program.communicate(timeout=DEADLINE_S)
     assert program.returncode == 0
+
+
+def test_tracebacks_that_begin_late_are_read_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, the process that is killed gets no time at first."""
+    monkeypatch.setattr(watchdog_process, "NEXT_PIECE_S", 0.5)
+    tracebacks_out, tracebacks_in = os.pipe()
+    writer = subprocess.Popen(["sh", "-c", "sleep 1; echo begin; sleep 0.1; echo end"], stdout=tracebacks_in)
+    tracebacks = watchdog_process.read_tracebacks(os.getpid(), tracebacks_out, signal.SIGCONT)
+    writer.wait(timeout=DEADLINE_S)
+    os.close(tracebacks_in)
+    os.close(tracebacks_out)
+    assert tracebacks == "begin\nend\n"
 
 
 def test_the_sentence_names_functions_and_the_latest_prompts() -> None:
