@@ -124,6 +124,11 @@ class Rollout:
         return mask
 
     @property
+    def has_answer(self) -> bool:
+        """Return whether a turn has text after its thinking, which can be judged."""
+        return any(turn.answer_start is not None for turn in self.turns)
+
+    @property
     def answer(self) -> str:
         """Return the (last) response without its thinking: what is measured; "" if it ended within its thinking."""
         return "" if self.answer_start is None else self.response_text[self.answer_start :]
@@ -195,7 +200,7 @@ class SpanFeedback:
     num_located: int = 0  # quotes that occur in the response
     execution: dict[str, Any] = field(default_factory=dict)  # result of a program: {"passed": False, ...}, JSON
     agreement: float | None = None  # between several annotators: mean pairwise token F1 of their labels, 0 .. 1
-    reason: str = ""  # why the status is failed or unparsable; a sentence
+    reason: str = ""  # why it is failed or unparsable, or was not judged; a sentence
     metrics: dict[str, float] = field(default_factory=dict)  # a function's own finite numbers, averaged over a step
     # The result of each of several criteria; {}: a single source.
     criteria: Annotated[dict[str, CriterionResult], Field(exclude_if=lambda criteria: not criteria)] = field(

@@ -12,7 +12,7 @@ from t2g.config import ObjectiveConfig, RewardRuleConfig
 from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets, token_rewards
 from t2g.feedback.parse import read_judgement
-from t2g.feedback.rewards import apply_placement, compute_sentence_ids, count_paid_spans
+from t2g.feedback.rewards import apply_placement, compute_sentence_ids, count_paid_spans, per_token_rule
 from t2g.loop.step_advantages import StepRewards, add_span_credit, compare_with_group, pad_rows, sentence_states
 from t2g.tasks.base import Task
 from t2g.types import SpanFeedback
@@ -178,12 +178,11 @@ def _reward_tokens(
     spans = () if feedback is None else feedback.spans
     moved = [replace(span, start=span.start + start, end=span.end + start) for span in spans]
     rewards = token_rewards(offsets, moved, text=response, rule=rule)
-    per_token_rule = rule.model_copy(update={"unit": "token"})
     sentence_ids = compute_sentence_ids(offsets, response, sentence_end)
     ends_without_text = len(ids) > 0 and bool(offsets[-1][0] == offsets[-1][1])  # EOS
     return _ResponseRewards(
         paid=apply_placement(rewards, rule.placement, sentence_ids=sentence_ids),
-        per_token=token_rewards(offsets, moved, text=response, rule=per_token_rule),
+        per_token=token_rewards(offsets, moved, text=response, rule=per_token_rule(rule)),
         sentence_states=sentence_states(sentence_ids, has_end=ends_without_text),
         is_judged=feedback is not None,
     )

@@ -189,16 +189,15 @@ def _add_positions(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple
 
 def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
     if isinstance(data, dict):
-        objects = [value for value in data.values() if isinstance(value, dict)]
-        if data and all(isinstance(value, list) for value in data.values()):
+        values = [*data.values()]
+        if data and all(isinstance(value, list) for value in values):
             raise UserError(f"{path}: holds lists of {', '.join(data)}; it needs to be a list of records")
-        if data and not objects:  # one record alone
+        if not all(isinstance(value, dict) for value in values):  # one record alone
             yield data
             return
-        if objects and all("0" in value for value in objects):
+        if data and all("0" in value for value in values):
             raise UserError(f"{path}: holds columns; write records, with pandas by to_json(..., orient='records')")
         for key, row in data.items():
-            _check_object(row, key, path)
             yield {"id": key, **row}
     elif isinstance(data, list):
         for number, row in enumerate(data, start=1):

@@ -164,12 +164,19 @@ def _encode(texts: Iterator[str], tokenizer: Any) -> list[np.ndarray]:
 
 
 def encode_policy_prompt(
-    record: Record, task: Task, tokenizer: Any, max_prompt_tokens: int, *, cut: bool = False
+    record: Record,
+    task: Task,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    *,
+    cut: bool = False,
+    window_key: str = "rollout.max_model_len",
 ) -> np.ndarray:
     """Return the policy's prompt for sampling and supervised training, [P] int32, P <= max_prompt_tokens.
 
     Args:
         cut: Whether a prompt that the task cannot shorten enough loses the end of its longest message.
+        window_key: The config key that sets the window, for the message.
 
     Raises:
         PromptTooLongError: The prompt does not fit.
@@ -184,10 +191,11 @@ def encode_policy_prompt(
         ids = fit_chat(shorter, tokenizer, max_prompt_tokens, input_chars=len(longest["content"]))
     if ids is None:
         shortest = encode_chat(tokenizer, build(0))
+        other_policies = "skip" if cut else "skip or truncate"
         raise PromptTooLongError(
             f"the shortest form of the prompt has {len(shortest)} tokens and the window "
-            f"holds {max_prompt_tokens} beside the response; shorten it, raise rollout.max_model_len, or set "
-            "data.too_long to skip or truncate"
+            f"holds {max_prompt_tokens} beside the response; shorten it, raise {window_key}, or set "
+            f"data.too_long to {other_policies}"
         )
     return ids
 

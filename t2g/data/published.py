@@ -53,6 +53,8 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
     for key, value in items:
         normalized = _normalize(key)
         name = key if key in our_names else _NAMES.get(normalized)
+        if name == "execution" and not isinstance(value, dict):
+            name = None  # a field of the user's own, which happens to be named outcome
         severity = _SEVERITIES.get(normalized)
         if severity is not None:
             quotes = _check_list(key, value)

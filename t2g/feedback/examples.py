@@ -20,6 +20,8 @@ from t2g.types import TrainSequence
 
 logger = logging.getLogger(__name__)
 
+WINDOW_KEY = "sft.max_length"  # of a prompt with its target, for messages
+
 
 def encode_target(text: str, tokenizer: Any) -> np.ndarray:
     """Return the ids of `text` and the token that ends a turn, see `find_target_end`, [R] int32.
@@ -92,7 +94,8 @@ def make_policy_examples(
                     f"task {task.name} finds no reference to learn from in it, only {', '.join(record)}; data.columns "
                     "renames a field, as in {reference: completion}"
                 )
-            build = partial(encode_policy_prompt, record, task, tokenizer, cut=too_long == "truncate")
+            cut = too_long == "truncate"
+            build = partial(encode_policy_prompt, record, task, tokenizer, cut=cut, window_key=WINDOW_KEY)
             example = make_sft_example(build, reference, tokenizer, max_length=max_example_length)
             examples.append(end_thinking(example, tokenizer, tags))
         except ValueError as error:
@@ -125,7 +128,9 @@ def make_reward_examples(
         if not record.usable:
             continue
         target = record.target(style)
-        build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer, style=style)
+        prompt = record.to_prompt()
+        options = {"style": style, "window_key": WINDOW_KEY}
+        build = partial(build_feedback_prompt, task, prompt, record.response, tokenizer, **options)
         try:
             example = make_sft_example(build, target, tokenizer, max_length=max_length)
             examples.append(example)
@@ -155,7 +160,7 @@ def make_sft_example(
     ids = encode_target(target, tokenizer)
     max_prompt_tokens = max_length - len(ids)
     if max_prompt_tokens < 1:
-        raise UserError(f"a target of {len(ids)} tokens leaves no room for its prompt in sft.max_length={max_length}")
+        raise UserError(f"a target of {len(ids)} tokens leaves no room for its prompt in {WINDOW_KEY}={max_length}")
     prompt_ids = np.asarray(build_prompt(max_prompt_tokens), np.int32)
     assert 1 <= len(prompt_ids) <= max_prompt_tokens, f"{len(prompt_ids)} prompt tokens, limit {max_prompt_tokens}"
     weights = np.ones(len(ids), np.float32)

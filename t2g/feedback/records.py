@@ -50,7 +50,7 @@ class AnnotatedRecord(BaseModel):
     poor: tuple[Quote, ...] = ()
     spans: tuple[Span, ...] = ()
     status: FeedbackStatus = "ok"
-    reason: str = ""  # reason of the status failed or unparsable
+    reason: str = ""  # why it is failed or unparsable, or was not judged
     source: str = "human"
     version: str = ""
     execution: dict[str, Any] = {}  # results of a program
@@ -275,12 +275,14 @@ def select_criterion(records: Sequence[AnnotatedRecord], criterion: str | None, 
     names: dict[str, None] = {}
     for record in records:
         names |= dict.fromkeys(record.criteria)
-    if not names and criterion is None:
+    if not names:
+        if criterion is not None:
+            raise UserError(f"{path}: its records have no criteria, and criterion is {criterion}; remove criterion")
         return list(records)
     if criterion not in names:
-        present = f"the criteria {', '.join(names)}" if names else "no criteria"
         raise UserError(
-            f"{path}: its records have {present}, and criterion is {criterion}; set criterion to one of them"
+            f"{path}: its records have the criteria {', '.join(names)}, and criterion is {criterion}; set criterion to "
+            "one of them"
         )
     return [_keep_criterion(record, criterion) for record in records if criterion in record.criteria]
 

@@ -17,6 +17,11 @@ from t2g.types import LABELS, CriterionRewards, Span, SpanFeedback
 PER_TOKEN = RewardRuleConfig(unit="token")
 
 
+def per_token_rule(rule: RewardRuleConfig) -> RewardRuleConfig:
+    """Return the rule that pays every covered token. A validated copy would lose the values that a task derives."""
+    return rule.model_copy(update={"unit": "token"})
+
+
 def token_rewards(
     offsets: np.ndarray,
     spans: Sequence[Span],
@@ -36,8 +41,8 @@ def token_rewards(
 
     - unit token, the paper's delta_t: each covered token is paid. Several spans of one label count once, by the
       strongest. `rule.overlap` selects the label of a token that both labels cover, or adds their rewards.
-    - unit span: each span is paid once, at the last token that it covers. Spans of one label that share characters are
-      merged, and paid as the strongest. `rule.overlap` selects the label that is paid if spans of both labels overlap.
+    - unit span: each span is paid once, at the last token that it covers. Spans of one label that share non-blank
+      characters are merged, and paid as the strongest. `rule.overlap` selects the label that is paid if spans of both labels overlap.
 
     The strongest span has the largest reward, of equal ones the highest severity.
 
@@ -53,8 +58,9 @@ def token_rewards(
     """
     by_criterion: defaultdict[str | None, list[Span]] = defaultdict(list)
     for span in spans:
-        if span.confidence > 0:
-            by_criterion[span.criterion].append(span)
+        stripped = _strip_blanks(span, text)
+        if span.confidence > 0 and stripped.start < stripped.end:
+            by_criterion[span.criterion].append(stripped)
     pay = _pay_spans if rule.unit == "span" else _pay_tokens
 
     total = np.zeros(len(offsets), np.float32)
@@ -86,7 +92,7 @@ def reward_criteria(
         spans = [span for span in feedback.spans if not weights or span.criterion == name]
         by_criterion[str(name)] = CriterionRewards(
             token_rewards=reward_spans(spans, rule=rule),
-            per_token_rewards=reward_spans(spans, rule=rule.model_copy(update={"unit": "token"})),
+            per_token_rewards=reward_spans(spans, rule=per_token_rule(rule)),
             weight=weight,
         )
     return by_criterion
@@ -183,6 +189,17 @@ def _merge_spans(spans: Sequence[Span], rule: RewardRuleConfig) -> list[Span]:
             span = replace(strongest, start=last.start, end=end)
         units.append(span)
     return units
+
+
+def _strip_blanks(span: Span, text: str) -> Span:
+    """Return the span without blanks at its ends: two such spans overlap if they share a non-blank character."""
+    quote = text[span.start : span.end]
+    num_leading = len(quote) - len(quote.lstrip())
+    start = span.start + num_leading
+    end = start + len(quote.strip())
+    if (start, end) == (span.start, span.end):
+        return span
+    return replace(span, start=start, end=end)
 
 
 def _overlap(span: Span, other: Span) -> bool:

@@ -234,9 +234,14 @@ def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, s
         UserError: The task plants no faults.
     """
     planted = []
-    last_of_prompt = {sample.prompt.prompt_id: sample for sample in samples if not sample.problem}
-    for number, last in enumerate(last_of_prompt.values()):
-        prompt = last.prompt
+    prompts: dict[str, Prompt] = {}
+    last_index: dict[str, int] = {}
+    for sample in samples:
+        prompt_id = sample.prompt.prompt_id
+        last_index[prompt_id] = max(sample.sample_index, last_index.get(prompt_id, 0))
+        if not sample.problem:
+            prompts[prompt_id] = sample.prompt
+    for number, prompt in enumerate(prompts.values()):
         prompt_seed = stable_id(f"{seed}/{prompt.prompt_id}")
         rng = np.random.default_rng(int(prompt_seed, 16))
         num_before = int(number * per_prompt)
@@ -248,7 +253,8 @@ def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, s
                     f"annotate.planted={per_prompt:g}: task {task.name} plants no faults for prompt "
                     f"{prompt.prompt_id}; set it to 0, or give the task a method plant_faults (task tiny has one)"
                 )
-            planted.append(Sample(prompt, last.sample_index + 1 + index, response))
+            sample_index = last_index[prompt.prompt_id] + 1 + index
+            planted.append(Sample(prompt, sample_index, response))
     return planted
 
 

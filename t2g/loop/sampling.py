@@ -133,7 +133,7 @@ async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
     if rollout.conversation and feedback.judges_turns:
         judged = await _judge_turns(feedback, prompt, rollout)
         return replace(judged, metrics=rollout.metrics | judged.metrics)
-    if all(turn.answer_start is None for turn in rollout.turns):
+    if not rollout.has_answer:
         return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=NO_ANSWER)
     if not rollout.conversation:
         return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start or 0)

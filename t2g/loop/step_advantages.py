@@ -130,7 +130,7 @@ def add_span_credit(
 def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> float | None:
     """Return the share of prompts whose samples all earn the same at every token; None without two samples a prompt.
 
-    Rewards are those before the KL. Such prompts carry nothing for advantages by groups.
+    Where `objective.values` compares states, they earn the same at every state. Rewards are those before the KL. Such prompts carry nothing for advantages by groups.
     """
     groups = number_prompts(scored)
     _, sizes = groups.unique(return_counts=True)
@@ -140,7 +140,8 @@ def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveCon
     feedback_rewards = _collect_rewards(scored, objective, seed)
     step = _mix_rewards(scored, feedback_rewards, None, objective, kl_coef=0.0)
     returns, _ = gae(step.rewards, torch.zeros_like(step.rewards), step.mask, step.gamma, 1.0)
-    is_constant = constant_groups(returns, step.mask, groups)
+    state_ids = _state_ids(scored, objective, seed)
+    is_constant = constant_groups(returns, step.mask, groups, state_ids)
     num_single = int((sizes == 1).sum())
     num_constant = len(groups[is_constant].unique()) - num_single
     return num_constant / num_groups

@@ -234,7 +234,7 @@ def _quote_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
         feedback = response.feedback
         num_quotes += feedback.num_quotes
         num_located += feedback.num_located
-        if feedback.status == "empty" and not feedback.reason:
+        if feedback.status == "empty" and response.rollout.has_answer:
             num_empty += 1
     return {
         m.EMPTY_SHARE: num_empty / len(responses),

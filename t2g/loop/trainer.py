@@ -19,14 +19,14 @@ import numpy as np
 
 from t2g import metrics as m
 from t2g.concurrency import finish_in_thread
-from t2g.config import PolicyJob, with_overrides
+from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_rewards
 from t2g.feedback.outcome_rewards import OutcomeRewards
-from t2g.feedback.rewards import compute_sentence_ids, reward_criteria, sum_criteria
+from t2g.feedback.rewards import compute_sentence_ids, per_token_rule, reward_criteria, sum_criteria
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
@@ -41,6 +41,7 @@ from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.text.transcript import find_answer_tokens, rollout_offsets
 from t2g.types import (
+    CriterionRewards,
     JudgedResponse,
     Prompt,
     Rollout,
@@ -138,9 +139,9 @@ class Trainer:
     async def run(self) -> TrainerState:
         """Run steps until `num_steps` or until `stop()`, and write a checkpoint of the last finished step.
 
-        After an error or a cancellation a checkpoint keeps the finished steps, too, except after LearnerLost, and from
-        the begin of an update to the end of its step, when the learner is at no finished step. If another coroutine
-        sees the loss first and cancels this one, the call of the lost learner fails at once.
+        After RunStopped, UserError or a cancellation a checkpoint keeps the finished steps, too. There is none after
+        LearnerLost, nor between the beginning of an update and the end of its step, when the learner is at no finished
+        step. If another coroutine sees the loss first and cancels this one, the call of the lost learner fails at once.
 
         Raises:
             RunStopped, UserError: The run must not continue.
@@ -397,8 +398,7 @@ class Trainer:
         offsets = rollout_offsets(self.tokenizer, rollout)
         weights = self.config.feedback.weights
         reward_unweighted = partial(token_rewards, offsets, text=text)
-        reward_by = partial(reward_unweighted, weights=weights)
-        per_token_rewards = reward_by(feedback.spans, rule=with_overrides(rule, {"unit": "token"}))
+        reward_weighted = partial(reward_unweighted, weights=weights)
         turn_starts = [turn.characters[0] for turn in rollout.turns]
         sentence_ids = compute_sentence_ids(offsets, text, self.task.step_pattern, starts=turn_starts)
 
@@ -406,20 +406,20 @@ class Trainer:
         for entry in objective.outcome_rewards:
             outcome_reward += entry.weight * feedback.outcomes.get(entry.source, 0.0)
 
-        criterion_rewards = sum_criteria(feedback, reward_by, rule=rule)
-        by_criterion = partial(reward_criteria, feedback, reward_unweighted, rule=rule, weights=weights)
-        criteria = by_criterion() if objective.normalize_criteria else {}
+        criteria: dict[str, CriterionRewards] = {}
+        if objective.normalize_criteria:
+            criteria = reward_criteria(feedback, reward_unweighted, rule=rule, weights=weights)
 
         return ScoredRollout(
             rollout=rollout,
             feedback=feedback,
-            token_rewards=reward_by(feedback.spans, rule=rule),
-            per_token_rewards=per_token_rewards,
+            token_rewards=reward_weighted(feedback.spans, rule=rule),
+            per_token_rewards=reward_weighted(feedback.spans, rule=per_token_rule(rule)),
             sentence_ids=sentence_ids,
             outcome_reward=outcome_reward,
             truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
             answer_tokens=find_answer_tokens(offsets, rollout),
-            criterion_rewards=criterion_rewards,
+            criterion_rewards=sum_criteria(feedback, reward_weighted, rule=rule),
             criteria=criteria,
         )
 

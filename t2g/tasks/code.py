@@ -197,7 +197,11 @@ def _format_log(log: Any) -> str | None:
             log = parsed
     if not isinstance(log, dict):
         return _format_note("Log of the tests", log)
-    outcome = {True: "passed", False: "failed"}.get(log.get("passed"), "of unknown outcome")
+    outcome = "have no known outcome"
+    if log.get("passed") is True:
+        outcome = "passed"
+    elif log.get("passed") is False:
+        outcome = "failed"
     kind = log.get("error_type")
     if isinstance(kind, str):
         outcome = f"{outcome} ({kind})"

@@ -69,6 +69,11 @@ def test_names_of_ours_count_first() -> None:
     assert record.payload == {"solution": "theirs", "Code Feedback": "d"}
 
 
+def test_a_users_own_outcome_is_no_execution() -> None:
+    record = read_record({"prompt": "q", "response": "r", "critique": "c", "outcome": "solved"})
+    assert (record.execution, record.payload) == ({}, {"outcome": "solved"})
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from t2g.config import Placement, PolicyJob, RewardRuleConfig
 from t2g.feedback import token_rewards
-from t2g.feedback.rewards import apply_placement, compute_label_shares, compute_sentence_ids
+from t2g.feedback.rewards import apply_placement, compute_label_shares, compute_sentence_ids, per_token_rule
 from t2g.tasks.base import get_task
 from t2g.types import Span
 
@@ -78,7 +78,9 @@ def test_poor_is_paid_by_severity_and_the_most_severe_span_counts() -> None:
 
 def test_the_task_code_pays_nothing_for_what_works() -> None:
     job = {"model": {"policy": "p"}, "data": {"path": "d"}, "feedback": {"source": "program"}}
-    assert PolicyJob(**job, task="code").objective.rewards.poor == (0, -1, -1)
+    rule = PolicyJob(**job, task="code").objective.rewards
+    assert rule.poor == (0, -1, -1)
+    assert per_token_rule(rule).poor == (0, -1, -1) and per_token_rule(rule).unit == "token"
     assert PolicyJob(**job).objective.rewards.poor == (-1, -1, -1)
     uniform = {"rewards": {"poor": (-1, -1, -1)}}
     assert PolicyJob(**job, task="code", objective=uniform).objective.rewards.poor == (-1, -1, -1)
@@ -189,6 +191,7 @@ def test_where_labels_share_characters_the_rule_decides() -> None:
     assert rewards(*both, unit="span", overlap="good") == [0, 1, 0, 0, 0, 0, 0]
     assert rewards(*both, unit="span", overlap="sum") == [0, 1, 0, 0, -1, 0, 0]
     assert rewards(span(3, 5, 1), span(5, 7, -1), unit="span") == [0] * 7  # in one token, sharing none: 1 - 1
+    assert rewards(span(0, 3, 1), span(2, 7, -1), unit="span") == [1, -1, 0, 0, 0, 0, 0]  # they share a blank
 
 
 @marked_texts
@@ -198,11 +201,11 @@ def test_a_span_once_agrees_with_sets_of_characters(
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
     nonempty = [span(*fields) for fields in spans if fields[0] < fields[1]]
-    units: list[tuple[set[int], Span]] = []  # characters, the strongest span
+    units: list[tuple[set[int], Span]] = []  # non-blank characters, the strongest span
     for s in nonempty:
-        if s.confidence == 0:
+        characters = {i for i, character in enumerate(text) if s.start <= i < s.end and not character.isspace()}
+        if s.confidence == 0 or not characters:
             continue
-        characters = set(range(s.start, s.end))
         strongest = s
         for unit in [u for u in units if u[1].label == s.label and u[0] & characters]:
             units.remove(unit)

@@ -150,6 +150,9 @@ def test_planted_samples_stand_beside_the_others_of_their_prompt(per_prompt: flo
     assert [planted_prompts.count(prompt) for prompt in prompts] == counts
     assert {sample.sample_index for sample in planted} <= {2, 3}  # the prompt's own have 0 and 1
     assert len(planted) == sum(counts) == len({sample.response for sample in planted})
+    without_response = Sample(prompts[1], 5, None, problem="data record 3 has no response")
+    after_problem = plant_samples([*samples, without_response], TinyTask(), 1, seed=1)
+    assert [sample.sample_index for sample in after_problem] == [2, 6, 2, 2]
     assert plant_samples(samples[2:], TinyTask(), 2, seed=1)[-1] == plant_samples(samples, TinyTask(), 2, seed=1)[-1]
 
 

@@ -188,6 +188,18 @@ def test_the_share_of_prompts_that_carry_nothing() -> None:
     assert zero_variance_share(scored[-1:], ObjectiveConfig(), seed=1) is None
 
 
+def test_samples_that_earn_the_same_in_every_sentence_carry_nothing_for_values_by_sentence() -> None:
+    """One earns 1 in a first sentence of two tokens, the other in one of three."""
+    scored = [
+        make_scored([0, 1, 0, 0], sentences=[0, 0, 1, 1]),
+        make_scored([0, 0, 1, 0], sentences=[0, 0, 0, 1]),
+    ]
+    by_sentence = ObjectiveConfig(values="sentence", local_coef=0)
+    assert zero_variance_share(scored, by_sentence, seed=1) == 1.0
+    assert not np.array(advantages_of(scored, values="sentence", local_coef=0)).any()
+    assert zero_variance_share(scored, ObjectiveConfig(), seed=1) == 0.0
+
+
 @pytest.mark.parametrize(
     ("values", "key"),
     [

@@ -216,9 +216,15 @@ def test_metrics_of_a_function_are_averaged_over_the_responses_that_have_them() 
 
 def test_judgements_without_a_span_are_counted_and_responses_without_an_answer_are_not() -> None:
     prompt, scored = scored_pair([1.0])
-    reasons = ("", "", NO_ANSWER)
-    empty = [replace(scored.feedback, spans=(), status="empty", reason=reason) for reason in reasons]
-    pairs = [(prompt, scored.rollout, feedback) for feedback in (scored.feedback, *empty)]
+    empty = replace(scored.feedback, spans=(), status="empty")
+    with_reason = replace(empty, reason="style: the request failed")  # of one of two criteria
+    without_answer = replace(scored.rollout, answer_start=None)
+    pairs = [
+        (prompt, scored.rollout, scored.feedback),
+        (prompt, scored.rollout, empty),
+        (prompt, scored.rollout, with_reason),
+        (prompt, without_answer, replace(empty, reason=NO_ANSWER)),
+    ]
     metrics = step_metrics(pairs, [scored] * 4, [stats(1)] * 4, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
     assert metrics["feedback/empty_share"] == 3 / 4
 
