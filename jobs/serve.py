@@ -3,7 +3,9 @@
     t2g serve runs/my-run                                # the policy of a run
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy \
-        serve.command="python my_harness.py {url} {model} {tokenizer}"  # for lm-eval see t2g/guides/15-measure-and-compare.md
+        serve.command="python my_harness.py {url} {model} {tokenizer}"
+
+t2g/guides/15-measure-and-compare.md has the command for lm-eval.
 
 Without serve.command it stays until Ctrl-C or SIGTERM. With it the server ends with the command, however that ends, and
 the command's exit code is the job's. What the server says stands in server.log of the run folder.

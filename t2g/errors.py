@@ -10,7 +10,7 @@ class MissingLocally(UserError):
 
 
 class Unreadable(UserError):
-    """A file or folder that exists and cannot be read now, as while a mount is away."""
+    """A file or folder that exists and cannot be read now, for example while a mount is unavailable."""
 
 
 class Stopped(Exception):

@@ -45,6 +45,11 @@ class Prompt:
     # Base name of the record's file, "" if unknown. It identifies nothing: files may be renamed during a run.
     data_file: str = ""
 
+    @property
+    def chat(self) -> tuple[dict[str, str], ...]:
+        """Return the messages; without any, the text as the user's only message."""
+        return self.messages or ({"role": "user", "content": self.prompt_text},)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:

@@ -165,11 +165,11 @@ def find_defined_types(tree: ast.AST) -> tuple[list[str], set[str]]:
 
 
 def test_no_comment_begins_with_of() -> None:
-    """A comment names its subject: "# width of a row", not "# of a row"."""
+    """A comment or docstring names its subject: "# width of a row", not "# of a row"."""
     places = []
     for file in FILES:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            if re.search(r"(^|\s)# of ", line):
+            if re.search(r"(^|\s)# [oO]f |^\s*(\"{3})?([\w*]+: )?Of ", line):
                 places.append(f"{file.relative_to(ROOT)}:{number}")
     assert places == []
 

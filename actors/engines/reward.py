@@ -53,7 +53,7 @@ class RewardWorker(Engine):
     ) -> SpanFeedback:
         """Judge one response. Decoding is greedy: the same response gets the same critique.
 
-        Of a truncated answer the complete quotes are kept, see `parse_answer`.
+        The complete quotes of a truncated answer are kept, see `parse_answer`.
 
         Args:
             critique: A critique by another annotator. The answer begins with it, and the model adds the span map.

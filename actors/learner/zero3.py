@@ -294,7 +294,7 @@ def export(engine: Engine, tokenizer: Any, folder: Path, source: ModelConfig) ->
     Under LoRA the model is merged, and its folder `adapter` has the adapter.
 
     Args:
-        source: Of the model, see `export.write_model`.
+        source: Source of the model, see `export.write_model`.
     """
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
     merged = _copy_weights(FullWeights(engine), dtype)

@@ -94,7 +94,7 @@ class PolicyTraining:
         """Continue the run from its last checkpoint, with a new learner group; return the last state.
 
         Args:
-            placements: Of the learner that failed and of the new one.
+            placements: Placements of the learner that failed and of the new one.
             lost_at: time.monotonic() at which the learner failed that the new one replaces.
 
         Raises:

@@ -196,11 +196,11 @@ def boundary_lambdas(state_ids: torch.Tensor, lam: float) -> torch.Tensor:
 def punish_unlikely(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return -1 at the least likely fifth of each response's tokens, at least one, and 0 elsewhere, [B, R].
 
-    A control of teachers: their gain may be that of less noise, whatever the critique says. It is the fixed negative
-    advantage of arXiv 2608.31046, without the paper's weights by entropy.
+    This is a control for teachers, whose gain may come from suppressed noise and not from the critique. It is the fixed
+    negative advantage of arXiv 2608.31046, without the paper's weights by entropy.
 
     Args:
-        logprobs: Of the sampled tokens when they were sampled, [B, R].
+        logprobs: Log-probabilities of the sampled tokens when they were sampled, [B, R].
         mask: 1 on the tokens that are trained; only they are counted.
 
     >>> logprobs = torch.tensor([[-1.0, -4.0, -0.5, -2.0, -0.1, -3.0]])

@@ -2,8 +2,8 @@
 
 weights [N] are each token's share of the *global* mean (`t2g.data.batching.normalize_weights`). They sum to 1 over all
 microbatches and ranks of a minibatch. So values and metrics are shares, to be summed over microbatches and ranks. The
-exception are metrics whose name ends in _max: the global value is their maximum. A token with weight 0 affects neither
-value nor gradient, even if its numbers are not finite.
+exceptions are metrics whose name ends in _max: the global value is their maximum. A token with weight 0 affects neither
+value nor gradient, even if its numbers are not finite; `dpo_loss` alone counts every token.
 """
 
 from typing import Literal
@@ -117,7 +117,7 @@ def kl_loss(
     counts by rho_t w_t, the ratio of current to old and of old to engine (as in `policy_loss`). The gradient passes
     through rho too: where neither bound acts it is that of the exact KL in each state (DeepSeek-V3.2, arXiv 2512.02556,
     section 3.1). Without rho, a token that the update has made unlikely would add reference / policy without bound.
-    Now it adds less than reference / old, or less than rho log(policy / reference).
+    With rho it adds less than reference / old, or less than rho log(policy / reference).
 
     Example: old = reference = .5, policy .25, both weights 1: rho .5, k3 = 2 - 1 - log 2, loss .1534.
     """

@@ -59,6 +59,7 @@ from t2g.config.learning import (
     RewardRuleConfig,
     SFTLoRAConfig,
     SFTOptions,
+    TeacherConfig,
     Transport,
 )
 from t2g.config.serving import ServeJob

@@ -52,9 +52,7 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
     items.sort(key=lambda item: item[0] not in our_names)
     for key, value in items:
         normalized = _normalize(key)
-        name = key if key in our_names else _NAMES.get(normalized)
-        if name == "execution" and not isinstance(value, dict):
-            name = None  # a field of the user's own, which happens to be named outcome
+        name = key if key in our_names else _translate_name(normalized, value)
         severity = _SEVERITIES.get(normalized)
         if severity is not None:
             quotes = _check_list(key, value)
@@ -78,6 +76,14 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
         fields["spans"] = make_word_spans(extra.pop("word_score_list"), response)
     _check_no_spans_are_lost(row, fields)
     return fields, extra
+
+
+def _translate_name(normalized: str, value: Any) -> str | None:
+    """Return our name of a published field, or None."""
+    name = _NAMES.get(normalized)
+    if name == "execution" and not isinstance(value, dict):
+        return None  # a user's own field that is named outcome
+    return name
 
 
 def _check_no_spans_are_lost(row: Mapping[str, Any], fields: Collection[str]) -> None:

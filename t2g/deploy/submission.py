@@ -75,7 +75,7 @@ class Submission:
         return f"exec python -m {shlex.join(self.arguments)}"
 
     def runtime_env(self, package: Path) -> dict[str, object]:
-        """Return the metadata with the stop deadline; without it Ray kills a stopped job after 3 s."""
+        """Return Ray's runtime environment with the stop deadline; without it Ray kills a stopped job after 3 s."""
         return {"working_dir": str(package), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_wait_s)}}
 
     def job_id(self, taken: Container[str | None]) -> str:

@@ -16,16 +16,12 @@ from t2g.environments.call_readers import ReadCalls
 from t2g.environments.environment import Environment, Reply
 from t2g.errors import UserError
 from t2g.feedback.sources.user_function import FunctionFailed
+from t2g.text.ends import ANSWER, CHAT
 from t2g.text.tokenizer import Message, chat_renderer, encode_texts
 from t2g.text.transcript import format_reply, list_reply
 from t2g.types import PolicyTurn, Prompt, Rollout, ToolResult
 
-DUMMY_ANSWER = "t2g-dummy-answer"
 DUMMY_RESULT = "t2g-dummy-result"
-DUMMY: tuple[Message, ...] = (
-    {"role": "user", "content": "Hello"},
-    {"role": "assistant", "content": DUMMY_ANSWER},
-)
 
 # Context [P] and number of the turn, 0, 1, ... -> the turn.
 SampleTurn = Callable[[np.ndarray, int], Awaitable[Rollout]]
@@ -47,8 +43,8 @@ def make_encoder(tokenizer: Any, *, has_tools: bool = False) -> EncodeReply:
     render = chat_renderer(tokenizer)
 
     def encode(reply: Sequence[Message], turn_ids: np.ndarray) -> np.ndarray:
-        text = render([*DUMMY, *reply])
-        _, separator, added = text.partition(DUMMY_ANSWER)
+        text = render([*CHAT, *reply])
+        _, separator, added = text.partition(ANSWER)
         if not separator:
             name = tokenizer.name_or_path
             raise UserError(f"environment: the chat template of {name} leaves out earlier answers; take another model")
@@ -66,7 +62,7 @@ def make_encoder(tokenizer: Any, *, has_tools: bool = False) -> EncodeReply:
         result = ToolResult(tool="tool", text=DUMMY_RESULT, characters=(0, 0))
         reply = list_reply("", [result])
         encode(reply, no_ids)
-        if DUMMY_RESULT not in render([*DUMMY, *reply]):
+        if DUMMY_RESULT not in render([*CHAT, *reply]):
             name = tokenizer.name_or_path
             raise UserError(f"environment: the chat template of {name} leaves out results of tools; take another model")
     return encode

@@ -30,7 +30,7 @@ class ToolBox:
 
         Args:
             make_function: Prepares the calls of one tool, which gets its arguments as a mapping.
-            max_calls: Of a turn; further calls get an error.
+            max_calls: Maximum of calls in a turn; further calls get an error.
         """
         self._tools = {tool.name: tool for tool in tools}
         self._functions = {

@@ -20,7 +20,7 @@ from t2g.types import TrainSequence
 
 logger = logging.getLogger(__name__)
 
-WINDOW_KEY = "sft.max_length"  # of a prompt with its target, for messages
+WINDOW_KEY = "sft.max_length"  # bounds a prompt with its target
 
 
 def encode_target(text: str, tokenizer: Any) -> np.ndarray:
@@ -78,7 +78,7 @@ def make_policy_examples(
 
     Args:
         too_long: error, skip or truncate, see `DataConfig`.
-        tags: Of a model that thinks, see `end_thinking`.
+        tags: Tags of a model that thinks, see `end_thinking`.
 
     Raises:
         UserError: A record cannot be used; with its number (from 1).

@@ -166,7 +166,7 @@ def parse_answer(
     the response, counts in num_quotes and not in num_located. In a style without a critique, a critique in the answer
     is ignored.
 
-    Of an answer that was cut at its length limit the complete quotes are kept. Good quotes come first: an answer that
+    The complete quotes of an answer that was cut at its length limit are kept. Good quotes come first: an answer that
     was cut before its first poor quote was complete is unparsable, because it would pay for what is good alone.
 
     Args:
@@ -329,7 +329,7 @@ def make_feedback(
     """Return the feedback of a critique with its good and poor pieces (see `parse_piece`).
 
     Blank pieces, pieces that do not occur in the response and None (an unreadable piece) count in num_quotes only.
-    Of equal spans the first counts. Feedback whose quotes were all lost is unparsable: as a reward of 0 it would be
+    The first of equal spans counts. Feedback whose quotes were all lost is unparsable: as a reward of 0 it would be
     worth more than an honest criticism. Blank ranges are not quotes.
 
     Raises:

@@ -42,7 +42,8 @@ def token_rewards(
     - unit token, the paper's delta_t: each covered token is paid. Several spans of one label count once, by the
       strongest. `rule.overlap` selects the label of a token that both labels cover, or adds their rewards.
     - unit span: each span is paid once, at the last token that it covers. Spans of one label that share non-blank
-      characters are merged, and paid as the strongest. `rule.overlap` selects the label that is paid if spans of both labels overlap.
+      characters are merged, and paid as the strongest. `rule.overlap` selects the label that is paid if spans of both
+      labels overlap.
 
     The strongest span has the largest reward, of equal ones the highest severity.
 

@@ -18,7 +18,7 @@ from t2g.types import ScoredRollout, SpanFeedback, TokenStats, TrainSample
 MIN_RESPONSES = 8  # different texts in a step; fewer may well deserve the same feedback
 WHOLE = None  # in place of the quote of a span that covers the whole answer
 
-MAX_UNNAMED_SHARE = 1e-3  # rows that only pad an embedding are next to never sampled
+MAX_UNNAMED_SHARE = 1e-3  # rows that only pad an embedding are almost never sampled
 MAX_SAME_SHARE = 0.95
 SAME_STEPS = 3  # steps in a row: a single step of easy prompts may deserve the same feedback
 BOUNDED = (m.GAP_CURRENT, m.UNNAMED_SHARE, m.SAME_FEEDBACK, m.ZERO_ADVANTAGE)

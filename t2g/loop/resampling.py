@@ -1,6 +1,6 @@
 """Further prompts of a step, which replace prompts whose samples all earn the same (`rollout.resample_zero_groups`).
 
-A comparison of samples learns nothing from a group that earns the same; local credit is apart from it. DAPO (arXiv
+A comparison of samples learns nothing from a group that earns the same; only local credit does. DAPO (arXiv
 2503.14476, section 3.2) samples further prompts until the batch is full; here their number is bounded. The rules:
 
     - A step has an order of further prompts, a function of (run.seed, step). None of them is among its own prompts.

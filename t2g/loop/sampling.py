@@ -159,11 +159,10 @@ async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
             reason = NO_ANSWER if turn.answer_start is None else ""
             return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=reason)
         payload = prompt.payload | {NEXT_MESSAGE: turn.reply, TOOL_RESULTS: write_results(turn.results)}
-        turn_prompt = replace(prompt, messages=(*opening, *history), payload=payload)
+        turn_prompt = replace(prompt, messages=(*prompt.chat, *history), payload=payload)
         judged = await feedback.judge(turn_prompt, rollout.answer_of(turn))
         return shift_spans(judged, turn.answer_start or 0)
 
-    opening = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
     works = []
     for index, turn in enumerate(rollout.conversation):
         history = list_history(rollout, index)

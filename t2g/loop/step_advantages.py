@@ -130,7 +130,8 @@ def add_span_credit(
 def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> float | None:
     """Return the share of prompts whose samples all earn the same at every token; None without two samples a prompt.
 
-    Where `objective.values` compares states, they earn the same at every state. Rewards are those before the KL. Such prompts carry nothing for advantages by groups.
+    Where `objective.values` compares states, they earn the same at every state. Rewards are those before the KL. Such
+    prompts carry nothing for advantages by groups.
     """
     groups = number_prompts(scored)
     _, sizes = groups.unique(return_counts=True)

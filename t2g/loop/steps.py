@@ -11,7 +11,7 @@ import numpy as np
 from t2g.algo.corrections import MAX_LOG_RATIO
 from t2g.algo.kl import adapt_kl_coef, sequence_kl
 from t2g.algo.teacher_weights import weigh_by_teacher
-from t2g.config import ModelConfig, ObjectiveConfig
+from t2g.config import ModelConfig, ObjectiveConfig, TeacherConfig
 from t2g.errors import Diverged, RunStopped, UserError
 from t2g.loop.step_advantages import compute_advantages, pad_sampled, trained_tokens
 from t2g.text.thinking import find_last_tag, find_thinking_tags
@@ -125,10 +125,9 @@ def make_train_samples(
     seed: int,
     teacher: Sequence[TeacherStats | None] = (),
 ) -> list[TrainSample]:
-    """Turn rewards into whitened advantages and returns.
+    """Return the samples of an update with their advantages and returns, see `compute_advantages`.
 
-    Advantages are whitened over all sampled tokens of the step; returns belong to the unwhitened advantages. Tokens
-    that an environment inserted have weight 0, and returns and baselines pass over them.
+    Tokens that an environment inserted have weight 0, and returns and baselines pass over them.
 
     Args:
         teacher: With `objective.teacher`, the teacher's log-probabilities for each response; None if the teacher has
@@ -158,16 +157,23 @@ def make_train_samples(
         )
         samples.append(sample)
 
-    has_loss = objective.train_thinking or any(sample.weights.any() for sample in samples)
-    if not has_loss:
+    if not objective.train_thinking and not any(sample.weights.any() for sample in samples):
         raise RunStopped(
             "every response ended within its thinking, and objective.train_thinking=false trains no thinking: "
             "raise rollout.max_new_tokens"
         )
-    rule = objective.teacher
-    if rule is None:
+    if objective.teacher is None:
         return samples
+    return _apply_teacher(samples, stats, teacher, objective.teacher)
 
+
+def _apply_teacher(
+    samples: Sequence[TrainSample],
+    stats: Sequence[TokenStats],
+    teacher: Sequence[TeacherStats | None],
+    rule: TeacherConfig,
+) -> list[TrainSample]:
+    """Return the samples that also learn from the teacher, or whose advantages it scales."""
     with_teacher: list[TrainSample] = []
     for sample, token_stats, teacher_stats in zip(samples, stats, teacher, strict=True):
         if rule.use == "distill":

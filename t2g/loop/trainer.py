@@ -406,6 +406,9 @@ class Trainer:
         for entry in objective.outcome_rewards:
             outcome_reward += entry.weight * feedback.outcomes.get(entry.source, 0.0)
 
+        rewards = reward_weighted(feedback.spans, rule=rule)
+        per_token_rewards = reward_weighted(feedback.spans, rule=per_token_rule(rule))
+        criterion_rewards = sum_criteria(feedback, reward_weighted, rule=rule)
         criteria: dict[str, CriterionRewards] = {}
         if objective.normalize_criteria:
             criteria = reward_criteria(feedback, reward_unweighted, rule=rule, weights=weights)
@@ -413,13 +416,13 @@ class Trainer:
         return ScoredRollout(
             rollout=rollout,
             feedback=feedback,
-            token_rewards=reward_weighted(feedback.spans, rule=rule),
-            per_token_rewards=reward_weighted(feedback.spans, rule=per_token_rule(rule)),
+            token_rewards=rewards,
+            per_token_rewards=per_token_rewards,
             sentence_ids=sentence_ids,
             outcome_reward=outcome_reward,
             truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
             answer_tokens=find_answer_tokens(offsets, rollout),
-            criterion_rewards=sum_criteria(feedback, reward_weighted, rule=rule),
+            criterion_rewards=criterion_rewards,
             criteria=criteria,
         )
 

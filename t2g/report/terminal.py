@@ -20,7 +20,7 @@ MARKS = {(True, False): "+", (False, True): "-", (True, True): "±"}
 def show_feedback(console: Console, response: str, feedback: SpanFeedback, turns: Sequence[PolicyTurn] = ()) -> None:
     """Print the feedback on a response; spans are colored, or between marks on a console without colors.
 
-    Of a long call of a tool, and of a long result, only the title is printed, unless a span covers some of it.
+    A long call of a tool, or a long result, is printed as its title, unless a span covers some of it.
 
     Without colors "about a laptop by Ann." is "about a [-laptop-] by [+Ann+].", and "about a [-laptop-]{phone} by ..."
     where the laptop has a fix.

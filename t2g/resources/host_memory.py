@@ -35,7 +35,7 @@ def rank_bytes(
     backward pass take HEAP_FACTOR times their size.
 
     Args:
-        tokens: Of a microbatch.
+        tokens: Tokens of a microbatch.
         row: Tokens of the longest sequence; 0 if attention saves no weights.
         logits: See `logits_bytes`.
     """

@@ -252,7 +252,7 @@ def _check_weights_fit(model: JobModel, section: str, engine: EngineConfig) -> N
 
 
 def _check_data(key: str, data: DataConfig) -> bool:
-    """Check that the first record can be read and has the columns. Of data on the hub only the name is checked."""
+    """Check that the first record can be read and has the columns. Only the name of data on the hub is checked."""
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
     for name in reversed(data.paths):

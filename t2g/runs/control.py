@@ -233,7 +233,7 @@ def now() -> datetime:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file, b"" if it cannot be read, as while a mount is away.
+    """Return the content of a regular file, b"" if it cannot be read, for example while a mount is unavailable.
 
     A pipe or device is not read: it would block its reader for ever.
     """

@@ -38,7 +38,7 @@ class JournaledJudgement(BaseModel):
 class JournaledFeedback(FeedbackSource):
     """A feedback source whose usable and unparsable judgements are journaled where it has a `judgement_cache_key`.
 
-    Of several criteria, each paid one is journaled.
+    With several criteria, each paid one is journaled.
     """
 
     def __init__(self, source: FeedbackSource, folder: Path, identity: Identity, *, keep: int) -> None:

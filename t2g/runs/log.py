@@ -44,7 +44,7 @@ class SampleRecord:
     response: str
     finish_reason: FinishReason
     feedback: SpanFeedback | None
-    # Of a conversation, whose transcript is `response`: the turns with the replies to them.
+    # The turns of a conversation with the replies to them; its transcript is `response`.
     turns: Annotated[tuple[PolicyTurn, ...], Field(exclude_if=lambda turns: not turns)] = ()
 
 

@@ -76,7 +76,7 @@ class Mirror:
         """Connect to the file system; nothing is read.
 
         Args:
-            url: Of the run's own folder there.
+            url: URL of the run's own folder there.
             filesystem: In place of fsspec's for the URL.
 
         Raises:
@@ -211,7 +211,7 @@ class Mirror:
 
         Raises:
             TakenOver: Another process has opened the mirror since.
-            Exception: Of the file system or the disk. The manifest of the last copy stays valid.
+            Exception: The file system or the disk failed. The manifest of the last copy stays valid.
         """
         self.copied_checkpoints = self.list_checkpoints()
         current = self._read_manifest()

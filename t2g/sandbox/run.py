@@ -138,8 +138,8 @@ def _run(code: str, tests: str, limits: SandboxConfig, started: float, start_dea
 def choose_mode(reference: str, tests: str, limits: SandboxConfig) -> Mode | None:
     """Return the mode in which the reference solution passes `tests`, `separate` before `together`; None if neither.
 
-    `together` is tried only if the tests ran and failed. Otherwise a slow machine would choose the mode in which a
-    solution can forge its verdict.
+    `together` is tried only if the tests failed or are unsupported in `separate`, not after a timeout. Otherwise a slow
+    machine would choose the mode in which a solution can forge its verdict.
     """
     modes: list[Mode] = ["separate", "together"]
     if limits.tests != "auto":

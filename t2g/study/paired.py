@@ -27,10 +27,10 @@ class Draws:
     """
 
     def __init__(self, num_prompts: int, *, seed: int, num_draws: int = NUM_DRAWS) -> None:
-        """Draw.
+        """Draw the resamples and the signs.
 
         Args:
-                num_draws: A multiple of 1,000.
+            num_draws: A multiple of 1,000.
         """
         self.num_prompts = num_prompts
         self.num_draws = num_draws

@@ -313,8 +313,8 @@ class Errors:
     examples: list[tuple[int, list[str]]]  # index of the judged record; texts of the spans, or a sentence
 
 
-def find_errors(records: Sequence[JudgedRecord], *, examples_per_kind: int = EXAMPLES_PER_KIND) -> dict[str, Errors]:
-    """Return the errors by kind, for all ERROR_KINDS in that order."""
+def find_errors(records: Sequence[JudgedRecord]) -> dict[str, Errors]:
+    """Return the errors by kind, for all ERROR_KINDS in that order, each with at most EXAMPLES_PER_KIND examples."""
     by_record = [_errors_of(record) for record in records]
     errors: dict[str, Errors] = {}
     for kind in ERROR_KINDS:
@@ -324,7 +324,7 @@ def find_errors(records: Sequence[JudgedRecord], *, examples_per_kind: int = EXA
             if kind in errors_of_record:
                 indices.append(index)
                 count += errors_of_record[kind].count
-        num_examples = min(examples_per_kind, len(indices))
+        num_examples = min(EXAMPLES_PER_KIND, len(indices))
         examples: list[tuple[int, list[str]]] = []
         for number in range(num_examples):
             index = indices[number * len(indices) // num_examples]

@@ -172,7 +172,7 @@ class Task:
 
     def teacher_messages(self, prompt: Prompt, critique: str) -> list[Message]:
         """Return the policy's chat with a critique of an earlier response, which the teacher does not see."""
-        *history, last = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
+        *history, last = prompt.chat
         content = (
             f"{last['content']}\n\nA critique of an earlier {self.review.subject}:\n{critique}\n\n"
             "Answer again: repeat what the critique praises, avoid what it blames, add what it says is missing. Do not "

@@ -15,7 +15,8 @@ from t2g.tasks.findings_feedback import feedback_function
 from t2g.tasks.summarization import SummarizationTask
 from t2g.types import Prompt
 
-COPIED_RUN = 4  # in a row
+COPIED_RUN = 4  # tokens in a row
+LONG_WORD_CHARS = 4
 STEM_CHARS = 5
 _NUMERALS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _LISTED = re.compile(r"^\s*\d+[.)]\s", re.MULTILINE)
@@ -93,7 +94,7 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
     tokens = _TOKEN.findall(_LISTED.sub("", summary))
     source_values = {_normalize(token) for token in source}
     details = find_measured_details(summary)
-    long_tokens = [token for token in tokens if token.isalpha() and len(token) >= COPIED_RUN]
+    long_tokens = [token for token in tokens if token.isalpha() and len(token) >= LONG_WORD_CHARS]
     long_values = [_normalize(token) for token in long_tokens]
     invented = _share_outside(details, source_values)
     return {

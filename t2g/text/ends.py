@@ -6,8 +6,9 @@ from weakref import WeakKeyDictionary
 
 from t2g.errors import UserError
 
+# A conversation to render by a chat template, to see what the template adds.
 ANSWER = "t2g-dummy-answer"
-CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+CHAT = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER})
 
 
 class _TurnEnd(NamedTuple):

@@ -1,6 +1,6 @@
 """Check the arguments of a call against the JSON schema of a tool, with a sentence for each argument that is wrong.
 
-Of JSON schema this knows what tools use: type, nullable, enum, properties, required, additionalProperties, items and
+The keywords that tools use are known: type, nullable, enum, properties, required, additionalProperties, items and
 anyOf. Other keywords allow every value.
 """
 

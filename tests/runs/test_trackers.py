@@ -175,6 +175,10 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     assert "hanging is slow: it is 200 calls behind" in caplog.text
     assert "hanging did not take everything within 0.2 s" in caplog.text
     released.set()
+    deadline = time.monotonic() + DEADLINE_S
+    while hanging.num_closed == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert hanging.num_closed == 1, "the calls that waited are made, and the last one closes the tracker"
 
 
 def test_a_run_with_broken_trackers_has_the_same_numbers(tmp_path: Path) -> None:

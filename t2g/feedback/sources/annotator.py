@@ -31,10 +31,9 @@ from t2g.feedback.sources.chat_client import ChatCompletion
 from t2g.tasks.base import Review, Task
 from t2g.text.quotes import cuts_word, locate
 from t2g.text.tokenizer import Message
-from t2g.types import LABELS as _SIGNS
-from t2g.types import Prompt, Span, SpanFeedback
+from t2g.types import LABELS, Prompt, Span, SpanFeedback
 
-LABELS = {1: "good", -1: "poor"}
+LABEL_NAMES = {1: "good", -1: "poor"}
 MAX_NOTES_CHARS = 8000  # characters of a human's feedback or a test's log
 MAX_FAULTS = 8  # in one follow-up
 MAX_DIGITS = 4000  # digits of an integer; Python raises for more than 4,300
@@ -168,7 +167,7 @@ def build_answer_schema(request: AnnotationRequest) -> dict[str, Any]:
     span: dict[str, Any] = {
         "quote": text,
         "occurrence": {"type": "integer"},
-        "label": {"type": "string", "enum": list(LABELS.values())},
+        "label": {"type": "string", "enum": list(LABEL_NAMES.values())},
         "severity": {"type": "integer"},
         "fix": {"type": ["string", "null"]},
     }
@@ -187,9 +186,10 @@ def _make_object_schema(properties: dict[str, Any]) -> dict[str, Any]:
 def read_answer(completion: ChatCompletion, request: AnnotationRequest, *, source: str, version: str) -> ParsedAnswer:
     """Return the feedback in an answer, and its faults.
 
-    A quote counts in num_quotes only if it is invalid, blank, not in the response, or overlaps an earlier quote (poor
-    quotes come first). A span is kept if its phrase is not found. Equal spans with one label are merged. The complete
-    spans of an answer that was cut are kept, if one of them is poor: the good ones alone would pay too much.
+    A quote that is invalid, blank, not in the response, or overlaps an earlier one counts in num_quotes and not in
+    num_located; poor quotes come first. A span is kept if its phrase is not found. Equal spans with one label are
+    merged. The complete spans of an answer that was cut are kept, if one of them is poor: the good ones alone would pay
+    too much.
     """
     answer = _load(completion, request)
     faults: list[str] = []
@@ -235,7 +235,7 @@ def _read_spans(items: Sequence[Any], request: AnnotationRequest, critique: str)
             faults += item_faults
             spans.append(span)
         elif not is_repeated:
-            faults.append(f"The {LABELS[span.label]} quote {quote} overlaps a {LABELS[other.label]} one.")
+            faults.append(f"The {LABEL_NAMES[span.label]} quote {quote} overlaps a {LABEL_NAMES[other.label]} one.")
     return spans, faults
 
 
@@ -338,7 +338,7 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
 
     if position is None:
         return None, faults
-    label = _SIGNS[entry.label]
+    label = LABELS[entry.label]
     start, end = position
     span = Span(
         start=start,

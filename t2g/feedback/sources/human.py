@@ -66,8 +66,8 @@ class _Judgement:
 class HumanFeedback(FeedbackSource):
     """Judgements from files. A response without a judgement, or with invalid lines only, has failed feedback.
 
-    Several people's judgements of a response are voted on as those of several models, see `votes.vote`. Of two
-    judgements by one person the first counts; a warning lists the lines of the others. A prompt is looked up by its
+    Several people's judgements of a response are voted on as those of several models, see `votes.vote`. The
+    first of two judgements by one person counts; a warning lists the lines of the others. A prompt is looked up by its
     text, with its id where the line has one, and only then by its id: another data set may have the same ids.
     """
 

@@ -185,5 +185,6 @@ def choose_feedback(readings: Sequence[ParsedAnswer]) -> SpanFeedback:
     if best.feedback.spans:
         return best.feedback
     faults = " ".join(best.faults)
-    reason = f"{len(readings)} answers, none without faults: {faults}"
+    num_answers = "1 answer" if len(readings) == 1 else f"{len(readings)} answers"
+    reason = f"{num_answers}, none without faults: {faults}"
     return replace(best.feedback, status="unparsable", reason=reason)

@@ -100,7 +100,7 @@ class ProgramFeedback(FeedbackSource):
             UserError: The function returned a text alone, and there is no aligner.
             RunStopped: As `UserFunction.call`.
         """
-        messages = prompt.messages or ({"role": "user", "content": prompt.prompt_text},)
+        messages = prompt.chat
         options["payload"] = prompt.payload
         options["messages"] = [dict(message) for message in messages]
         options["data_file"] = prompt.data_file

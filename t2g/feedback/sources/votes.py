@@ -25,7 +25,7 @@ def label_characters(spans: Sequence[Span], length: int) -> np.ndarray:
 def label_confidences(spans: Sequence[Span], length: int) -> np.ndarray:
     """Return the confidence of each label of `label_characters`, [C] float64, 0 for none.
 
-    Of several spans of the label the highest confidence counts.
+    Where spans of the label overlap, the highest confidence counts.
     """
     confidences = np.zeros(length)
     for span in sorted(spans, key=lambda span: (-span.label, span.confidence)):

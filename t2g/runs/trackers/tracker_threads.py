@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from queue import Full, Queue
+from queue import Queue
 from typing import Any
 
 from t2g.config import LogConfig
@@ -40,33 +40,30 @@ class TrackerThread:
         self._make = make
         self._tracker: Tracker | None = None
         self._reasons: set[str] = set()  # failures that were reported
-        self._calls: Queue[Callable[[], None] | None] = Queue(MAX_WAITING)
+        self._calls: Queue[Callable[[], None] | None] = Queue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def start(self, run: TrackedRun) -> None:
         """Open the tracker; again, after the calls before, if a lost learner is replaced."""
-        self._submit(partial(self._open, run))
+        self._calls.put(partial(self._open, run))
 
     def submit(self, call: Call) -> None:
         """Have the thread call the tracker. A call is dropped if MAX_WAITING are waiting."""
-        self._submit(partial(self._call, call))
+        if self._calls.qsize() >= MAX_WAITING:
+            self._warn(f"is slow: it is {MAX_WAITING} calls behind, and further calls are left out")
+        else:
+            self._calls.put(partial(self._call, call))
 
     def end(self) -> None:
         """Have the thread close the tracker and end; `join` waits for it."""
-        self._submit(self._close)
-        self._submit(None)
+        self._calls.put(self._close)
+        self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("log.trackers: %s did not take everything within %g s", self.name, END_S)
-
-    def _submit(self, work: Callable[[], None] | None) -> None:
-        try:
-            self._calls.put_nowait(work)
-        except Full:
-            self._warn(f"is slow: it is {MAX_WAITING} calls behind, and what comes now is left out")
 
     def _work(self) -> None:
         while True:
@@ -108,7 +105,7 @@ class Trackers(Sink):
         """Start a thread for each tracker; `start` opens them.
 
         Args:
-            config: Of the run, by dotted key.
+            config: Config of the run, by dotted key.
             makers: In place of the classes of `options.trackers`.
         """
         self._folder = folder

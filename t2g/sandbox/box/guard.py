@@ -49,7 +49,7 @@ class Guard:
         """Prepare a hook for `sys.addaudithook`.
 
         Args:
-            facts: Of the tests.
+            facts: Facts of the tests.
             visible: Files and folders that the solution cannot write to.
             refuse: Makes the error that a refused operation raises.
         """
