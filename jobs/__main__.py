@@ -30,8 +30,8 @@ TEMPLATES = ("feedback", "repair", "tools")
 
 def init(folder: Path, template: str = "feedback") -> int:
     """Write an example folder; return exit code 2 if the folder is not empty."""
-    if folder.exists() and any(folder.iterdir()):
-        print(f"t2g init: {folder} is not empty; name another folder", file=sys.stderr)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        print(f"t2g init: {folder} is not an empty folder; name another one", file=sys.stderr)
         return 2
     source = STARTER if template == TEMPLATES[0] else STARTER / template
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__*", *TEMPLATES), dirs_exist_ok=True)

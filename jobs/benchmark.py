@@ -9,9 +9,14 @@ is measured, benchmark.md is the table; the same command measures what is missin
 """
 
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jobs.common.cli import main, print_outputs
 from t2g.config import BenchmarkJob
+
+if TYPE_CHECKING:
+    from jobs.benchmark_phases.results import BenchmarkResults
 
 
 def check_start(config: BenchmarkJob) -> None:
@@ -27,20 +32,33 @@ def check_start(config: BenchmarkJob) -> None:
 
 def run(config: BenchmarkJob) -> int:
     """Measure all phases; return 3 if a phase failed, after the others."""
+    from jobs.benchmark_phases.results import BenchmarkResults
+    from jobs.benchmark_phases.timer import check_idle_machine
+    from jobs.common.run_folder import sole_process
+    from t2g.config.benchmark_job import PHASES
+
+    with sole_process(config.run.folder):
+        results = BenchmarkResults(config)
+        phases = config.phases or tuple(phase for phase in PHASES if phase not in results.phases)
+        exit_code = 0
+        if phases:
+            check_idle_machine(config.max_busy)
+            exit_code = _measure(config, phases, results)
+        print(results.table())
+    print_outputs(table=config.run.folder / "benchmark.md", numbers=config.run.folder / "benchmark.json")
+    return exit_code
+
+
+def _measure(config: BenchmarkJob, phases: Sequence[str], results: "BenchmarkResults") -> int:
+    """Measure these phases on a cluster; return 3 if one failed."""
     import asyncio
     from importlib import import_module
 
-    from jobs.benchmark_phases.results import BenchmarkResults
-    from jobs.benchmark_phases.timer import Bench, check_idle_machine
+    from jobs.benchmark_phases.timer import Bench
     from jobs.common.fleets import on_cluster
-    from t2g.config.benchmark_job import PHASES
     from t2g.runs.progress import log_duration
 
-    results = BenchmarkResults(config)
-    phases = config.phases or tuple(phase for phase in PHASES if phase not in results.phases)
-    if phases:
-        check_idle_machine(config.max_busy)
-    failed = 0
+    exit_code = 0
     with on_cluster(config):
         bench = Bench(config)
         for phase in phases:
@@ -50,12 +68,10 @@ def run(config: BenchmarkJob) -> int:
                     records = asyncio.run(module.measure(bench))
                 results.add(phase, records)
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
-                failed = 3
+                exit_code = 3
                 reason = f"{type(error).__name__}: {error}"  # some errors have no message
                 print(f"phase {phase} was not measured: {reason}", file=sys.stderr)
-    print(results.table())
-    print_outputs(table=config.run.folder / "benchmark.md", numbers=config.run.folder / "benchmark.json")
-    return failed
+    return exit_code
 
 
 if __name__ == "__main__":

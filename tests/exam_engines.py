@@ -166,7 +166,7 @@ class OneEngine:
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
 
-    def sync_workers(self) -> list[TorchEngine]:
+    def begin_sync(self) -> list[TorchEngine]:
         return [self.engine]
 
     async def request(self, worker: TorchEngine, submit: Callable[[Any], Any], what: str) -> Any:

@@ -25,7 +25,7 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
         RunStopped: An actor raised it, or any other error.
         LearnerLost: An actor died or did not answer within timeout_s.
 
-    Of several failures, a dead actor is reported first, then an error of t2g.
+    A dead actor is reported first, then an error of t2g, then any other.
     """
     refs = list(refs)
     deadline = time.monotonic() + timeout_s

@@ -22,6 +22,7 @@ from t2g.errors import RunStopped, UserError
 
 REQUEST_TIMEOUT_S = 60.0  # one request; an upload of 50 MiB needs 7 Mbit/s
 END_TIMEOUT_S = 30.0  # from the end of a job's log, or of its time to stop, to the end of the job
+RECONNECT_S = 300.0  # without an answer about a job that is followed: its server may be restarted, or a link be down
 POLL_S = 0.5
 MAX_NODES = 10_000  # limit of one answer
 
@@ -52,10 +53,11 @@ def wait_for_nodes(address: str | None, count: int, *, timeout_s: float) -> None
 class JobServer:
     """The jobs of one cluster."""
 
-    def __init__(self, client: Any, *, end_timeout_s: float = END_TIMEOUT_S) -> None:
+    def __init__(self, client: Any, *, end_timeout_s: float = END_TIMEOUT_S, reconnect_s: float = RECONNECT_S) -> None:
         """`client` is a JobSubmissionClient."""
         self._client = client
         self._end_timeout_s = end_timeout_s
+        self._reconnect_s = reconnect_s
         self._printed = 0  # printed characters of the followed log
 
     @classmethod
@@ -116,7 +118,7 @@ class JobServer:
             RunStopped: The job does not end within wait_s.
         """
         self._client.stop_job(job_id)
-        job = self._wait_for_end(job_id, wait_s + self._end_timeout_s)
+        job = asyncio.run(self._wait_for_end(job_id, wait_s + self._end_timeout_s))
         return str(job.status)
 
     def follow(self, job_id: str, wait_s: float) -> int:
@@ -135,13 +137,17 @@ class JobServer:
             except TimeoutError:
                 late = f"job {job_id} has not ended {timeout_s:.0f} s after the stop request"
                 raise RunStopped(late) from None
-        job = self._wait_for_end(job_id, self._end_timeout_s)
+        job = asyncio.run(self._wait_for_end(job_id, self._end_timeout_s))
         print(f"job {job_id}: {job.status}", flush=True)
         exit_codes = {"SUCCEEDED": 0, "STOPPED": 130}
         return exit_codes.get(str(job.status), job.driver_exit_code or 3)
 
     async def _print_log(self, job_id: str) -> None:
-        """Print the log until the job has ended. A lost connection is restored, and no text is printed twice."""
+        """Print the log until the job has ended. A lost connection is restored, and no text is printed twice.
+
+        Raises:
+            RunStopped: The server did not answer for `reconnect_s`.
+        """
         while True:
             num_read = 0
             with contextlib.suppress(RuntimeError, aiohttp.ClientError):
@@ -150,15 +156,30 @@ class JobServer:
                     print(text[num_known:], end="", flush=True)
                     num_read += len(text)
                     self._printed = max(self._printed, num_read)
-            if self._client.get_job_status(job_id).is_terminal():
+            job = await self._read_job(job_id)
+            if job.status.is_terminal():
                 return
             await asyncio.sleep(POLL_S)
 
-    def _wait_for_end(self, job_id: str, timeout_s: float) -> Any:
+    async def _wait_for_end(self, job_id: str, timeout_s: float) -> Any:
         """Return the job's details once it has ended."""
         deadline = time.monotonic() + timeout_s
-        while not (job := self._client.get_job_info(job_id)).status.is_terminal():
+        while not (job := await self._read_job(job_id)).status.is_terminal():
             if time.monotonic() > deadline:
                 raise RunStopped(f"job {job_id} has not ended within {timeout_s:.0f} s; its status is {job.status}")
-            time.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)
         return job
+
+    async def _read_job(self, job_id: str) -> Any:
+        """Return the job's details; ask again while the server cannot be reached."""
+        deadline = time.monotonic() + self._reconnect_s
+        while True:
+            try:
+                return self._client.get_job_info(job_id)
+            except (ConnectionError, requests.exceptions.RequestException) as error:
+                if time.monotonic() > deadline:
+                    raise RunStopped(
+                        f"job {job_id} may still run: its server has not answered for {self._reconnect_s:.0f} s "
+                        f"({type(error).__name__}); `python -m jobs.deploy status` reads the run folder"
+                    ) from None
+            await asyncio.sleep(POLL_S)

@@ -57,7 +57,7 @@ def inspect_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: flo
         for node, ref in zip(alive, refs, strict=True):
             inspected = _make_node(node, ref, deadline, timeout_s)
             if not inspected.fault:
-                clock_error_s = _measure_clock(node["NodeID"], deadline)
+                clock_error_s = _measure_clock(node["NodeID"])
                 inspected = replace(inspected, clock_error_s=clock_error_s)
             nodes.append(inspected)
         return nodes
@@ -103,8 +103,9 @@ def read_clock() -> float:
     return time.time()
 
 
-def _measure_clock(node_id: str, deadline: float) -> float:
-    """Return `bound_clock_error` of a node; 0 if it does not answer."""
+def _measure_clock(node_id: str) -> float:
+    """Return `bound_clock_error` of a node that has answered before; 0 if it does not answer within CONNECT_S."""
+    deadline = time.monotonic() + CONNECT_S  # its own: another node may have used up the deadline of all
     requested = time.time()
     answer = _answer(_submit_to_node(node_id, read_clock), deadline)
     return 0.0 if answer is None else bound_clock_error(requested, answer, time.time())

@@ -191,10 +191,12 @@ def _join(address: str, config: ClusterConfig) -> None:
     try:
         ray.init(address=address, **_init_options(config))
     except ConnectionError as error:
-        raise UserError(f"cluster.address: no Ray cluster answers at {address}") from error
+        raise UserError(f"cluster.address or RAY_ADDRESS: no Ray cluster answers at {address}") from error
     except (ValueError, RuntimeError) as error:  # another version of Ray or Python, or no address at all
         reason = " ".join(str(error).split())
-        raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason}") from error
+        raise UserError(
+            f"cluster.address or RAY_ADDRESS: the cluster at {address} cannot be joined: {reason}"
+        ) from error
 
 
 def check_capacity(roles: Mapping[str, ProcessConfig], address: str | None) -> None:

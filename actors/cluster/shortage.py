@@ -14,7 +14,7 @@ def describe_free(nodes: Sequence[Mapping[str, Any]], available: Mapping[str, Am
     """Describe the free resources of each living node, the freest first.
 
     Args:
-        nodes: Of `ray.nodes`.
+        nodes: Result of `ray.nodes`.
         available: By the id of a node.
     """
     rows: list[tuple[float, str]] = []

@@ -16,7 +16,6 @@ from actors.cluster.fanout import first_line
 from actors.engines.engine import Engine
 from actors.fleet.fleet import Fleet
 from actors.fleet.fleet_worker import DIED, FleetWorker, describe_loss
-from actors.fleet.health import State
 from actors.weights.probe import Gap
 from actors.weights.weight_receiver import WeightReceiver
 from t2g.config import RolloutConfig
@@ -153,19 +152,20 @@ class RolloutFleet(Fleet):
         if self.gpu_user == "engines":
             super()._check_min_workers(now)
 
-    @property
-    def is_starting(self) -> bool:
-        """Return whether a worker waits for its placement or loads its model."""
-        return any(worker.health.state is State.STARTING for worker in self._workers)
-
-    def sync_workers(self) -> list[FleetWorker]:
-        """Return the workers of the next weight sync. An unreachable worker misses it, and catches up later."""
+    def begin_sync(self) -> list[FleetWorker]:
+        """Return the workers of a weight sync that begins. An unreachable one misses it, and catches up later."""
         for worker in self.started():
             worker.end_sync()  # for a worker that failed while a push replaced its catch-up
         for worker in self.serving():
             if not worker.health.reachable:
                 self.record_missed_sync(worker, "could not be reached")
         return [worker for worker in self.started() if worker.health.reachable]
+
+    def replace_unreachable(self) -> None:
+        """Kill the started workers that cannot be reached, and may hold a GPU that others need; successors start."""
+        for worker in self.started():
+            if not worker.health.reachable:
+                self._apply_event(worker, "died", "could not be reached when the GPUs changed hands")
 
     async def request(self, worker: FleetWorker, submit: Callable[[Any], Any], what: str) -> Any:
         """Make one call of a weight sync on one worker.

@@ -168,8 +168,10 @@ def is_listening(pid: int, port: int) -> bool:
 
 
 def _answers(url: str) -> bool:
+    """Return whether the server of this machine answers; http_proxy is not for it."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with opener.open(url, timeout=5) as response:
             return bool(response.status == 200)
     except OSError:
         return False

@@ -117,14 +117,16 @@ class Fleet:
             RunStopped: Fewer than workers.min engines start in time.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
-        while self._has_starting() and time.monotonic() < deadline:
+        while self.is_starting and time.monotonic() < deadline:
             self.tick()
             time.sleep(TICK_S / 10)
         if len(self.started()) < self.config.workers.min:
             raise self._too_few()
         self.is_ready = True
 
-    def _has_starting(self) -> bool:
+    @property
+    def is_starting(self) -> bool:
+        """Return whether a worker waits for its placement or loads its model."""
         return any(worker.health.state is State.STARTING for worker in self._workers)
 
     async def supervise(self) -> None:
@@ -407,7 +409,7 @@ class Fleet:
                 self._recoveries.append(now - worker.lost_at)
                 worker.lost_at = None
             self._admission.admit()
-        if state in (State.STALE, State.DEAD) and before is not State.STARTING:
+        if state is State.STALE:
             worker.interrupt()
         if state is State.DEAD:
             self._remove(worker, is_replaced=before is not State.DRAINING and event != "dismissed")

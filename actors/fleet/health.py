@@ -37,7 +37,7 @@ class Health:
     missed_syncs: int = 0  # in a row
     reachable: bool = True  # an unreachable worker gets no requests, only health checks
     suspect: bool = False  # a call failed and none was answered since: requests prefer other workers
-    reason: str = ""  # reason of the last failure
+    reason: str = ""  # reason of the last failure, until the worker serves again
 
 
 def apply_event(health: Health, event: Event, *, now: float, config: HealthConfig, reason: str = "") -> Health:
@@ -53,20 +53,20 @@ def apply_event(health: Health, event: Event, *, now: float, config: HealthConfi
         case "started" if health.state is State.STARTING:
             return _into(health, State.STALE, now)
         case "weights_verified" if health.state in (State.STALE, State.SERVING):
-            return replace(_into(health, State.SERVING, now), missed_syncs=0)
+            return _forget_reason(replace(_into(health, State.SERVING, now), missed_syncs=0))
         case "sync_missed" if health.state in (State.STALE, State.SERVING):
             stale = _into(health, State.STALE, now)
             stale = replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason)
             return _bounded(stale, now, config)
         case "request_answered":
-            return replace(health, failed_requests=0, suspect=False, reachable=True)
+            return _forget_reason(replace(health, failed_requests=0, suspect=False, reachable=True))
         case "unreachable":  # many requests report it at once, perhaps for a moment: only health checks are counted
             return replace(health, reachable=False, suspect=True, reason=reason)
         case "request_failed":
             failed = replace(health, failed_requests=health.failed_requests + 1, suspect=True, reason=reason)
             return _bounded(failed, now, config)
         case "check_passed":
-            return replace(health, failed_checks=0, suspect=False, reachable=True)
+            return _forget_reason(replace(health, failed_checks=0, suspect=False, reachable=True))
         case "check_failed":
             failed = replace(health, failed_checks=health.failed_checks + 1, suspect=True, reason=reason)
             return _bounded(failed, now, config)
@@ -102,6 +102,13 @@ def _into(health: Health, state: State, now: float) -> Health:
     if health.state is state:
         return health
     return replace(health, state=state, since=now)
+
+
+def _forget_reason(health: Health) -> Health:
+    """Return the health without its reason if the worker serves and has recovered from every failure."""
+    num_failures = max(health.failed_checks, health.failed_requests, health.missed_syncs)
+    has_recovered = health.state is State.SERVING and num_failures == 0
+    return replace(health, reason="") if has_recovered else health
 
 
 def _bounded(health: Health, now: float, config: HealthConfig) -> Health:

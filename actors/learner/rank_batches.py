@@ -33,7 +33,7 @@ def make_zero_stats(sequence: TokenSequence) -> dict[str, np.ndarray]:
 
 
 def merge_metrics(models: Iterable[Sequence[Metrics]]) -> Metrics:
-    """Return one value of each metric. A rank knows only its own utilization and peak memory; it knows all others.
+    """Return one value of each metric. Utilization and peak memory differ between ranks; all others are equal.
 
     Args:
         models: The metrics of each rank, for each model.

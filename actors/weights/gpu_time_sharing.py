@@ -6,6 +6,7 @@ take the GPUs for a weight push, for sampling, or after a checkpoint.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from actors.weights.round import EngineFleet, SyncWorker
@@ -25,12 +26,22 @@ class OffloadableLearner(Protocol):
         """Move optimizer states and gradients back to the GPUs."""
 
 
+class SharingFleet(EngineFleet, Protocol):
+    """The interface of `actors.engines.rollout.RolloutFleet` that time-sharing uses."""
+
+    def started(self) -> Sequence[SyncWorker]:
+        """Return the workers with a loaded model that are not leaving."""
+
+    def replace_unreachable(self) -> None:
+        """Kill the started workers that cannot be reached; successors start."""
+
+
 class FleetGpuTimeSharing:
     """Implements `t2g.interfaces.GpuTimeSharing`. Without a `learner`, only the engines sleep and wake up."""
 
     learner: OffloadableLearner | None = None
 
-    def __init__(self, fleet: EngineFleet, *, timeout_s: float) -> None:
+    def __init__(self, fleet: SharingFleet, *, timeout_s: float) -> None:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self.sending = asyncio.Lock()  # the lock of the weight sync: no engine may sleep during a catch-up
@@ -56,7 +67,10 @@ class FleetGpuTimeSharing:
         while user == "learner" and self._fleet.is_starting:  # it cannot sleep yet; the fleet limits its start
             await asyncio.sleep(START_POLL_S)
         should_sleep = user == "learner"
-        switches = [self._switch(worker, should_sleep) for worker in self._fleet.sync_workers()]
+        if should_sleep:
+            self._fleet.gpu_user = user  # from now on no successor may start on a rank's GPU
+        self._fleet.replace_unreachable()
+        switches = [self._switch(worker, should_sleep) for worker in self._fleet.started()]
         errors = await asyncio.gather(*switches)
         failures = [error for error in errors if error]
         if failures:

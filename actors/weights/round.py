@@ -76,7 +76,7 @@ class EngineFleet(Protocol):
     def is_starting(self) -> bool:
         """Return whether a worker waits for its placement or loads its model."""
 
-    def sync_workers(self) -> Sequence[SyncWorker]:
+    def begin_sync(self) -> Sequence[SyncWorker]:
         """Return the workers that have started and can be reached."""
 
     def request(self, worker: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:

@@ -199,7 +199,7 @@ class FleetWeightSync:
 
     async def _wait_for_workers(self) -> Sequence[SyncWorker]:
         deadline = time.monotonic() + self._config.step_timeout_s
-        while not (workers := self._fleet.sync_workers()):
+        while not (workers := self._fleet.begin_sync()):
             if time.monotonic() > deadline:
                 raise RunStopped(f"no rollout worker was up for weights within {self._config.step_timeout_s:g} s")
             await asyncio.sleep(TARGET_POLL_S)

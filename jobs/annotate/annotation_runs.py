@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jobs.common.cli import StopFlag
-from jobs.common.journals import collect, judging_limits
+from jobs.common.journals import judging_limits, make_missing_rows
 from jobs.common.run_folder import SMOKE_INPUTS, begin_folder, check_folder, sole_process
 from t2g.config import AnnotateJob, ModelConfig, SourceConfig
 from t2g.config.jobs import JOURNAL_FILE
@@ -157,7 +157,7 @@ def annotate_samples(
         annotator = Annotator(source, _writer(config, fleets) if samples_policy else None)
         folder = begin_folder(config)
         started = time.monotonic()
-        records = collect(
+        records = make_missing_rows(
             folder / JOURNAL_FILE,
             "annotate",
             _samples_by_key(requested),

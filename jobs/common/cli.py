@@ -3,7 +3,7 @@
     if __name__ == "__main__":
         sys.exit(main(PolicyJob, run))
 
-Exit codes: 0 done, 2 the user's to mend, 3 the run stopped itself, 130 interrupted, 143 terminated.
+Exit codes: 0 done, 2 an error that the user can fix, 3 the run stopped itself, 130 interrupted, 143 terminated.
 Imports nothing heavy.
 """
 
@@ -201,7 +201,7 @@ class StopFlag:
     signal, 143 for SIGTERM.
     """
 
-    installed: ClassVar[Self]  # whom the signals of this process set
+    installed: ClassVar[Self]  # the flag that this process's signal handlers set
 
     def __init__(self) -> None:
         self.signal_name: str | None = None

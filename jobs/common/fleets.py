@@ -92,27 +92,27 @@ class Fleets(ExitStack):
             fleet.clear_cache()
 
     def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
-        engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
-        how: dict[str, Any] = {"revision": model.revision}
+        engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # sampling needs no fleet of its own
+        options: dict[str, Any] = {"revision": model.revision}
         if model.thinking_tags is not None:
-            how["thinking_tags"] = model.thinking_tags
-        how |= job.receiving_options(model)
-        if "can_sleep" in how:
+            options["thinking_tags"] = model.thinking_tags
+        options |= job.receiving_options(model)
+        if "can_sleep" in options:
             config = config.model_copy(update={"gpus": job.roles()["rollout"].gpus})
-        key = ("rollout", model.policy, *map(str, how.values()), engine)
-        return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
+        key = ("rollout", model.policy, *map(str, options.values()), engine)
+        return self._get_or_start(key, job, lambda **at: RolloutFleet(model.policy, config, **options, **at))
 
     def _judges(self, config: SourceConfig, task: Task, job: AnyJob) -> RewardFleet | ChatFleet:
         """Return engines of the model that writes feedback."""
         if config.engine_model == "llm":
             settings = config.model_dump_json(include={"llm", "engine"})
             key = ("chat", settings)
-            return self._one(key, job, lambda **at: ChatFleet(config, **at))
+            return self._get_or_start(key, job, lambda **at: ChatFleet(config, **at))
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})
         key = ("reward", task.name, chosen)
-        return self._one(key, job, lambda **at: RewardFleet(config, task, **at))
+        return self._get_or_start(key, job, lambda **at: RewardFleet(config, task, **at))
 
-    def _one(self, key: tuple[str | None, ...], job: AnyJob, make: Callable[..., Any]) -> Any:
+    def _get_or_start(self, key: tuple[str | None, ...], job: AnyJob, make: Callable[..., Any]) -> Any:
         """Return the fleet of a key, started if it does not exist."""
         if key not in self._fleets:
             fleet = make(seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
@@ -134,7 +134,7 @@ def loaded_learner(
 ) -> Iterator[LearnerGroup]:
     """Yield a learner group once its ranks and the engines of `fleets`, which load side by side, are ready.
 
-    The ranks end with the block, or with an error. That of a rank is raised once the engines are ready.
+    The ranks end with the block, or with an error. An error of a rank is raised once the engines are ready.
 
     Args:
         placements: As `LearnerGroup`.

@@ -8,7 +8,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from t2g.errors import RunStopped, SamplingFailed, Stopped
 from t2g.feedback.sources.chat_client import ChatError
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import show_progress
+from t2g.text.segments import printable
 
 DRAIN_S = 5.0  # a stopped run waits so long for running judgements without requests to a language model
 TICK_S = 0.2  # between checks for signals and journal syncs: a power failure may lose the records of one tick
@@ -67,7 +68,7 @@ async def _return_item(item: Any) -> Any:
     return item
 
 
-def collect(
+def make_missing_rows(
     path: Path,
     title: str,
     items: Items,
@@ -103,27 +104,31 @@ def collect(
     missing = _drop_final(items, read(), is_final)
     unrecorded: dict[str, Row] = {}
 
-    async def add_row(key: str, prepared: Any) -> None:
-        with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
-            row = await make_row(key, prepared)
-            if is_recorded(row):
-                journal.append(row)
-            else:
-                unrecorded[key] = row
-            bar.advance()
+    reasons: list[str] = []  # why items have no row
 
-    async def collect_one(key: str, item: Any) -> None:
-        with suppress(ChatError, SamplingFailed):  # one prompt without a response leaves the others as they are
+    async def add_row(key: str, prepared: Any) -> None:
+        row = await make_row(key, prepared)
+        if is_recorded(row):
+            journal.append(row)
+        else:
+            unrecorded[key] = row
+        bar.advance()
+
+    async def try_item(key: str, item: Any) -> None:
+        try:
             prepared = await prepare(item)
             await limit.run(add_row, key, prepared)
+        except (ChatError, SamplingFailed) as error:  # the other items go on
+            reasons.append(str(error))
 
     num_final = len(items) - len(missing)
     with closing(Journal(path)) as journal, show_progress(title, len(items), done=num_final) as bar:
-        work = gather_all(collect_one(*pair) for pair in missing.items())
+        work = gather_all(try_item(*pair) for pair in missing.items())
         asyncio.run(run_until_stopped(work, limit, journal.sync, stop, limits.drain_s))
     rows = {**unrecorded, **read()}
     if num_lost := len(items.keys() - rows.keys()):
-        raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")
+        first = f" (first: {printable(reasons[0])})" if reasons else ""
+        raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer{first}; the same command asks again")
     return {key: rows[key] for key in items}
 
 

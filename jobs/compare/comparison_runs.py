@@ -23,10 +23,12 @@ from t2g.config import CompareJob, PolicyJob
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import Diverged, Stopped
+from t2g.files import write_json
 from t2g.study.methods import MAX_WIDER, ComparisonPlan, Scores, choose_lr, next_lr
 from t2g.study.result_lines import ResultLines
 from t2g.tasks.references import check_references
 
+DIVERGED_FILE = "diverged.json"
 SEARCH_PROMPTS = "others"  # the search has other held-out prompts than those that are reported on
 
 logger = logging.getLogger(__name__)
@@ -83,13 +85,13 @@ class Session:
         is_baseline: bool,
         references: ReferenceResponses | None,
         data: PolicyData,
-        fields: dict[str, Any],
+        identity_extras: dict[str, Any],
     ) -> dict[str, Any]:
         """Make a run and return its summary."""
         self.fleets.forget_answers()
         if is_baseline:
             feedback = self.fleets.feedback(method_job.feedback, self.data.task, method_job)
-            summary = run_baseline(method_job, data, feedback, self.stop, **fields)
+            summary = run_baseline(method_job, data, feedback, self.stop, **identity_extras)
         else:
             rollouts, feedback = self.fleets.for_policy(method_job, self.data.task)
             on_finished: OnFinished = partial(references.measure, method_job) if references else lambda *_: None
@@ -101,7 +103,7 @@ class Session:
                 stop=self.stop,
                 on_finished=on_finished,
             )
-            summary = training.run(**fields)
+            summary = training.run(**identity_extras)
         checkpoints = method_job.run.folder / "checkpoints"
         shutil.rmtree(checkpoints, ignore_errors=True)  # tens of runs; the numbers stay
         return summary
@@ -110,11 +112,17 @@ class Session:
         """Make a run and return its score; None if it diverged."""
         folder = method_job.run.folder
         identity_extras = self._identity_extras(name, method_job, self.search_data)
+        reason_file = folder / DIVERGED_FILE
+        if reason_file.exists():
+            finished(method_job, **identity_extras)  # refuses a folder of another run
+            return None
         try:
             self.run(name, method_job, data=self.search_data)
             run = self.results.find(method_job, **identity_extras) or load_run(method_job)
         except Diverged as error:
             logger.warning("%s diverged: %s", folder, error)
+            write_json(reason_file, {"reason": str(error)})  # the next start does not make it again
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             return None
         shutil.rmtree(folder / "policy", ignore_errors=True)
         return run.score

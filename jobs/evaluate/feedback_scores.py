@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from jobs.common.cli import StopFlag
-from jobs.common.journals import collect, judging_limits, read_rows
+from jobs.common.journals import judging_limits, make_missing_rows, read_rows
 from t2g.concurrency import gather_all
 from t2g.config import FeedbackConfig, PolicyEvaluationJob, loading
 from t2g.errors import RunStopped
@@ -71,9 +71,17 @@ class FeedbackScores:
         return not self._items(prompts, answers).keys() <= complete
 
     def judge(
-        self, name: str, prompts: Sequence[Prompt], answers: Sequence[Answers], source: FeedbackSource, stop: StopFlag
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        answers: Sequence[Answers],
+        source: FeedbackSource | None,
+        stop: StopFlag,
     ) -> list[JudgedResponses]:
         """Return the judged responses of a policy by prompt; judge what the journal lacks.
+
+        Args:
+            source: None if nothing is `missing`.
 
         Raises:
             RunStopped: More than feedback.max_failed_share of the responses have no usable feedback.
@@ -81,6 +89,7 @@ class FeedbackScores:
         """
 
         async def judge_one(prompt: Prompt, text: str) -> SpanFeedback:
+            assert source is not None, "responses are missing"
             if text:
                 return await source.judge(prompt, text)
             return SpanFeedback(critique="", spans=(), status="empty", source=source.name, version="", reason=NO_ANSWER)
@@ -96,7 +105,7 @@ class FeedbackScores:
 
         path = self._path(name)
         items = self._items(prompts, answers)
-        rows_by_key = collect(
+        rows_by_key = make_missing_rows(
             path,
             f"feedback on {name}",
             items,

@@ -1,10 +1,9 @@
 """Policies on the same prompts: sampled and measured, compared by judges, reported.
 
 Every answer is a line of a journal: responses/<policy>/responses.jsonl, scores/<policy>.jsonl, feedback/<policy>.jsonl,
-judgements.jsonl. Each
-line has a key, a hash of what it was made of; a line with another key is ignored, and its work is done anew. A job that
-was killed asks for the missing lines, and for no other; a policy or a judge may come later. Engines of two policies
-never live at one time.
+judgements.jsonl. Each line has a key, a hash of what it was made of; a line with another key is ignored, and its work
+is done anew. A job that was killed asks for the missing lines only; a policy or a judge may come later. Engines of two
+policies never run at the same time.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from typing import Any
 
 from actors.engines.rollout import sample_seed
 from jobs.common.cli import StopFlag
-from jobs.common.journals import DRAIN_S, Items, Limits, MakeRow, Row, collect, read_rows
+from jobs.common.journals import DRAIN_S, Items, Limits, MakeRow, Row, make_missing_rows, read_rows
 from jobs.common.run_folder import SMOKE_PROMPTS, begin_folder
 from jobs.evaluate.feedback_scores import FeedbackScores, JudgedResponses, ServeFeedback, find_feedback
 from t2g.concurrency import gather_all
@@ -161,10 +160,10 @@ class Evaluation:
         """
         keyed: dict[str, Prompt] = {}
         temperature = [self.config.temperatures[name]] if name in self.config.temperatures else []
-        if far := self.config.endpoints.get(name):
+        if endpoint := self.config.endpoints.get(name):
             for prompt in self.prompts:
                 messages = self.task.policy_messages(self._records[prompt.prompt_id])
-                key = content_key(far.url, far.model, prompt.prompt_id, messages, *temperature)
+                key = content_key(endpoint.url, endpoint.model, prompt.prompt_id, messages, *temperature)
                 keyed[key] = prompt
             return keyed
 
@@ -189,7 +188,7 @@ class Evaluation:
 
         Args:
             serve: Called for each policy that lacks responses, one by one.
-            serve_feedback: Called once, with a config that has a feedback source.
+            serve_feedback: Called once, if the feedback source has responses to judge.
 
         Raises:
             RunStopped: A server did not answer some requests; the others are answered.
@@ -238,9 +237,9 @@ class Evaluation:
         path = self._answer_files[name]
         prompts = self._keyed_prompts[name]
         limits = Limits(2 * rollout.workers.max * rollout.max_num_seqs, DRAIN_S)
-        if far := config.endpoints.get(name):
-            limits = Limits(far.concurrency, config.timeout_s)
-        _collect(path, Answers, f"responses of {name}", prompts, make_row, limits, stop)
+        if endpoint := config.endpoints.get(name):
+            limits = Limits(endpoint.concurrency, config.timeout_s)
+        _make_rows(path, Answers, f"responses of {name}", prompts, make_row, limits, stop)
 
     def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> ChatRequest:
         seed = sample_seed(sampling.seed, prompt.prompt_id, index)
@@ -275,7 +274,7 @@ class Evaluation:
         path = self.folder / SCORES / f"{name}.jsonl"
         make_row = partial(asyncio.to_thread, measure)
         limits = Limits(config.concurrency, DRAIN_S)
-        return _collect(path, Scores, f"scores of {name}", items, make_row, limits, stop)
+        return _make_rows(path, Scores, f"scores of {name}", items, make_row, limits, stop)
 
     def lacks_feedback(self) -> bool:
         """Return whether the feedback source has responses to judge."""
@@ -293,7 +292,8 @@ class Evaluation:
         """Return the feedback on each policy's responses, by prompt."""
         if self._feedback is None:
             return {}
-        with serve_feedback() as source:
+        needs_source = any(map(self._is_unjudged, self.config.names))  # its engines would start a Ray of their own
+        with serve_feedback() if needs_source else nullcontext() as source:
             feedback: dict[str, list[JudgedResponses]] = {}
             for name in self.config.names:
                 feedback[name] = self._feedback.judge(name, self.prompts, self.answers(name), source, stop)
@@ -319,7 +319,7 @@ class Evaluation:
 
         path = self.folder / JUDGEMENTS
         limits = Limits(llm.concurrency, self.config.timeout_s)
-        return _collect(path, PairwiseJudgement, f"judge {name}", items, make_row, limits, stop)
+        return _make_rows(path, PairwiseJudgement, f"judge {name}", items, make_row, limits, stop)
 
     def _report(
         self,
@@ -376,9 +376,10 @@ class Evaluation:
         return judge
 
 
-def _collect(
+def _make_rows(
     path: Path, schema: type[Row], title: str, items: Items, make_row: MakeRow, limits: Limits, stop: StopFlag
 ) -> list[Row]:
     """Return the rows of a journal for the items, in their order; make those that it lacks."""
-    rows = collect(path, title, items, make_row, read=partial(read_rows, path, schema), limits=limits, stop=stop)
+    read = partial(read_rows, path, schema)
+    rows = make_missing_rows(path, title, items, make_row, read=read, limits=limits, stop=stop)
     return [*rows.values()]

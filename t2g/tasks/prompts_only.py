@@ -23,8 +23,8 @@ ROLES = ("system", "user", "assistant")
 class PromptsTask(Task):
     """Records with `prompt`, a text or a chat, `messages` or `instruction`. The reference and all else are payload.
 
-    Of `messages` that end with the assistant's, this last message is the reference and the response, unless the record
-    has these fields. Where a record has `messages`, a text `prompt` is a part of them and not read. A text `system` is
+    If `messages` end with the assistant's, this last message is the reference and the response, unless the record has
+    these fields. Where a record has `messages`, a text `prompt` is a part of them and not read. A text `system` is
     the system message.
     """
 

@@ -395,7 +395,7 @@ class OneEngine:
         self.worker = SimpleNamespace(name="w", handle=Remote(worker), syncing=False)
         self.heard = []
 
-    def sync_workers(self) -> list[SimpleNamespace]:
+    def begin_sync(self) -> list[SimpleNamespace]:
         return [self.worker]
 
     async def request(self, target: Any, submit: Callable[[Any], Any], what: str) -> Any:

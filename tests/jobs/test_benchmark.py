@@ -333,14 +333,16 @@ def test_a_start_is_timed_by_the_lines_that_it_prints() -> None:
         (0.2, "loading: learner: 1 s"), (0.1, "step 1 | KL 0"), (0.3, "writing the policy ..."),
     )  # fmt: skip
     printing = "; ".join(f"time.sleep({seconds}); print({line!r}, flush=True)" for seconds, line in lines)
-    more = phase_start.time_lines([sys.executable, "-c", f"import time; {printing}"]).more
+    more = phase_start.time_lines([sys.executable, "-c", f"import time; {printing}"], 60).more
     total = 0.0  # a line may be read late, and the next part is then shorter: only the sums have a lower bound
     for part, least in (("driver_s", 0.2), ("ray_s", 0.3), ("load_s", 0.6), ("step_s", 0.7)):
         total += more[part]
         assert least <= total < least + 5, part
     assert more["first_step_s"] == pytest.approx(total)
     with pytest.raises(RunStopped, match=r"exit code 3: \['no room'\]"):
-        phase_start.time_lines([sys.executable, "-c", "print('no room'); raise SystemExit(3)"])
+        phase_start.time_lines([sys.executable, "-c", "print('no room'); raise SystemExit(3)"], 60)
+    with pytest.raises(RunStopped, match=r"exit code -9: \['begins'\]"):
+        phase_start.time_lines(["sh", "-c", "echo begins; sleep 60"], 0.3)
 
 
 def test_the_critique_of_the_benchmark_has_a_token_for_each_letter(tmp_path: Path) -> None:

@@ -256,9 +256,11 @@ def test_only_a_run_that_diverged_counts_as_a_bad_rate(tmp_path: Path, monkeypat
     plan = plan_of(tmp_path)
     ends: list[RunStopped] = [Diverged("the loss is not finite"), RunStopped("no rollout worker is left")]
     monkeypatch.setattr(Session, "run", lambda *_, **__: (_ for _ in ()).throw(ends.pop(0)))
+    plan.search("span", 101, 0.4).run.folder.mkdir(parents=True)
     assert session(plan).score("span", plan.search("span", 101, 0.4)) is None
+    assert session(plan).score("span", plan.search("span", 101, 0.4)) is None, "it is not made again"
     with pytest.raises(RunStopped, match="no rollout worker"):
-        session(plan).score("span", plan.search("span", 101, 0.4))
+        session(plan).score("span", plan.search("span", 102, 0.4))
 
 
 def test_runs_of_an_earlier_version_are_not_made_again(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(
     assert len(set(prompts)) == len(prompts) >= config.rollout.prompts_per_step
     (folder / "policy.yaml").write_text("mine")
     assert console.main(["init", str(folder)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not an empty folder" in capsys.readouterr().err
     assert (folder / "policy.yaml").read_text() == "mine"
 
 

@@ -371,7 +371,7 @@ WRONG = [3, -1, None, True, "x", [], [[]], {}, {"a": [1]}, "\ud800", 10**30, [1,
 
 @pytest.mark.parametrize("key", ["reason", "tests", "output", "name", "error", "message", "trace", "lines", "returned"])
 def test_tests_that_write_their_own_verdict_never_raise(key: str) -> None:
-    """Of any type: a verdict, and what a file can hold, comes back."""
+    """A solution returns values of any type: a verdict, and what a file can hold, comes back."""
     for value in WRONG:
         verdict: Any = {"reason": "failed", "tests": [], "output": ""}
         if key in verdict:

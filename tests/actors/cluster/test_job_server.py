@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 from ray.job_submission import JobStatus
 
 from actors.cluster.job_server import JobServer
@@ -35,6 +36,7 @@ class FakeClient:
         self.exit_code = exit_code
         self.stops = 0
         self.stoppable = True
+        self.num_lost_answers = 0
         self.ctrl_c = ctrl_c  # once the log is read
 
     def add(self, job_id: str, status: str = "RUNNING", **metadata: str) -> None:
@@ -58,10 +60,10 @@ class FakeClient:
         return True
 
     def get_job_info(self, job_id: str) -> Any:
+        if self.num_lost_answers > 0:
+            self.num_lost_answers -= 1
+            raise requests.exceptions.ConnectionError("connection refused")
         return self.jobs[job_id]
-
-    def get_job_status(self, job_id: str) -> JobStatus:
-        return self.jobs[job_id].status
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
         """The whole log in pieces of 3; the first connection breaks in the middle."""
@@ -118,6 +120,17 @@ def test_the_log_is_printed_once_though_its_connection_breaks(capsys: pytest.Cap
     client.add("own")
     assert JobServer(client).follow("own", wait_s=5) == 0
     assert capsys.readouterr().out == f"{log}job own: SUCCEEDED\n"
+
+
+def test_a_server_that_is_away_for_a_moment_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(log="step 1\n", breaks_at=3)
+    client.add("own")
+    client.num_lost_answers = 2
+    assert JobServer(client).follow("own", wait_s=5) == 0
+    assert capsys.readouterr().out == "step 1\njob own: SUCCEEDED\n"
+    client.num_lost_answers = 10**6
+    with pytest.raises(RunStopped, match=r"job own may still run: its server has not answered for 0 s"):
+        JobServer(client, reconnect_s=0.2).follow("own", wait_s=5)
 
 
 @pytest.mark.parametrize("code", [2, 3, 143])

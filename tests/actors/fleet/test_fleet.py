@@ -314,9 +314,19 @@ def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     first, second = fleet.serving()
     fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
     for _ in range(3):
-        assert RolloutFleet.sync_workers(fleet) == [second]
+        assert RolloutFleet.begin_sync(fleet) == [second]
     assert first.health.state is State.STALE
     assert first.health.missed_syncs == 1
+
+
+def test_an_unreachable_worker_is_replaced_when_gpus_change_hands(fleet: Fleet) -> None:
+    first, second = fleet.serving()
+    fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
+    RolloutFleet.replace_unreachable(fleet)
+    assert fleet.started() == [second]
+    fleet.tick()
+    (successor,) = [worker for worker in fleet._workers if worker is not second]
+    assert (successor.name, successor.restarts) == (first.name, 1)
 
 
 def test_a_worker_lost_between_catch_up_and_push_is_checked_and_gets_the_next_weights(
@@ -328,8 +338,8 @@ def test_a_worker_lost_between_catch_up_and_push_is_checked_and_gets_the_next_we
         fleet.record_missed_sync(first, "was behind")
         first.syncing = True
         fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
-        assert RolloutFleet.sync_workers(fleet) == [second]
-        await until(fleet, lambda: RolloutFleet.sync_workers(fleet) == [first, second])
+        assert RolloutFleet.begin_sync(fleet) == [second]
+        await until(fleet, lambda: RolloutFleet.begin_sync(fleet) == [first, second])
 
     asyncio.run(run())
     assert first.restarts == 0
@@ -341,9 +351,9 @@ def test_a_worker_that_timed_out_in_a_sync_gets_no_weights_until_it_passes_a_hea
     async def run() -> None:
         become(first, "zero", "deaf")
         fleet.record_missed_sync(first, "timed out", timed_out=True)
-        assert RolloutFleet.sync_workers(fleet) == [second]
+        assert RolloutFleet.begin_sync(fleet) == [second]
         become(first, "zero")
-        await until(fleet, lambda: RolloutFleet.sync_workers(fleet) == [first, second])
+        await until(fleet, lambda: RolloutFleet.begin_sync(fleet) == [first, second])
 
     asyncio.run(run())
     assert first.health.state is State.STALE and first.restarts == 0

@@ -67,6 +67,13 @@ def test_what_failed_makes_it_suspect_until_it_answers_and_the_last_reason_is_ke
     assert lived[-1].failed_requests == 1
 
 
+def test_a_reason_ends_with_the_recovery_of_a_serving_worker() -> None:
+    assert life("started", "weights_verified", "check_failed", "check_passed")[-1].reason == ""
+    assert life("started", "weights_verified", "request_failed", "request_answered")[-1].reason == ""
+    missed = life("started", "weights_verified", "sync_missed", "check_passed", "weights_verified")
+    assert [health.reason for health in missed[-3:]] == ["r3", "r3", ""]
+
+
 @given(st.lists(st.sampled_from(EVENTS), max_size=30))
 def test_death_is_final_and_time_in_a_state_starts_when_it_changes(events: list[Event]) -> None:
     lived = life(*events)

@@ -1,7 +1,7 @@
 """Which side has the GPUs, which side waits, and the error of an engine that does not wake up."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +31,17 @@ class Fleet:
     gpu_user = "engines"
     is_starting = False
 
-    def __init__(self, *engines: Engine) -> None:
+    def __init__(self, *engines: Engine, unreachable: Sequence[Engine] = ()) -> None:
         self.engines = engines
+        self.unreachable = unreachable
+        self.users_at_replacement: list[str] = []
 
-    def sync_workers(self) -> list[Engine]:
+    def started(self) -> list[Engine]:
         return list(self.engines)
+
+    def replace_unreachable(self) -> None:
+        self.engines = tuple(engine for engine in self.engines if engine not in self.unreachable)
+        self.users_at_replacement.append(self.gpu_user)
 
     async def request(self, worker: Engine, submit: Callable[[Any], Any], what: str) -> Any:
         return await submit(worker)
@@ -91,6 +97,16 @@ def test_engines_sleep_before_there_is_a_learner_and_the_next_learner_finds_them
     assert log == ["w0 sleep"] and fleet.gpu_user == "learner"
     take(share(fleet, log), "learner", "engines")
     assert log == ["w0 sleep", "offload", "w0 wake"]
+
+
+def test_an_engine_that_cannot_be_reached_gives_up_its_gpu_before_the_ranks_take_it() -> None:
+    log: list[str] = []
+    reachable = Engine("w0", log)
+    hanging = Engine("w1", log, hangs_at="sleep")
+    fleet = Fleet(reachable, hanging, unreachable=[hanging])
+    take(share(fleet, log), "learner", "engines")
+    assert log == ["w0 sleep", "reload", "offload", "w0 wake"]
+    assert fleet.users_at_replacement == ["learner", "learner"], "no successor starts before the ranks leave"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class FakeFleet:
         self.workers = [FakeSyncWorker(name, worker) for name, worker in workers.items()]
         self.heard: list[tuple[str, Any]] = []  # (name, version that it has, or why it missed it); workers race
 
-    def sync_workers(self) -> list[FakeSyncWorker]:
+    def begin_sync(self) -> list[FakeSyncWorker]:
         return list(self.workers)
 
     async def request(self, worker: FakeSyncWorker, submit: Callable[[Any], Any], what: str) -> Any:
@@ -151,7 +151,7 @@ class FakeFleet:
 
 
 class Group:
-    """Of one rendezvous: complete once its engines and the learner are there."""
+    """The members of one rendezvous: complete once its engines and the learner are there."""
 
     groups: ClassVar[dict[int, "Group"]] = {}
 
@@ -463,7 +463,7 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
     slept = list[list[Any]]()
 
     class Sleepers(FakeFleet):
-        def sync_workers(self) -> list[FakeSyncWorker]:
+        def begin_sync(self) -> list[FakeSyncWorker]:
             slept.append(list(joiner.handle.log))
             return []
 

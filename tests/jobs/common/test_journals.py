@@ -11,7 +11,7 @@ from fakes import FakeFeedback
 
 from jobs.annotate.annotation_runs import JOURNAL_FILE, known_records
 from jobs.common.cli import StopFlag
-from jobs.common.journals import ConcurrencyLimit, Limits, collect, read_rows
+from jobs.common.journals import ConcurrencyLimit, Limits, make_missing_rows, read_rows
 from jobs.evaluate.feedback_scores import JudgedResponses
 from t2g.config import AnnotateJob
 from t2g.errors import RunStopped, SamplingFailed
@@ -60,7 +60,7 @@ def test_a_journal_of_an_evaluation_goes_on(tmp_path: Path, schema: type[Any], l
     make_row = RowMaker(schema, line)
     items = {"k2": "b", "k1": "a", "k3": "c"}
     collect_rows = partial(
-        collect, path, "rows", items, make_row,
+        make_missing_rows, path, "rows", items, make_row,
         read=partial(read_rows, path, schema), limits=Limits(2, 1.0), stop=StopFlag(),
     )  # fmt: skip
     rows = collect_rows()
@@ -98,7 +98,7 @@ def test_the_journal_of_an_annotation_goes_on(tmp_path: Path) -> None:
     source.failing = lambda prompt: prompt.prompt_id == "c"
     annotator = Annotator(source)
     collect_records = partial(
-        collect, path, "annotate", samples, annotator.judge,
+        make_missing_rows, path, "annotate", samples, annotator.judge,
         read=partial(known_records, config, [*samples.values()]), limits=Limits(2, 1.0), stop=StopFlag(),
         prepare=annotator.respond, is_recorded=lambda record: record.status != "failed",
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_row_that_is_not_final_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"prompt_id":"a","key":"k1","records":[{FAILED}]}}\n')
     make_row = RowMaker(*OLD_ROWS[-1])
-    rows = collect(
+    rows = make_missing_rows(
         path, "rows", {"k1": "a"}, make_row,
         read=partial(read_rows, path, JudgedResponses), limits=Limits(1, 1.0), stop=StopFlag(),
         is_final=lambda row: row.is_complete,
@@ -135,8 +135,10 @@ def test_an_item_without_an_answer_does_not_end_the_others(tmp_path: Path) -> No
             raise SamplingFailed("nobody answers")
         return await make_row(key, item)
 
-    with pytest.raises(RunStopped, match=r"^rows: 1 of 3 got no answer; the same command asks again$"):
-        collect(
+    with pytest.raises(
+        RunStopped, match=r"^rows: 1 of 3 got no answer \(first: nobody answers\); the same command asks again$"
+    ):
+        make_missing_rows(
             path, "rows", {"k1": "a", "k2": "b", "k3": "c"}, fail_first,
             read=partial(read_rows, path, schema), limits=Limits(1, 1.0), stop=StopFlag(),
         )  # fmt: skip
