@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv[1:] = rest
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a feedback function beside the config is found
-    run_module(f"jobs.{MODULES[arguments.job]}", run_name="__main__", alter_sys=True)  # which ends the process
+    run_module(f"jobs.{MODULES[arguments.job]}", run_name="__main__", alter_sys=True)  # the module calls sys.exit
     return 0
 
 

@@ -2,7 +2,7 @@
 
     t2g export runs/my-run FOLDER                 # the policy; an adapter is merged into it
     t2g export runs/my-run FOLDER --adapter       # the adapter of a run with learner.lora or sft.lora
-    t2g export ADAPTER FOLDER --merge             # any adapter in the format of peft, with its base
+    t2g export ADAPTER FOLDER                     # any adapter in the format of peft, merged into its base
 
 The folder has safetensors, config, tokenizer and README.md, and loads with `from_pretrained`.
 """
@@ -23,9 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path, metavar="POLICY", help="a run, a model, or an adapter")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new folder")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--merge", action="store_true", help="merge an adapter into its base (the default)")
-    kind.add_argument("--adapter", action="store_true", help="write only the adapter")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapter")
     arguments = parser.parse_args(argv)
 
     def export() -> None:

@@ -14,14 +14,9 @@ from t2g.report.run_page import find_run, report_beside, report_run
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program_name("jobs.report"), description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="a run's folder")
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="the same")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
     options = parser.parse_args(arguments)
     named = list(dict.fromkeys(options.runs))
-    if options.run and options.run not in named:
-        named.append(options.run)
-    if not named:
-        parser.error("a run's folder is missing")
 
     def write() -> None:
         folders = [find_run(folder) for folder in named]

@@ -39,7 +39,7 @@ def run(config: ServeJob) -> int:
     from jobs.common.run_folder import sole_process
     from t2g.runs.progress import log_duration
 
-    stop = stop_flag()
+    stop = stop_flag(saves_work=False)
     folder = config.run.folder
     template = config.serve.command
     with sole_process(folder), ExitStack() as started:

@@ -2,28 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from t2g.config import LogConfig
-from t2g.metrics import CHOICES, EARLIER_NAMES, METRICS, fill, find_metric
+from t2g.metrics import EARLIER_NAMES, METRICS, find_metric, list_names
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("t2g", "actors", "jobs", "docker")
-
-
-def list_names() -> Iterator[str]:
-    """Yield every name, one for each choice of a placeholder that has choices."""
-    for name in METRICS:
-        placeholder = re.search("<(.+)>", name)
-        choices = CHOICES.get(placeholder[1], ()) if placeholder else ()
-        if choices:
-            yield from (fill(name, choice) for choice in choices)
-        else:
-            yield name
 
 
 def test_no_metric_is_named_outside_the_registry() -> None:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.state import list_placement_groups
 
 from actors.cluster.fanout import first_line
-from actors.cluster.shortage import NAME_END
+from actors.cluster.shortage import NAME_END, WAITING
 from t2g.config import ProcessConfig
 from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable
 from t2g.errors import UserError
@@ -25,7 +25,6 @@ from t2g.runs.versions import collect_versions
 from t2g.sandbox import available
 
 SHARED_MEMORY = "/dev/shm"
-WAITING = ("PENDING", "RESCHEDULING")
 CONNECT_S = 5.0
 Listening = Mapping[str, tuple[str, int]]  # by the name of a node: host and port
 

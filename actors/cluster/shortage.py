@@ -5,7 +5,8 @@ from typing import Any
 
 from t2g.resources.memory import GIB
 
-WAITING = ("PENDING", "RESCHEDULING")
+WAITING = ("PENDING", "RESCHEDULING")  # states of placement groups
+NAME_END = " #"  # between the role of a placement group and what makes its name unique
 MAX_LISTED = 8  # nodes, and groups that wait
 Amounts = Mapping[str, float]  # by Ray's names; memory in bytes
 
@@ -15,7 +16,7 @@ def describe_free(nodes: Sequence[Mapping[str, Any]], available: Mapping[str, Am
 
     Args:
         nodes: Result of `ray.nodes`.
-        available: By the id of a node.
+        available: Free resources by the id of a node.
     """
     rows: list[tuple[float, str]] = []
     for node in nodes:
@@ -35,16 +36,13 @@ def describe_waiting(groups: Sequence[Mapping[str, Any]]) -> str:
         if group["state"] not in WAITING:
             continue
         bundles = group["bundles"]
-        homes = group["bundles_to_node_id"]
-        unplaced = [bundle for index, bundle in bundles.items() if not _is_placed(homes.get(index, ""))]
+        node_ids = group["bundles_to_node_id"]
+        unplaced = [bundle for index, bundle in bundles.items() if not _is_placed(node_ids.get(index, ""))]
         if not unplaced:
             continue
         name = group["name"].partition(NAME_END)[0] or "another job"
         rows.append(f"{name} for {len(unplaced)} of {len(bundles)} x {describe_amounts(unplaced[0])}")
     return _join_rows(rows)
-
-
-NAME_END = " #"  # between the role of a placement group and what makes its name unique
 
 
 def describe_amounts(resources: Amounts) -> str:

@@ -1,6 +1,6 @@
 """One vLLM engine in an actor process, with the tokenizer of its model: the base of every worker.
 
-It knows neither Ray nor prompts nor retries. vllm is imported after the environment of the process is set.
+It knows neither prompts nor retries. vllm is imported after the environment of the process is set.
 """
 
 import asyncio

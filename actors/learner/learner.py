@@ -1,7 +1,7 @@
 """The learner: policy and critic on ZeRO-3 ranks, one Ray actor per rank, in one group or in two.
 
 `LearnerWorker` is one rank, a plain class whose calls are collectives; it has the trainers (`models`) of its group.
-`LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and `actors.weights.sync.WeightSource`. It
+`LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and `actors.weights.round.WeightSource`. It
 makes each call once per model, on the ranks of that model. Policy and critic may share their ranks; on separate ranks
 they work at the same time.
 """
@@ -252,7 +252,7 @@ class LearnerGroup:
             sections["critic"] = [*roles][-1]
         try:
             for section, role in roles.items():
-                names = [model for model, home in sections.items() if home == section]
+                names = [model for model, of_model in sections.items() if of_model == section]
                 ranks = Ranks(
                     self.actor,
                     spec,

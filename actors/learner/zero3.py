@@ -109,7 +109,7 @@ def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
 
 
 def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: bool = False) -> dict[str, Any]:
-    home = {"device": "cpu" if offload else "none", "pin_memory": offload}
+    device = {"device": "cpu" if offload else "none", "pin_memory": offload}
     num_weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     numel = min(BUCKET_NUMEL, max(1, num_weights))
     zero_optimization = {
@@ -117,8 +117,8 @@ def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: b
         "stage3_param_persistence_threshold": 0,  # small parameters are partitioned too: one code path
         "reduce_bucket_size": numel,
         "stage3_prefetch_bucket_size": numel,
-        "offload_optimizer": home,
-        "offload_param": home,
+        "offload_optimizer": device,
+        "offload_param": device,
     }
     if not _on_gpu():
         # AdamW's step on a CPU needs three arrays of the size of a group.

@@ -1,7 +1,7 @@
 """vLLM loads this file in every process of an engine (entry point group `vllm.general_plugins`).
 
 It registers the engines' side of each learner.sync_transport, and lets an engine-core process end with the actor that
-owns it. Only this module and `actors.vllm_compat.scheduler` import vllm outside a worker's methods.
+owns it. Only this module and `actors.vllm_compat.scheduler` import vllm outside of functions.
 """
 
 import math

@@ -80,7 +80,7 @@ def is_stuck(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray], baseli
 
 
 def make_probe_ids(prompts: Sequence[np.ndarray], vocab_size: int, num_tokens: int) -> np.ndarray:
-    """Return [N] int32: the concatenated first tokens of the prompts, filled up with random tokens."""
+    """Return [N] int32: the first N tokens of the concatenated prompts, filled up with random tokens."""
     rng = np.random.default_rng(PROBE_SEED)
     fill = rng.integers(0, vocab_size, num_tokens, dtype=np.int32)
     ids = np.concatenate([*prompts[:num_tokens], fill])

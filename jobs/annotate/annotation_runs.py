@@ -196,11 +196,13 @@ def _feedback_source(config: AnnotateJob, fleets: "Fleets | None") -> FeedbackSo
 
 def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
     """Return the journal's records of these samples; human feedback only if the human file still contains it."""
-    options = config.annotate
+    sources = config.annotate.named_sources
     records = read_journal(config.run.folder / JOURNAL_FILE, AnnotatedRecord)
-    if records and options.source == "human":
-        human = _human(options, config.task)
-        records = [record for record in records if human.is_current(record)]
+    for name, source in sources.items():
+        if records and source.source == "human":
+            human = _human(source, config.task)
+            criterion = name if len(sources) > 1 else ""
+            records = [record for record in records if human.is_current(record, criterion)]
     by_key: Records = {}
     for record in records:
         by_key |= dict.fromkeys(annotation.record_keys(record), record)

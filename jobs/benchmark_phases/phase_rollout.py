@@ -19,12 +19,13 @@ SEED = 1
 
 
 async def measure(bench: Bench) -> list[Record]:
-    fixed = await race(bench, "rollout, fixed length", bench.models.fixed)
-    exponential = await race(bench, "rollout, exponential", bench.models.exponential)
+    fixed = await measure_sampling(bench, "rollout, fixed length", bench.models.fixed)
+    exponential = await measure_sampling(bench, "rollout, exponential", bench.models.exponential)
     return [fixed, exponential]
 
 
-async def race(bench: Bench, name: str, model: Path) -> Record:
+async def measure_sampling(bench: Bench, name: str, model: Path) -> Record:
+    """Measure the tokens that bare vLLM, our engine and our fleet sample in a second."""
     config = bench.config
     rollout = config.rollout
     prompts = bench.models.prompts[: rollout.prompts_per_step]
@@ -41,8 +42,8 @@ async def race(bench: Bench, name: str, model: Path) -> Record:
             return sum(len(response.response_ids) for response in chain.from_iterable(groups))
 
         sides["fleet"] = partial(count_tokens, ask_fleet)
-        competition = Benchmark(name=name, unit="tokens", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
-        return await bench.measure(competition)
+        benchmark = Benchmark(name=name, unit="tokens", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
+        return await bench.measure(benchmark)
 
 
 def plain_sides(bench: Bench, model: Path) -> dict[str, Side]:

@@ -60,13 +60,13 @@ async def measure(bench: Bench) -> list[Record]:
     makers = {name: partial(trl, bench, vllm=vllm) for name, vllm in names.items()}
     if bench.config.cluster.gpu_sharing == "none":
         candidates = {name: make() for name, make in makers.items()}
-        rivals = await able(candidates, bench.config.deadline_s)
+        libraries = await select_working(candidates, bench.config.deadline_s)
         async with running_loop(bench, loop_job(bench)) as step:
-            sides = {BARE: bare_step(bench), **rivals, OURS: step}
+            sides = {BARE: bare_step(bench), **libraries, OURS: step}
             record = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
     else:
         record = await measure_alone(bench, {BARE: partial(bare_step, bench), **makers})
-        rivals = record["sides"].keys() - {BARE, OURS}
+        libraries = record["sides"].keys() - {BARE, OURS}
     measured = record["sides"]
     if bench.config.variants:
         measured |= await measure_variants(bench)
@@ -76,8 +76,8 @@ async def measure(bench: Bench) -> list[Record]:
         aims = dict.fromkeys(EQUAL, aim)
         return {**record, "name": name, "reference": reference, "aims": aims, "sides": sides}
 
-    records = [compare("step", BARE, AIM, rivals)]
-    if rivals:
+    records = [compare("step", BARE, AIM, libraries)]
+    if libraries:
         records.append(compare("GRPO step", "TRL", AIM_TRL, [BARE]))
     return records
 
@@ -100,7 +100,7 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
     """
     measured: dict[str, Any] = {}
     for name, make in makers.items():
-        sides = await able({name: make()}, bench.config.deadline_s)
+        sides = await select_working({name: make()}, bench.config.deadline_s)
         if sides:
             record = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
             measured |= record["sides"]
@@ -111,10 +111,10 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
     return {**record, "sides": measured | record["sides"]}
 
 
-async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:
+async def select_working(sides: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:
     """Return the sides that can make a step; print the reason for each of the others."""
     working: dict[str, Side] = {}
-    for name, side in rivals.items():
+    for name, side in sides.items():
         try:
             await asyncio.wait_for(side(), deadline_s)
             working[name] = side
@@ -124,7 +124,7 @@ async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]
 
 
 def variants(config: BenchmarkJob) -> dict[str, dict[str, Any]]:
-    """Return the config in which concurrent engines and ranks share the cores, as with `threads=auto`."""
+    """Return the changes of the config by variant; engines and ranks that work at one time share the cores."""
     shared = {
         "rollout.threads": max(1, config.rollout.threads // 2),
         "learner.threads": max(1, config.learner.threads // 2),

@@ -16,7 +16,7 @@ FILE = "benchmark.json"
 TABLE_FILE = "benchmark.md"
 OWN_COLUMNS = {"seconds", "spread", "cpu_s", "peak_gib", "amount", "rate", "others_cpu_s"}
 HEAD = (
-    "race", "side", "seconds", "a second", "relative rate", "aim", "CPU s", "CPU s / 1,000", "GiB", "reported",
+    "benchmark", "side", "seconds", "a second", "relative rate", "aim", "CPU s", "CPU s / 1,000", "GiB", "reported",
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ class BenchmarkResults:
     def add(self, phase: str, records: Sequence[Record]) -> None:
         """Replace a phase's records, and write both files."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.phases[phase] = {"at": at, "versions": collect_versions(), "races": list(records)}
+        self.phases[phase] = {"at": at, "versions": collect_versions(), "benchmarks": list(records)}
         write_json(self._folder / FILE, {"phases": self.phases})
         write_atomic(self._folder / TABLE_FILE, self.table().encode())
 
@@ -45,7 +45,8 @@ class BenchmarkResults:
         """Return a Markdown table with a row for each side of each benchmark, in order of measurement."""
         rows: list[Sequence[str]] = []
         for phase in self.phases.values():
-            for benchmark in phase["races"]:
+            benchmarks = phase.get("benchmarks") or phase["races"]  # races: before version 0.3
+            for benchmark in benchmarks:
                 rows += [_row(benchmark, name) for name in benchmark["sides"]]
         return markdown(HEAD, rows) + "\n"
 

@@ -172,7 +172,8 @@ def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "inte
         return 2
     except Stopped:
         name = str(StopFlag.installed.signal_name)
-        print(f"stopped by {name}: the same command goes on from here", file=sys.stderr)
+        advice = ": the same command goes on from here" if StopFlag.installed.saves_work else ""
+        print(f"stopped by {name}{advice}", file=sys.stderr)
         return 128 + signal.Signals[name]
     except KeyboardInterrupt:
         print(f"{prog}: {interrupted}", file=sys.stderr)
@@ -203,7 +204,9 @@ class StopFlag:
 
     installed: ClassVar[Self]  # the flag that this process's signal handlers set
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves_work: bool = True) -> None:
+        """Start unset. saves_work: the job keeps its finished work, for messages."""
+        self.saves_work = saves_work
         self.signal_name: str | None = None
         self.is_read = False  # whether a job in another thread checks it
 
@@ -214,7 +217,8 @@ class StopFlag:
         """Handle a signal: set the flag, and answer on stderr."""
         # No lock here: a handler that takes one, as threading.Event or print do, may wait for what it interrupted.
         self.signal_name = signal.Signals(number).name
-        answer = f"\n{self.signal_name}: the job stops as soon as its finished work is saved"
+        when = " as soon as its finished work is saved" if self.saves_work else ""
+        answer = f"\n{self.signal_name}: the job stops{when}"
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
             answer += "; a second Ctrl-C stops it at once"
@@ -222,7 +226,7 @@ class StopFlag:
             os.write(STDERR, f"{answer}\n".encode())
 
 
-def stop_flag() -> StopFlag:
+def stop_flag(*, saves_work: bool = True) -> StopFlag:
     """Install the signal handlers and return their flag. Call it after `ray.init`, which sets its own handler.
 
     Only the main thread can have handlers. In another one, return the flag that the caller of the job sets.
@@ -230,7 +234,7 @@ def stop_flag() -> StopFlag:
     if threading.current_thread() is not threading.main_thread():
         StopFlag.installed.is_read = True
         return StopFlag.installed
-    flag = StopFlag.installed = StopFlag()
+    flag = StopFlag.installed = StopFlag(saves_work=saves_work)
     signal.signal(signal.SIGTERM, flag.on_signal)
     signal.signal(signal.SIGINT, flag.on_signal)
     return flag

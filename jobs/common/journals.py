@@ -7,7 +7,7 @@ makes the rows that a journal lacks.
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -127,9 +127,13 @@ def make_missing_rows(
         asyncio.run(run_until_stopped(work, limit, journal.sync, stop, limits.drain_s))
     rows = {**unrecorded, **read()}
     if num_lost := len(items.keys() - rows.keys()):
-        first = f" (first: {printable(reasons[0])})" if reasons else ""
-        raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer{first}; the same command asks again")
+        raise RunStopped(_describe_lost(title, num_lost, len(missing), reasons))
     return {key: rows[key] for key in items}
+
+
+def _describe_lost(title: str, num_lost: int, num_missing: int, reasons: Sequence[str]) -> str:
+    first = f" (first: {printable(reasons[0])})" if reasons else ""
+    return f"{title}: {num_lost} of {num_missing} got no answer{first}; the same command asks again"
 
 
 def _drop_final(items: Items, rows: Mapping[str, Row], is_final: Callable[[Row], bool]) -> Items:

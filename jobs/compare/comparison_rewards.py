@@ -1,6 +1,6 @@
 """The artifacts of a comparison, and the reward models that it compares, made unless they are finished.
 
-One reward model for each style that the methods need, over seeds. All learn from the responses of the demo's stages,
+One reward model for each style that the methods need, over seeds. All learn from the responses of the demo's artifacts,
 judged by the tiny world's feedback function, and are measured on the same held-out ones; a seed decides the initial
 weights and the order of the records. The figures are described in `t2g.study.reward_eval`.
 """

@@ -65,7 +65,7 @@ def find_what(arguments: Sequence[str]) -> str:
     known, others = first.parse_known_args(arguments)
     folder = find_run_folder(others)
     if known.what is None and folder is not None:
-        with suppress(UserError):  # which `evaluation_values` raises again
+        with suppress(UserError):  # `evaluation_values` raises it again
             return find_run_kind(Path(folder))
     return known.what or WHAT["default"]
 

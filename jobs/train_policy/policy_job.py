@@ -93,7 +93,7 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
                 summary = training.run()
     if job.run.smoke:
         print(format_smoke_summary(job, summary), *teacher, sep="\n")
-        show_one(folder)
+        show_last_response(folder)
     else:
         held_out = [f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None]
         print(f"held out: {', '.join(held_out) or 'not measured, eval_data is not given'}")
@@ -145,7 +145,11 @@ def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
 
 
 def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
-    """Return lines about the teacher of a smoke run, before anything is trained; [] without one. See `inputs` there."""
+    """Return lines about the teacher of a smoke run, before anything is trained; [] without a teacher.
+
+    Args:
+        inputs: Further arguments of `evaluate_teacher`.
+    """
     from jobs.train_policy.teacher_evaluation import evaluate_teacher, format_result
 
     if not config.run.smoke or config.objective.teacher is None:
@@ -157,7 +161,7 @@ def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
         return [f"the teacher was not measured: {error}"]
 
 
-def show_one(folder: Path) -> None:
+def show_last_response(folder: Path) -> None:
     """Print a response of the last step with colored spans, with feedback if there is any."""
     from rich.console import Console
 
@@ -169,6 +173,6 @@ def show_one(folder: Path) -> None:
     judged = [sample for sample in last_samples if sample.feedback is not None]
     if not judged:
         return
-    one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
-    print(f"\ncritique and text of one response, of step {one.step}:")
-    show_feedback(Console(), one.response, one.feedback, one.turns)
+    last = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
+    print(f"\ncritique and text of one response, of step {last.step}:")
+    show_feedback(Console(), last.response, last.feedback, last.turns)

@@ -217,7 +217,7 @@ def advise(result: Mapping[str, Any]) -> str:
     if has_scores and result["teacher_less_shuffled"]["high"] <= 0:
         return "another prompt's critique helps as much: the gain is not what the critiques say"
     if has_scores and result["teacher_less_shuffled"]["low"] <= 0:
-        return unclear.format("with another prompt's critique", **result)
+        return unclear.format("the control, which reads another prompt's critique", **result)
     if contrast is None and not has_scores:
         return "the task has no measure and the critiques have no poor spans: nothing tells whether the teacher helps"
     return "the teacher follows the critiques: objective.teacher can help"

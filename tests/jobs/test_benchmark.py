@@ -366,7 +366,7 @@ def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest
         await asyncio.sleep(60)
         raise AssertionError
 
-    sides = asyncio.run(phase_step.able({"one": works, "two": dies, "three": hangs}, 0.05))
+    sides = asyncio.run(phase_step.select_working({"one": works, "two": dies, "three": hangs}, 0.05))
     output = capsys.readouterr().out
     assert [*sides] == ["one"]
     assert sides["one"] is works

@@ -219,7 +219,7 @@ def test_a_hub_that_is_not_there_and_a_missing_token_are_sentences(run: Path, tm
 
 def test_an_adapter_is_exported_merged_into_its_base_and_alone(run: Path, tmp_path: Path) -> None:
     adapter = run / "model" / "adapter"
-    assert call(export_model, adapter, tmp_path / "merged", "--merge") == 0
+    assert call(export_model, adapter, tmp_path / "merged") == 0
     torch.testing.assert_close(logits(tmp_path / "merged"), logits(run / "model"))
     assert str(run.parent) not in (tmp_path / "merged" / "config.json").read_text()
     assert "library_name: peft" not in (tmp_path / "merged" / "README.md").read_text()

@@ -91,7 +91,7 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
     folder = tmp_path / "my-run"
     folder.mkdir()
     write_lines(folder / "metrics.jsonl", [{"step": 0, "eval/f1": 0.5}, {"step": 1, "samples": 64.0, "eval/f1": 0.625}])
-    assert main(["--run", str(folder)]) == 0
+    assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"made: report {folder / 'report.html'}\n"
     running = (folder / "report.html").read_text()
     assert "Text2Grad: my-run" in running
@@ -125,7 +125,7 @@ def test_a_folder_that_no_run_wrote_is_one_sentence(
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=words):
         report_run(tmp_path)
-    assert main(["--run", str(tmp_path)]) == 2
+    assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
@@ -219,7 +219,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "long ago" not in page and page.count("prompt of p") == 1, "the last responses, to the prompts of both runs"
     assert "<dt>two, step 1</dt><dd>the KL is &lt;high&gt;</dd>" in page
     twin = make_run(tmp_path / "more" / "one", f1=0.75, config=config % "span", response="one says <b>")
-    assert main(["--run", str(twin), str(one)]) == 0
+    assert main([str(one), str(twin)]) == 0
     page = (one / "report_beside.html").read_text()
     assert "What differs" not in page and "One prompt in each run" in page
     assert main([str(one), str(one)]) == 0, "one run is not beside itself"

@@ -175,14 +175,21 @@ class HumanFeedback(FeedbackSource):
         assert self.aligner is not None, "see check_alignment"
         return await find_spans(self.aligner, prompt, response_text, judgement.feedback)
 
-    def is_current(self, record: AnnotatedRecord) -> bool:
-        """Return whether the record still agrees with the files."""
+    def is_current(self, record: AnnotatedRecord, criterion: str = "") -> bool:
+        """Return whether the record still agrees with the files.
+
+        Args:
+            criterion: Name of this source among several sources of the record; "": it is the only one.
+        """
         judgements = self._find(record.to_prompt(), record.response)
-        if not judgements:
+        if not judgements and not criterion:
             return False
-        # An aligner appends its version after a comma; a file's name may contain a comma, too.
+        # An aligner appends its version after a comma. `combine_feedback` joins the versions of several sources.
         version = _join_versions(judgements)
-        return f"{record.version}, ".startswith(f"{version}, ")
+        if criterion:
+            version = f"{criterion}: {version}"
+        versions = f"; {record.version}; "
+        return f"; {version}; " in versions or f"; {version}, " in versions
 
     def needs_aligner(self, prompt: Prompt, response_text: str) -> bool:
         return any(judgement.needs_aligner for judgement in self._find(prompt, response_text))

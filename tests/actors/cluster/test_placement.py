@@ -221,7 +221,7 @@ def test_auto_reads_the_resources_of_a_cluster(monkeypatch: pytest.MonkeyPatch) 
     ("address", "sentence"),
     [
         ("http://head:8265", r"is http://head:8265, where jobs are submitted; a driver needs .*HOST:6379"),
-        ("127.0.0.1", r"cluster\.address: the Ray cluster at 127\.0\.0\.1 cannot be joined: "),
+        ("127.0.0.1", r"cluster\.address or RAY_ADDRESS: the cluster at 127\.0\.0\.1 cannot be joined: "),
     ],
 )
 def test_an_address_that_no_driver_can_join_is_refused(address: str, sentence: str) -> None:

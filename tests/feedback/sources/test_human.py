@@ -13,6 +13,7 @@ from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback
 from t2g.feedback.records import make_annotated_record
+from t2g.feedback.sources.combined import combine_feedback
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.tasks.base import get_task
@@ -267,6 +268,22 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
     assert aligner.critiques == ["No phone."]
     with pytest.raises(UserError, match=r"1 critiques have no spans, the first at .*human\.jsonl:2; set align to llm"):
         make_local_source(AnnotateConfig(source="human", human_file=str(path)), PromptsTask())
+
+
+def test_a_combined_record_is_current_as_long_as_its_human_line_is(tmp_path: Path) -> None:
+    path = tmp_path / "human.jsonl"
+    question = prompt("7", "")
+    other = SpanFeedback(critique="", spans=(), status="empty", source="program", version="p#1")
+    first = human(write(path, ROW))
+    answers = {"facts": other, "people": judge(first, question, "a phone"), "style": other}
+    record = make_annotated_record(question, "a phone", combine_feedback(answers, required=["facts"]))
+    assert first.is_current(record, "people")
+    assert not human(write(path, ROW | {"critique": "Better."})).is_current(record, "people")
+    unjudged = human(write(path, ROW | {"response": "else"}))
+    assert not unjudged.is_current(record, "people")
+    answers["people"] = judge(unjudged, question, "a phone")
+    without = make_annotated_record(question, "a phone", combine_feedback(answers, required=["facts"]))
+    assert unjudged.is_current(without, "people") and not first.is_current(without, "people")
 
 
 @pytest.mark.parametrize("name", ["human.jsonl", "ann, bob.jsonl"])
