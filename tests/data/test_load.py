@@ -81,7 +81,7 @@ def test_a_json_file_with_one_line_has_one_record(tmp_path: Path) -> None:
         ("d.jsonl", '[{"prompt": "a"},\n{"prompt": "b"}]', "name the file .json"),
         ("d.csv", "prompt;n\na;1\n", "separated by ';'"),
         ("d.csv", "prompt\tn\na\t1\n", "separated by '\\t'"),
-        ("d.jsonl", gzip.compress(b'{"prompt": "a"}\n'), "ends in .gz"),
+        ("d.jsonl", gzip.compress(b'{"prompt": "a"}\n', mtime=0), "ends in .gz"),
         ("d.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n", "git lfs pull"),
         ("d.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n", "git lfs pull"),
     ],

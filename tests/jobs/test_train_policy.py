@@ -14,7 +14,7 @@ from jobs.demo.__main__ import method_job
 from jobs.demo.__main__ import run as run_demo
 from jobs.train_policy import prepared
 from jobs.train_policy.policy_data import read_data, run_references
-from jobs.train_policy.policy_job import format_smoke_summary, show_one
+from jobs.train_policy.policy_job import format_smoke_summary, show_last_response
 from jobs.train_policy.policy_job import run_training as run
 from jobs.train_policy.policy_results import write_summary
 from jobs.train_policy.policy_training import learner_spec
@@ -93,11 +93,11 @@ def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: p
         {"step": 2, "prompt_id": "told", "response": "about laptop", "feedback": feedback},
     ]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(about | line) + "\n" for line in lines))
-    show_one(tmp_path)
+    show_last_response(tmp_path)
     out = capsys.readouterr().out
     assert "one response, of step 2:" in out and "about [-laptop-]" in out and "Bad." in out
     (tmp_path / "samples.jsonl").write_text("")
-    show_one(tmp_path)
+    show_last_response(tmp_path)
     assert capsys.readouterr().out == ""
 
 
