@@ -169,6 +169,11 @@ class OneEngine:
     def begin_sync(self) -> list[TorchEngine]:
         return [self.engine]
 
+    def started(self) -> list[TorchEngine]:
+        return [self.engine]
+
+    def replace_unreachable(self) -> None: ...
+
     async def request(self, worker: TorchEngine, submit: Callable[[Any], Any], what: str) -> Any:
         try:
             return await submit(worker.handle)

@@ -24,29 +24,25 @@ from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
-from t2g.feedback import token_rewards
 from t2g.feedback.outcome_rewards import OutcomeRewards
-from t2g.feedback.rewards import compute_sentence_ids, per_token_rule, reward_criteria, sum_criteria
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
 from t2g.loop.consistency import consistency_metrics
 from t2g.loop.producer import Producer
 from t2g.loop.resampling import Signal, find_signal
+from t2g.loop.scoring import score_response
 from t2g.loop.step_metrics import fault_recall, group_metrics, sample_metrics, step_metrics, sync_metrics
 from t2g.loop.teacher import teacher_critiques, teacher_metrics
 from t2g.runs.checkpoint import CheckpointStore, FileHashes
 from t2g.runs.identity import Identity, check_identity, save_identity
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
-from t2g.text.transcript import find_answer_tokens, rollout_offsets
 from t2g.types import (
-    CriterionRewards,
     JudgedResponse,
     Prompt,
     Rollout,
     ScoredRollout,
-    SpanFeedback,
     TeacherQuery,
     TeacherStats,
     TokenStats,
@@ -112,6 +108,7 @@ class Trainer:
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # groups of later steps, from the checkpoint
         self._outcome_rewards = OutcomeRewards(self.config, self.task, self.prompts)
+        self._score = partial(score_response, config=self.config, task=self.task, tokenizer=self.tokenizer)
         self._since = time.monotonic()
         self._busy_s = 0.0  # seconds of the learner in this step
         self._sealing: asyncio.Future[Path] | None = None
@@ -390,41 +387,6 @@ class Trainer:
             return await finish_in_thread(call, *args)
         finally:
             self._busy_s += time.monotonic() - started
-
-    def _score(self, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
-        objective = self.config.objective
-        rule = objective.rewards
-        text = rollout.response_text
-        offsets = rollout_offsets(self.tokenizer, rollout)
-        weights = self.config.feedback.weights
-        reward_unweighted = partial(token_rewards, offsets, text=text)
-        reward_weighted = partial(reward_unweighted, weights=weights)
-        turn_starts = [turn.characters[0] for turn in rollout.turns]
-        sentence_ids = compute_sentence_ids(offsets, text, self.task.step_pattern, starts=turn_starts)
-
-        outcome_reward = 0.0
-        for entry in objective.outcome_rewards:
-            outcome_reward += entry.weight * feedback.outcomes.get(entry.source, 0.0)
-
-        rewards = reward_weighted(feedback.spans, rule=rule)
-        per_token_rewards = reward_weighted(feedback.spans, rule=per_token_rule(rule))
-        criterion_rewards = sum_criteria(feedback, reward_weighted, rule=rule)
-        criteria: dict[str, CriterionRewards] = {}
-        if objective.normalize_criteria:
-            criteria = reward_criteria(feedback, reward_unweighted, rule=rule, weights=weights)
-
-        return ScoredRollout(
-            rollout=rollout,
-            feedback=feedback,
-            token_rewards=rewards,
-            per_token_rewards=per_token_rewards,
-            sentence_ids=sentence_ids,
-            outcome_reward=outcome_reward,
-            truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
-            answer_tokens=find_answer_tokens(offsets, rollout),
-            criterion_rewards=criterion_rewards,
-            criteria=criteria,
-        )
 
     def _find_signal(self, group: Group) -> Signal:
         usable = [(rollout, feedback) for rollout, feedback in group.samples if feedback.usable]

@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from t2g.credit import assign_credit
 from t2g.errors import UserError
 from t2g.feedback import decode
 from t2g.feedback.parse import read_judgement
+from t2g.loop.scoring import score_response
 from t2g.loop.steps import make_train_samples
-from t2g.loop.trainer import Trainer
 from t2g.types import Rollout, TokenStats
 
 TEXTS = ("ab", "abc", "cba", "c")
@@ -144,7 +144,7 @@ def loop_advantages(
     job = PolicyJob.model_validate(
         {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"source": "a:b"}, "objective": objective}
     )
-    loop: Any = SimpleNamespace(config=job, tokenizer=tokenizer, task=LetterTask())
+    score = partial(score_response, config=job, task=LetterTask(), tokenizer=tokenizer)
     scored = {}
     for index, (row, judgement, group) in enumerate(zip(ids, judgements, groups, strict=True)):
         length = len(row)
@@ -158,7 +158,7 @@ def loop_advantages(
         if judgement is not None:
             feedback = read_judgement(judgement, rollout.response_text, source="program", version="")
             if feedback.usable:
-                scored[index] = Trainer._score(loop, rollout, feedback)
+                scored[index] = score(rollout, feedback)
     zeros = [np.zeros(len(s.token_rewards), np.float32) for s in scored.values()]
     stats = [TokenStats(old_logprobs=zero, ref_logprobs=zero, values=zero, entropy=zero) for zero in zeros]
     samples = make_train_samples([*scored.values()], stats, job.objective, kl_coef=0.0, seed=1)

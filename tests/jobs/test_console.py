@@ -27,7 +27,7 @@ def test_every_job_has_a_word_and_every_word_a_job() -> None:
 
 
 def test_the_output_and_exit_code_of_a_job_are_passed_on(tmp_path: Path) -> None:
-    requests = [sys.executable, "-m", "jobs", "report", "--run", str(tmp_path)]
+    requests = [sys.executable, "-m", "jobs", "report", str(tmp_path)]
     done = subprocess.run(requests, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "holds no finished step" in done.stderr

@@ -190,7 +190,7 @@ def test_the_teacher_of_a_thinking_model_reads_critiques_of_answers(tmp_path: Pa
             0.9,
             0.9,
             {"good": 0.1, "poor_first": -0.5},
-            "200 prompts do not tell whether the teacher is better than with",
+            "200 prompts do not tell whether the teacher is better than the control",
         ),
         (0.5, 0.3, {"good": 0.1, "poor_first": -0.5}, "200 prompts do not tell whether the teacher is better than the"),
         (0.5, 0.3, {"good": 0.1, "poor_first": 0.2}, "will not help: it makes poor tokens likelier"),

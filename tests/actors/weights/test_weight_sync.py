@@ -463,7 +463,9 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
     slept = list[list[Any]]()
 
     class Sleepers(FakeFleet):
-        def begin_sync(self) -> list[FakeSyncWorker]:
+        def replace_unreachable(self) -> None: ...
+
+        def started(self) -> list[FakeSyncWorker]:
             slept.append(list(joiner.handle.log))
             return []
 
