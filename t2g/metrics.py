@@ -99,7 +99,7 @@ CRITERION_REWARD = _add("criterion_reward/<criterion>", "reward per response", "
 ZERO_VARIANCE = _add(
     "group/zero_variance_share",
     "share of prompts",
-    "all samples earn the same at every token",
+    "all samples earn the same at every token, or state of `objective.values`",
 )
 FURTHER_PROMPTS = _add("group/further_prompts", "prompts", "drawn in the step by rollout.resample_zero_groups")
 REPLACED_PROMPTS = _add("group/replaced_prompts", "prompts", "all samples earn the same; a further one is trained")

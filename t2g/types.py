@@ -130,7 +130,7 @@ class Rollout:
 
     @property
     def has_answer(self) -> bool:
-        """Return whether a turn has text after its thinking, which can be judged."""
+        """Return whether a turn ended its thinking, or had none: what follows can be judged."""
         return any(turn.answer_start is not None for turn in self.turns)
 
     @property

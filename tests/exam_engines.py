@@ -172,7 +172,7 @@ class OneEngine:
     def started(self) -> list[TorchEngine]:
         return [self.engine]
 
-    def replace_unreachable(self) -> None: ...
+    async def replace_unreachable(self) -> None: ...
 
     async def request(self, worker: TorchEngine, submit: Callable[[Any], Any], what: str) -> Any:
         try:

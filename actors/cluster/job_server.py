@@ -5,7 +5,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -117,7 +117,7 @@ class JobServer:
         Raises:
             RunStopped: The job does not end within wait_s.
         """
-        self._client.stop_job(job_id)
+        asyncio.run(self._request(job_id, self._client.stop_job))
         job = asyncio.run(self._wait_for_end(job_id, wait_s + self._end_timeout_s))
         return str(job.status)
 
@@ -130,7 +130,7 @@ class JobServer:
             asyncio.run(self._print_log(job_id))
         except KeyboardInterrupt:
             print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
-            self._client.stop_job(job_id)
+            asyncio.run(self._request(job_id, self._client.stop_job))
             timeout_s = wait_s + self._end_timeout_s
             try:
                 asyncio.run(asyncio.wait_for(self._print_log(job_id), timeout_s))
@@ -171,12 +171,22 @@ class JobServer:
         return job
 
     async def _read_job(self, job_id: str) -> Any:
-        """Return the job's details; ask again while the server cannot be reached."""
+        return await self._request(job_id, self._client.get_job_info)
+
+    async def _request(self, job_id: str, request: Callable[[str], Any]) -> Any:
+        """Return the answer to a request about a job; repeat it while the server cannot be reached.
+
+        Raises:
+            RunStopped: The server did not answer for `reconnect_s`.
+        """
         deadline = time.monotonic() + self._reconnect_s
         while True:
             try:
-                return self._client.get_job_info(job_id)
-            except (ConnectionError, requests.exceptions.RequestException) as error:
+                return request(job_id)
+            except (ConnectionError, RuntimeError, requests.exceptions.RequestException) as error:
+                is_away = not isinstance(error, RuntimeError) or "status code 5" in str(error)  # a proxy's 502, 503
+                if not is_away:
+                    raise
                 if time.monotonic() > deadline:
                     raise RunStopped(
                         f"job {job_id} may still run: its server has not answered for {self._reconnect_s:.0f} s "

@@ -3,6 +3,7 @@
 `RolloutWorker` is the remote side, `RolloutFleet` the driver's, which implements `t2g.interfaces.RolloutSource`.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 import xxhash
-from ray.exceptions import ObjectLostError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from actors.cluster.fanout import first_line
 from actors.engines.engine import Engine
@@ -23,6 +24,8 @@ from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.interfaces import GpuUser, Sampling
 from t2g.text.thinking import Tags, find_answer_start, find_thinking_tags
 from t2g.types import Prompt, Rollout
+
+RELEASE_S = 5.0  # from the kill of an engine until its GPU is free
 
 
 def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
@@ -94,6 +97,7 @@ class RolloutFleet(Fleet):
     config: RolloutConfig
     baseline_gap: Gap | None = None
     gpu_user: GpuUser = "engines"
+    is_handing_over = False  # whether the GPUs are changing hands
 
     def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **engine: Any) -> None:
         """Start the fleet.
@@ -146,11 +150,15 @@ class RolloutFleet(Fleet):
         return logprobs[len(prompt.prompt_ids) - 1 :]
 
     def _should_restart(self, worker: FleetWorker) -> bool:
-        return self.gpu_user == "engines" and super()._should_restart(worker)  # a start would fail on a rank's GPU
+        return self._has_gpus and super()._should_restart(worker)  # a start would fail on a rank's GPU
 
     def _check_min_workers(self, now: float) -> None:
-        if self.gpu_user == "engines":
+        if self._has_gpus:
             super()._check_min_workers(now)
+
+    @property
+    def _has_gpus(self) -> bool:
+        return self.gpu_user == "engines" and not self.is_handing_over
 
     def begin_sync(self) -> list[FleetWorker]:
         """Return the workers of a weight sync that begins. An unreachable one misses it, and catches up later."""
@@ -161,11 +169,20 @@ class RolloutFleet(Fleet):
                 self.record_missed_sync(worker, "could not be reached")
         return [worker for worker in self.started() if worker.health.reachable]
 
-    def replace_unreachable(self) -> None:
-        """Kill the started workers that cannot be reached, and may hold a GPU that others need; successors start."""
-        for worker in self.started():
-            if not worker.health.reachable:
+    async def replace_unreachable(self) -> None:
+        """Kill each unreachable worker that fails one more health check: it may hold a GPU that others need."""
+        unreachable = [worker for worker in self.started() if not worker.health.reachable]
+        num_killed = 0
+        for worker in unreachable:
+            check = worker.handle.check_health.remote()
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(check.future()), self.config.health.check_timeout_s)
+                self._apply_event(worker, "check_passed")
+            except (TimeoutError, RayError):
                 self._apply_event(worker, "died", "could not be reached when the GPUs changed hands")
+                num_killed += 1
+        if num_killed:
+            await asyncio.sleep(RELEASE_S)
 
     async def request(self, worker: FleetWorker, submit: Callable[[Any], Any], what: str) -> Any:
         """Make one call of a weight sync on one worker.

@@ -107,7 +107,8 @@ def _into(health: Health, state: State, now: float) -> Health:
 def _forget_reason(health: Health) -> Health:
     """Return the health without its reason if the worker serves and has recovered from every failure."""
     num_failures = max(health.failed_checks, health.failed_requests, health.missed_syncs)
-    has_recovered = health.state is State.SERVING and num_failures == 0
+    is_healthy = health.reachable and not health.suspect and num_failures == 0
+    has_recovered = health.state is State.SERVING and is_healthy
     return replace(health, reason="") if has_recovered else health
 
 

@@ -29,11 +29,13 @@ class OffloadableLearner(Protocol):
 class SharingFleet(EngineFleet, Protocol):
     """The interface of `actors.engines.rollout.RolloutFleet` that time-sharing uses."""
 
+    is_handing_over: bool  # no worker is started meanwhile
+
     def started(self) -> Sequence[SyncWorker]:
         """Return the workers with a loaded model that are not leaving."""
 
-    def replace_unreachable(self) -> None:
-        """Kill the started workers that cannot be reached; successors start."""
+    async def replace_unreachable(self) -> None:
+        """Kill the started workers that cannot be reached; successors start later."""
 
 
 class FleetGpuTimeSharing:
@@ -66,10 +68,15 @@ class FleetGpuTimeSharing:
             await asyncio.to_thread(self.learner.offload_states)
         while user == "learner" and self._fleet.is_starting:  # it cannot sleep yet; the fleet limits its start
             await asyncio.sleep(START_POLL_S)
+        self._fleet.is_handing_over = True  # no successor may start on a GPU that a rank is about to take
+        try:
+            await self._exchange_gpus(user)
+        finally:
+            self._fleet.is_handing_over = False
+
+    async def _exchange_gpus(self, user: GpuUser) -> None:
         should_sleep = user == "learner"
-        if should_sleep:
-            self._fleet.gpu_user = user  # from now on no successor may start on a rank's GPU
-        self._fleet.replace_unreachable()
+        await self._fleet.replace_unreachable()
         switches = [self._switch(worker, should_sleep) for worker in self._fleet.started()]
         errors = await asyncio.gather(*switches)
         failures = [error for error in errors if error]

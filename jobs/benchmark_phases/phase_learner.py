@@ -12,7 +12,7 @@ import numpy as np
 from actors.learner.learner import LearnerGroup
 from jobs.benchmark_phases.bare import BareLearner, begin
 from jobs.benchmark_phases.phase_step import loop_job, random_samples
-from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
+from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import loaded_learner
 from jobs.train_policy.policy_training import learner_spec
 from t2g.config.describe import count
@@ -45,8 +45,8 @@ async def measure(bench: Bench) -> list[Record]:
             for who, group in groups.items():
                 sides[who] = partial(update, group, samples, gflop)
             aims = dict.fromkeys(groups, AIM)
-            benchmark = Benchmark(name=name, unit="tokens", sides=sides, reference="plain torch", aims=aims)
-            records.append(await bench.measure(benchmark))
+            comparison = Comparison(name=name, unit="tokens", sides=sides, reference="plain torch", aims=aims)
+            records.append(await bench.measure(comparison))
     return records
 
 

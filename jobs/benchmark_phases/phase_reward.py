@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.engines.reward import RewardFleet
 from jobs.benchmark_phases.bare import BareEngine, OurEngine, begin
-from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
+from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import Fleets
 from t2g.config import FeedbackConfig
 from t2g.feedback.card import make_card, write_card
@@ -55,8 +55,8 @@ async def measure(bench: Bench) -> list[Record]:
                 "engine alone": partial(alone_side, guide),
                 "fleet": partial(ask_fleet, fleet, prompts, request),
             }
-            benchmark = Benchmark(name=name, unit="answers", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
-            records.append(await bench.measure(benchmark))
+            comparison = Comparison(name=name, unit="answers", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
+            records.append(await bench.measure(comparison))
         return records
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actors.engines.rollout import sample_seed
 from jobs.benchmark_phases.bare import BareEngine, OurEngine, begin
-from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
+from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import Fleets
 from t2g.config import ModelConfig
 from t2g.interfaces import Sampling
@@ -42,8 +42,8 @@ async def measure_sampling(bench: Bench, name: str, model: Path) -> Record:
             return sum(len(response.response_ids) for response in chain.from_iterable(groups))
 
         sides["fleet"] = partial(count_tokens, ask_fleet)
-        benchmark = Benchmark(name=name, unit="tokens", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
-        return await bench.measure(benchmark)
+        comparison = Comparison(name=name, unit="tokens", sides=sides, reference="bare vLLM", aims={"fleet": AIM})
+        return await bench.measure(comparison)
 
 
 def plain_sides(bench: Bench, model: Path) -> dict[str, Side]:

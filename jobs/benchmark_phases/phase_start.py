@@ -4,17 +4,15 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
 
 from actors.engines.server import ended
 from jobs.benchmark_phases.phase_step import loop_job
-from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, cpu_seconds, cpu_since
+from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, cpu_seconds, cpu_since
 from t2g.config import loading, with_overrides
 from t2g.errors import RunStopped
 from t2g.feedback.card import make_card, write_card
@@ -46,43 +44,43 @@ async def measure(bench: Bench) -> list[Record]:
     job = with_overrides(loop_job(bench), changes)
     file = bench.config.run.folder / "start.yaml"
     file.write_text(loading.to_yaml(job))
-    sides = {"t2g": partial(start, file, job.run.folder, bench.config.deadline_s)}
-    benchmark = Benchmark(name="start, to the first step", unit="starts", sides=sides)
-    return [await bench.measure(benchmark)]
+    sides = {"t2g": partial(start, file, job.run.folder)}
+    comparison = Comparison(name="start, to the first step", unit="starts", sides=sides)
+    return [await bench.measure(comparison)]
 
 
-async def start(file: Path, folder: Path, deadline_s: float) -> Done:
+async def start(file: Path, folder: Path) -> Done:
     """Make one step in a new process; return the seconds until the last line of each part."""
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "jobs.train_policy", "--config", str(file)]
-    return await asyncio.to_thread(time_lines, command, deadline_s)
+    return await run_timed([sys.executable, "-m", "jobs.train_policy", "--config", str(file)])
 
 
-def time_lines(command: list[str], deadline_s: float) -> Done:
-    """Run a command; return the seconds of each of PARTS, which ends with the last line that begins so.
+async def run_timed(command: list[str]) -> Done:
+    """Return `time_lines` of a command, which ends when this call is cancelled."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with ended(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        return await asyncio.to_thread(time_lines, process)
+
+
+def time_lines(process: subprocess.Popen[bytes]) -> Done:
+    """Return the seconds of each of PARTS, which ends with the last line of the process that begins so.
 
     Raises:
-        RunStopped: The command failed, or was killed after deadline_s.
+        RunStopped: The process failed.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     ends: dict[str, float] = {}
     lines: list[str] = []
     cpu_s = 0.0
     started = time.monotonic()
     before = cpu_seconds()
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with ended(command, environment, **output) as process:
-        killer = threading.Timer(deadline_s, partial(os.killpg, process.pid, signal.SIGKILL))
-        killer.start()
-        for text in process.stdout or ():
-            line = text.decode(errors="replace")
-            lines.append(line.strip())
-            reached = [part for part, begin in PARTS.items() if line.startswith(begin)]
-            if reached:
-                ends[reached[0]] = time.monotonic() - started
-                cpu_s = cpu_since(before)
-        process.wait()
-        killer.cancel()
+    for raw_line in process.stdout or ():
+        line = raw_line.decode(errors="replace")
+        lines.append(line.strip())
+        reached = [part for part, begin in PARTS.items() if line.startswith(begin)]
+        if reached:
+            ends[reached[0]] = time.monotonic() - started
+            cpu_s = cpu_since(before)
+    process.wait()
     if process.returncode or [*ends] != [*PARTS]:
         raise RunStopped(f"a start ended with exit code {process.returncode}: {lines[-1:]}")
     more: dict[str, float] = {}

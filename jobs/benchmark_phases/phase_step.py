@@ -18,7 +18,7 @@ from actors.learner.learner import LearnerGroup
 from actors.weights.sync import FleetWeightSync
 from jobs.benchmark_phases.bare import BareEngine, BareLearner, begin
 from jobs.benchmark_phases.bare_trl import Grpo
-from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
+from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import Fleets, loaded_learner
 from jobs.train_policy.policy_training import learner_spec
 from t2g.concurrency import cancel_all, run_with_background
@@ -51,7 +51,7 @@ EQUAL = (OURS, AHEAD)  # a critic is work that the others have not
 
 
 async def measure(bench: Bench) -> list[Record]:
-    """Benchmark the same step against TRL, if it is installed, and the bare libraries; then the variants separately.
+    """Comparison the same step against TRL, if it is installed, and the bare libraries; then the variants separately.
 
     A variant that samples ahead would do so during the other sides.
     """
@@ -63,7 +63,7 @@ async def measure(bench: Bench) -> list[Record]:
         libraries = await select_working(candidates, bench.config.deadline_s)
         async with running_loop(bench, loop_job(bench)) as step:
             sides = {BARE: bare_step(bench), **libraries, OURS: step}
-            record = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
+            record = await bench.measure(Comparison(name="step", unit=UNIT, sides=sides))
     else:
         record = await measure_alone(bench, {BARE: partial(bare_step, bench), **makers})
         libraries = record["sides"].keys() - {BARE, OURS}
@@ -87,7 +87,7 @@ async def measure_variants(bench: Bench) -> Record:
     sides: Record = {}
     for name, changes in variants(bench.config).items():
         async with running_loop(bench, loop_job(bench, changes)) as step:
-            record = await bench.measure(Benchmark(name="step", unit=UNIT, sides={name: step}))
+            record = await bench.measure(Comparison(name="step", unit=UNIT, sides={name: step}))
             sides |= record["sides"]
     return sides
 
@@ -102,12 +102,12 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
     for name, make in makers.items():
         sides = await select_working({name: make()}, bench.config.deadline_s)
         if sides:
-            record = await bench.measure(Benchmark(name="step", unit=UNIT, sides=sides))
+            record = await bench.measure(Comparison(name="step", unit=UNIT, sides=sides))
             measured |= record["sides"]
         del sides
         gc.collect()  # ends the actors of the side
     async with running_loop(bench, loop_job(bench)) as step:
-        record = await bench.measure(Benchmark(name="step", unit=UNIT, sides={OURS: step}))
+        record = await bench.measure(Comparison(name="step", unit=UNIT, sides={OURS: step}))
     return {**record, "sides": measured | record["sides"]}
 
 

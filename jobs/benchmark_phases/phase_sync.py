@@ -14,7 +14,7 @@ from actors.learner.learner import LearnerGroup, LearnerSpec
 from actors.weights.buckets import num_bytes
 from actors.weights.sync import FleetWeightSync
 from jobs.benchmark_phases.phase_step import loop_job
-from jobs.benchmark_phases.timer import Bench, Benchmark, Done, Record, Side
+from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import Fleets, loaded_learner
 from t2g.concurrency import run_with_background
 from t2g.config import with_overrides
@@ -60,8 +60,8 @@ async def measure_all(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) 
             sides["learner alone"] = partial(learner_alone, learner, dtype)
         name = f"sync, {count(workers, 'engine')}"
         aims = dict.fromkeys(pushes, AIM)
-        benchmark = Benchmark(name=name, unit="GB", sides=sides, reference="copy", aims=aims)
-        records.append(await bench.measure(benchmark))
+        comparison = Comparison(name=name, unit="GB", sides=sides, reference="copy", aims=aims)
+        records.append(await bench.measure(comparison))
     return records
 
 

@@ -16,7 +16,7 @@ FILE = "benchmark.json"
 TABLE_FILE = "benchmark.md"
 OWN_COLUMNS = {"seconds", "spread", "cpu_s", "peak_gib", "amount", "rate", "others_cpu_s"}
 HEAD = (
-    "benchmark", "side", "seconds", "a second", "relative rate", "aim", "CPU s", "CPU s / 1,000", "GiB", "reported",
+    "comparison", "side", "seconds", "a second", "relative rate", "aim", "CPU s", "CPU s / 1,000", "GiB", "reported",
 )  # fmt: skip
 
 
@@ -37,34 +37,34 @@ class BenchmarkResults:
     def add(self, phase: str, records: Sequence[Record]) -> None:
         """Replace a phase's records, and write both files."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.phases[phase] = {"at": at, "versions": collect_versions(), "benchmarks": list(records)}
+        self.phases[phase] = {"at": at, "versions": collect_versions(), "comparisons": list(records)}
         write_json(self._folder / FILE, {"phases": self.phases})
         write_atomic(self._folder / TABLE_FILE, self.table().encode())
 
     def table(self) -> str:
-        """Return a Markdown table with a row for each side of each benchmark, in order of measurement."""
+        """Return a Markdown table with a row for each side of each comparison, in order of measurement."""
         rows: list[Sequence[str]] = []
         for phase in self.phases.values():
-            benchmarks = phase.get("benchmarks") or phase["races"]  # races: before version 0.3
-            for benchmark in benchmarks:
-                rows += [_row(benchmark, name) for name in benchmark["sides"]]
+            comparisons = phase.get("comparisons", phase.get("races", []))  # races: in files of earlier versions
+            for comparison in comparisons:
+                rows += [_row(comparison, name) for name in comparison["sides"]]
         return markdown(HEAD, rows) + "\n"
 
 
-def _row(benchmark: Record, name: str) -> Sequence[str]:
-    sides = benchmark["sides"]
+def _row(comparison: Record, name: str) -> Sequence[str]:
+    sides = comparison["sides"]
     side = sides[name]
-    reference = sides.get(benchmark["reference"])
+    reference = sides.get(comparison["reference"])
     relative_rate = NOTHING
     if reference and side is not reference:
         relative_rate = f"{side['rate'] / reference['rate']:.3f}"
-    aims = benchmark.get("aims", {})
+    aims = comparison.get("aims", {})
     aim = f"{aims[name]:.2f}" if name in aims else NOTHING
     cpu_s_per_thousand = 1000 * side["cpu_s"] / side["amount"]
     others = [f"{key} {value:.3g}" for key, value in side.items() if key not in OWN_COLUMNS]
-    row = [benchmark["name"], name]
+    row = [comparison["name"], name]
     row.append(f"{side['seconds']:.3f} ± {side['spread']:.0%}")
-    row.append(f"{side['rate']:,.4g} {benchmark['unit']}")
+    row.append(f"{side['rate']:,.4g} {comparison['unit']}")
     row += [relative_rate, aim]
     row.append(f"{side['cpu_s']:.2f}")
     row.append(f"{cpu_s_per_thousand:.3g}")

@@ -1,4 +1,4 @@
-"""The timer: sides of a benchmark in turns, ABBA, the first of each discarded; medians, spread, CPU seconds, memory.
+"""The timer: sides of a comparison in turns, ABBA, the first of each discarded; medians, spread, CPU seconds, memory.
 
 Time is that of the wall. CPU seconds are of this process and all its descendants, Ray's and the engines' included, and
 what others took of the machine meanwhile stands beside them.
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 class Done:
     """The work of one measurement."""
 
-    amount: float  # in units of the benchmark
+    amount: float  # in units of the comparison
     more: Mapping[str, float] = field(default_factory=dict)  # what else is worth a median
 
 
@@ -36,7 +36,7 @@ Side = Callable[[], Awaitable[Done]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Comparison:
     """Sides that do the same work."""
 
     name: str
@@ -135,33 +135,33 @@ class Bench:
         self.config = config
         self.models = Models(config)
 
-    async def measure(self, benchmark: Benchmark) -> Record:
-        """Measure a benchmark. Raises RunStopped if a side exceeds `deadline_s`."""
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in benchmark.sides}
-        order = abba_order([*benchmark.sides], self.config.repeats + 1)
+    async def measure(self, comparison: Comparison) -> Record:
+        """Measure a comparison. Raises RunStopped if a side exceeds `deadline_s`."""
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in comparison.sides}
+        order = abba_order([*comparison.sides], self.config.repeats + 1)
         for number, name in enumerate(order):
-            row = await self._run_side(benchmark, name)
-            print(f"  {benchmark.name}, {name}: {row['seconds']:.2f} s, {row['cpu_s']:.2f} CPU s", flush=True)
-            if number >= len(benchmark.sides):
+            row = await self._run_side(comparison, name)
+            print(f"  {comparison.name}, {name}: {row['seconds']:.2f} s, {row['cpu_s']:.2f} CPU s", flush=True)
+            if number >= len(comparison.sides):
                 rows[name].append(row)
         sides = {name: summary(measured) for name, measured in rows.items()}
         return {
-            "name": benchmark.name,
-            "unit": benchmark.unit,
-            "reference": benchmark.reference,
-            "aims": benchmark.aims,
+            "name": comparison.name,
+            "unit": comparison.unit,
+            "reference": comparison.reference,
+            "aims": comparison.aims,
             "sides": sides,
         }
 
-    async def _run_side(self, benchmark: Benchmark, name: str) -> dict[str, float]:
+    async def _run_side(self, comparison: Comparison, name: str) -> dict[str, float]:
         cpu_before = cpu_seconds()
         everyone = machine_seconds()
         started = time.monotonic()
         try:
-            done = await asyncio.wait_for(benchmark.sides[name](), self.config.deadline_s)
+            done = await asyncio.wait_for(comparison.sides[name](), self.config.deadline_s)
         except TimeoutError:
             raise RunStopped(
-                f"{benchmark.name}, {name}: not done within deadline_s={self.config.deadline_s:g}"
+                f"{comparison.name}, {name}: not done within deadline_s={self.config.deadline_s:g}"
             ) from None
         seconds = time.monotonic() - started
         cpu_s = cpu_since(cpu_before)

@@ -103,8 +103,7 @@ def make_missing_rows(
     limit = ConcurrencyLimit(limits.concurrency)
     missing = _drop_final(items, read(), is_final)
     unrecorded: dict[str, Row] = {}
-
-    reasons: list[str] = []  # why items have no row
+    reasons: list[str] = []  # why items got no new row
 
     async def add_row(key: str, prepared: Any) -> None:
         row = await make_row(key, prepared)

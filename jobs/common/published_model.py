@@ -71,7 +71,8 @@ def write_published(source: Path, target: Path, *, adapter: bool = False, base: 
         UserError: There is no such model, the base of an adapter cannot be loaded, or `target` holds something.
     """
     folder = find_published(source, adapter=adapter)
-    target = target.resolve()  # "." has no name
+    if not target.name:
+        raise UserError(f"{target} is the current folder; name a new one")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not an empty folder; name another one")
     part = target.with_name(f"{target.name}.part")

@@ -12,6 +12,7 @@ from typing import Any
 
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
+from jobs.common.run_folder import check_folder
 from jobs.compare.comparison_plan import PlannedGroup, PlannedRun, plan_runs, plan_search
 from jobs.compare.comparison_report import TARGETING_FILE, load_run
 from jobs.compare.reference_responses import ReferenceResponses
@@ -114,7 +115,8 @@ class Session:
         identity_extras = self._identity_extras(name, method_job, self.search_data)
         reason_file = folder / DIVERGED_FILE
         if reason_file.exists():
-            finished(method_job, **identity_extras)  # refuses a folder of another run
+            check_folder(method_job, DIVERGED_FILE, **identity_extras)
+            logger.warning("%s diverged before, and is not made again: remove the folder to try it once more", folder)
             return None
         try:
             self.run(name, method_job, data=self.search_data)

@@ -292,7 +292,9 @@ class Evaluation:
         """Return the feedback on each policy's responses, by prompt."""
         if self._feedback is None:
             return {}
-        needs_source = any(map(self._is_unjudged, self.config.names))  # its engines would start a Ray of their own
+        needs_source = any(
+            map(self._is_unjudged, self.config.names)
+        )  # without a cluster its engines would start a local Ray
         with serve_feedback() if needs_source else nullcontext() as source:
             feedback: dict[str, list[JudgedResponses]] = {}
             for name in self.config.names:

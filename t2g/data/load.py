@@ -6,7 +6,7 @@ Files may be compressed, see `t2g.data.formats`.
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from io import StringIO
@@ -192,12 +192,14 @@ def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
         values = [*data.values()]
         if data and all(isinstance(value, list) for value in values):
             raise UserError(f"{path}: holds lists of {', '.join(data)}; it needs to be a list of records")
-        if not all(isinstance(value, dict) for value in values):  # one record alone
+        objects = [value for value in values if isinstance(value, dict)]
+        if len(objects) < len(values) and not _share_a_key(objects):  # one record alone
             yield data
             return
-        if data and all("0" in value for value in values):
+        if objects and all("0" in value for value in objects):
             raise UserError(f"{path}: holds columns; write records, with pandas by to_json(..., orient='records')")
         for key, row in data.items():
+            _check_object(row, key, path)
             yield {"id": key, **row}
     elif isinstance(data, list):
         for number, row in enumerate(data, start=1):
@@ -205,6 +207,14 @@ def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
             yield row
     else:
         raise UserError(f"{path}: holds {type(data).__name__}; a list or an object of records is needed")
+
+
+def _share_a_key(objects: Sequence[dict[str, Any]]) -> bool:
+    """Return whether several objects have a key in common, as records of one data set do."""
+    if len(objects) < 2:
+        return False
+    keys = [set(item) for item in objects]
+    return bool(set.intersection(*keys))
 
 
 def _check_object(row: Any, entry: str | int, path: Path) -> None:

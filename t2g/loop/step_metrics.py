@@ -69,7 +69,7 @@ def step_metrics(
 
 
 def group_metrics(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> dict[str, float]:
-    """Return the share of prompts whose samples all earn the same at every token.
+    """Return the share of prompts whose samples all earn the same, see `zero_variance_share`.
 
     {} where samples are not compared: with a critic, a teacher alone, advantages=unlikely, or one sample a prompt.
 

@@ -198,10 +198,9 @@ def _format_log(log: Any) -> str | None:
     if not isinstance(log, dict):
         return _format_note("Log of the tests", log)
     outcome = "have no known outcome"
-    if log.get("passed") is True:
-        outcome = "passed"
-    elif log.get("passed") is False:
-        outcome = "failed"
+    passed = log.get("passed")
+    if isinstance(passed, int) and passed in (0, 1):
+        outcome = "passed" if passed else "failed"
     kind = log.get("error_type")
     if isinstance(kind, str):
         outcome = f"{outcome} ({kind})"

@@ -65,8 +65,8 @@ def rollout_offsets(tokenizer: Any, rollout: Rollout) -> np.ndarray:
 def find_answer_tokens(offsets: np.ndarray, rollout: Rollout) -> np.ndarray:
     """Return whether a token belongs to an answer, [R] bool; tokens of thinking and inserted ones do not.
 
-    A closing tag that is a special token has no characters and stands where the answer starts: an answer begins with
-    its first token of text. An empty answer is the token that ends the turn.
+    A token without characters where the answer starts belongs to it: it may be a call's tag, and a closing tag that is
+    a special token cannot be told from it.
 
     Args:
         offsets: See `rollout_offsets`.
@@ -77,9 +77,7 @@ def find_answer_tokens(offsets: np.ndarray, rollout: Rollout) -> np.ndarray:
             continue
         tokens = slice(*turn.tokens)
         starts, ends = offsets[tokens].T
-        is_answer = np.maximum.accumulate(ends > turn.answer_start)
-        is_answer[-1:] |= starts[-1:] >= turn.answer_start
-        mask[tokens] = is_answer
+        mask[tokens] = (starts >= turn.answer_start) | (ends > turn.answer_start)
     return mask
 
 

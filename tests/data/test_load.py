@@ -67,9 +67,8 @@ def test_the_other_published_files(tmp_path: Path) -> None:
 
 def test_a_json_file_with_one_line_has_one_record(tmp_path: Path) -> None:
     assert load(write(tmp_path / "d.json", '{"prompt": "a", "n": 1}\n')) == [{"prompt": "a", "n": 1}]
-    assert load(write(tmp_path / "d.json", '{"prompt": "a", "facts": {"n": 1}}')) == [
-        {"prompt": "a", "facts": {"n": 1}}
-    ]
+    with_objects = {"prompt": "a", "facts": {"n": 1}, "tests": {"passed": 2}}
+    assert load(write(tmp_path / "d.json", json.dumps(with_objects))) == [with_objects]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +129,7 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         ("d.json", '[{"a": "\\udc00"}]', "half of a character"),
         ("d.json", '"text"', "holds str"),
         ("d.json", "[1]", "entry 1 is 1"),
+        ("d.json", '{"a": {"prompt": "x"}, "b": {"prompt": "y"}, "c": null}', "entry c is null"),
         ("d.parquet", "no parquet", "not a Parquet file"),
         ("d.txt", "a,b", "files of this kind are not read"),
     ],

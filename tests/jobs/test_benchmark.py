@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from jobs.benchmark_phases.random_models import make_model
 from jobs.benchmark_phases.results import FILE, HEAD, TABLE_FILE, BenchmarkResults
 from jobs.benchmark_phases.timer import (
     Bench,
-    Benchmark,
+    Comparison,
     Done,
     Record,
     Side,
@@ -77,8 +78,8 @@ def test_the_first_turn_of_each_side_is_discarded_and_the_rest_is_timed(tmp_path
 
         return run
 
-    benchmark = Benchmark(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, reference="a")  # type: ignore[dict-item]
-    record = asyncio.run(Bench(job(tmp_path)).measure(benchmark))
+    comparison = Comparison(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, reference="a")  # type: ignore[dict-item]
+    record = asyncio.run(Bench(job(tmp_path)).measure(comparison))
     assert called == [*"abbaab"]
     a = record["sides"]["a"]
     b = record["sides"]["b"]
@@ -93,10 +94,9 @@ def test_a_side_that_does_not_end_is_named(tmp_path: Path) -> None:
         await asyncio.sleep(60)
         return Done(amount=1)
 
-    with pytest.raises(RunStopped, match=r"slow race, late.*deadline_s=0\.05"):
-        asyncio.run(
-            Bench(job(tmp_path, deadline_s=0.05)).measure(Benchmark(name="slow race", unit="t", sides={"late": late}))
-        )
+    comparison = Comparison(name="slow comparison", unit="t", sides={"late": late})
+    with pytest.raises(RunStopped, match=r"slow comparison, late.*deadline_s=0\.05"):
+        asyncio.run(Bench(job(tmp_path, deadline_s=0.05)).measure(comparison))
 
 
 def test_seconds_of_the_processor_and_memory_are_those_of_the_tree() -> None:
@@ -221,19 +221,19 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
     assert ran == [*tried, *turn, *turn[::-1], *turn, "closed", *["ahead"] * 3, "closed", *["critic"] * 3, "closed"]
     variants = {"t2g, max_staleness=1": 5.0, "t2g, with a value model": 3.0}
 
-    def summarize(benchmark: Record) -> tuple[str, str, dict[str, float]]:
+    def summarize(comparison: Record) -> tuple[str, str, dict[str, float]]:
         return (
-            benchmark["name"],
-            benchmark["reference"],
-            {name: measured["amount"] for name, measured in benchmark["sides"].items()},
+            comparison["name"],
+            comparison["reference"],
+            {name: measured["amount"] for name, measured in comparison["sides"].items()},
         )
 
     assert summarize(step) == ("step", phase_step.BARE, {phase_step.BARE: 8.0, "t2g": 4.0, **variants})
     assert step["aims"] == dict.fromkeys(["t2g", "t2g, max_staleness=1"], 1 / 1.15), "a critic is work of its own"
-    rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
-    expected = [("GRPO step", "TRL", {**rivals, "t2g": 4.0, **variants})] if with_trl else []
-    assert [summarize(benchmark) for benchmark in grpo] == expected
-    assert all([*benchmark["aims"].values()] == [1.4, 1.4] for benchmark in grpo)
+    libraries = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
+    expected = [("GRPO step", "TRL", {**libraries, "t2g": 4.0, **variants})] if with_trl else []
+    assert [summarize(comparison) for comparison in grpo] == expected
+    assert all([*comparison["aims"].values()] == [1.4, 1.4] for comparison in grpo)
 
 
 ONE_GPU = {
@@ -333,16 +333,23 @@ def test_a_start_is_timed_by_the_lines_that_it_prints() -> None:
         (0.2, "loading: learner: 1 s"), (0.1, "step 1 | KL 0"), (0.3, "writing the policy ..."),
     )  # fmt: skip
     printing = "; ".join(f"time.sleep({seconds}); print({line!r}, flush=True)" for seconds, line in lines)
-    more = phase_start.time_lines([sys.executable, "-c", f"import time; {printing}"], 60).more
+    more = asyncio.run(phase_start.run_timed([sys.executable, "-c", f"import time; {printing}"])).more
     total = 0.0  # a line may be read late, and the next part is then shorter: only the sums have a lower bound
     for part, least in (("driver_s", 0.2), ("ray_s", 0.3), ("load_s", 0.6), ("step_s", 0.7)):
         total += more[part]
         assert least <= total < least + 5, part
     assert more["first_step_s"] == pytest.approx(total)
     with pytest.raises(RunStopped, match=r"exit code 3: \['no room'\]"):
-        phase_start.time_lines([sys.executable, "-c", "print('no room'); raise SystemExit(3)"], 60)
-    with pytest.raises(RunStopped, match=r"exit code -9: \['begins'\]"):
-        phase_start.time_lines(["sh", "-c", "echo begins; sleep 60"], 0.3)
+        asyncio.run(phase_start.run_timed([sys.executable, "-c", "print('no room'); raise SystemExit(3)"]))
+
+
+def test_a_start_ends_with_its_deadline(tmp_path: Path) -> None:
+    late = partial(phase_start.run_timed, ["sh", "-c", "sleep 600"])
+    comparison = Comparison(name="start", unit="starts", sides={"t2g": late})
+    started = time.monotonic()
+    with pytest.raises(RunStopped, match=r"start, t2g: not done within deadline_s=0\.2"):
+        asyncio.run(Bench(job(tmp_path, deadline_s=0.2)).measure(comparison))
+    assert time.monotonic() - started < 60
 
 
 def test_the_critique_of_the_benchmark_has_a_token_for_each_letter(tmp_path: Path) -> None:
@@ -355,7 +362,7 @@ def test_the_critique_of_the_benchmark_has_a_token_for_each_letter(tmp_path: Pat
     assert len(ids[1]) - len(ids[0]) == 64
 
 
-def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     async def works() -> Done:
         return Done(amount=1)
 

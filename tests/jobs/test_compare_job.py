@@ -256,9 +256,14 @@ def test_only_a_run_that_diverged_counts_as_a_bad_rate(tmp_path: Path, monkeypat
     plan = plan_of(tmp_path)
     ends: list[RunStopped] = [Diverged("the loss is not finite"), RunStopped("no rollout worker is left")]
     monkeypatch.setattr(Session, "run", lambda *_, **__: (_ for _ in ()).throw(ends.pop(0)))
-    plan.search("span", 101, 0.4).run.folder.mkdir(parents=True)
+    for seed in (101, 102):
+        method_job = plan.search("span", seed, 0.4)
+        begin_folder(method_job, **plan.identity_extras("span", method_job))
     assert session(plan).score("span", plan.search("span", 101, 0.4)) is None
     assert session(plan).score("span", plan.search("span", 101, 0.4)) is None, "it is not made again"
+    other = plan_of(tmp_path, "objective.gamma=0.9")
+    with pytest.raises(UserError, match=r"was made with other inputs: objective\.gamma"):
+        session(other).score("span", other.search("span", 101, 0.4))
     with pytest.raises(RunStopped, match="no rollout worker"):
         session(plan).score("span", plan.search("span", 102, 0.4))
 

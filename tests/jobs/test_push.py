@@ -238,6 +238,8 @@ def test_a_full_folder_is_left_alone_and_an_interrupted_export_is_made_again(
     assert call(export_model, run, tmp_path / "mine") == 2
     assert "is not an empty folder" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes"]
+    assert call(export_model, run, Path()) == 2
+    assert "is the current folder" in capsys.readouterr().err
     (tmp_path / "own.part").mkdir()
     (tmp_path / "own.part" / "half.safetensors").write_text("half")
     assert call(export_model, run, tmp_path / "own") == 0

@@ -117,6 +117,16 @@ def test_a_runs_policy_is_scored_by_the_runs_feedback_function(finished: Path) -
     assert "about tea" in (config.run.folder / "evaluation.html").read_text()
 
 
+def test_a_finished_evaluation_starts_no_engines(finished: Path) -> None:
+    first, _ = measure(load(finished))
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("nothing is missing")
+
+    again = Evaluation(load(finished)).run(refuse, StopFlag(), refuse)
+    assert again["policies"] == first["policies"]
+
+
 def test_the_same_command_asks_for_failed_judgements_again(finished: Path, tmp_path: Path) -> None:
     data = tmp_path / "heldout.jsonl"
     rows = [{"prompt": f"p{number}", "topic": "tea", "broken": "bad"} for number in range(3)]

@@ -76,6 +76,8 @@ def test_tests_that_import_no_name(test: Any) -> None:
         ({"passed": False, "error_type": "timeout"}, "The tests failed (timeout)."),
         ({"passed": False, "stdout": " ", "stderr": "Boom"}, "The tests failed.\nLog of the tests:\nBoom"),
         ({"passed": "no", "stdout": 3}, "The tests have no known outcome."),
+        ({"passed": ["test_a"], "failed": []}, "The tests have no known outcome."),
+        ({"passed": 1}, "The tests passed."),
         (json.dumps({"passed": False, "stdout": "x"}), "The tests failed.\nLog of the tests:\nx"),
         ("1 failed", "Log of the tests:\n1 failed"),
         ("[" * 100_000, f"Log of the tests:\n… {'[' * MAX_NOTE_CHARS}"),

@@ -122,5 +122,3 @@ def test_thinking_tokens_are_those_before_the_answer(tmp_path: Path) -> None:
     assert count_thinking(empty, len("<think></think>")) == 2  # EOS is the answer
     straddling = np.array([[0, 4], [4, 9], [9, 9]])
     assert count_thinking(ids[:3], 6, straddling) == 1  # a token with a character of the answer belongs to it
-    special_tags = np.array([[0, 0], [0, 3], [3, 3], [3, 7], [7, 7]])
-    assert count_thinking(ids[:5], 3, special_tags) == 3  # a closing tag without characters is thinking

@@ -156,15 +156,15 @@ class HumanFeedback(FeedbackSource):
         answers = await gather_all(self._complete(judgement, prompt, response_text) for judgement in judgements)
         if len(answers) == 1:
             return answers[0]
-        usable = [answer for answer in answers if answer.usable]
-        if 2 * len(usable) <= len(answers):
-            return next(answer for answer in answers if not answer.usable)
-
         aligner_versions: dict[str, None] = {}  # each begins with a comma
         for answer, judgement in zip(answers, judgements, strict=True):
             aligner_version = answer.version.removeprefix(judgement.feedback.version)
             aligner_versions[aligner_version] = None
         versions = _join_versions(judgements) + "".join(aligner_versions)
+        usable = [answer for answer in answers if answer.usable]
+        if 2 * len(usable) <= len(answers):
+            first_unusable = next(answer for answer in answers if not answer.usable)
+            return replace(first_unusable, version=versions)
         voted = vote(usable, len(answers), response_text)
         return replace(voted, version=versions)
 

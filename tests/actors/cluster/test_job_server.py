@@ -37,6 +37,7 @@ class FakeClient:
         self.stops = 0
         self.stoppable = True
         self.num_lost_answers = 0
+        self.lost_answer: Exception = requests.exceptions.ConnectionError("connection refused")
         self.ctrl_c = ctrl_c  # once the log is read
 
     def add(self, job_id: str, status: str = "RUNNING", **metadata: str) -> None:
@@ -53,16 +54,20 @@ class FakeClient:
         self.add(options["submission_id"], "PENDING", **options["metadata"])
         return options["submission_id"]
 
+    def lose_answer(self) -> None:
+        if self.num_lost_answers > 0:
+            self.num_lost_answers -= 1
+            raise self.lost_answer
+
     def stop_job(self, job_id: str) -> bool:
+        self.lose_answer()
         self.stops += 1
         if self.stoppable:
             self.jobs[job_id].status = JobStatus("STOPPED")
         return True
 
     def get_job_info(self, job_id: str) -> Any:
-        if self.num_lost_answers > 0:
-            self.num_lost_answers -= 1
-            raise requests.exceptions.ConnectionError("connection refused")
+        self.lose_answer()
         return self.jobs[job_id]
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
@@ -122,12 +127,21 @@ def test_the_log_is_printed_once_though_its_connection_breaks(capsys: pytest.Cap
     assert capsys.readouterr().out == f"{log}job own: SUCCEEDED\n"
 
 
-def test_a_server_that_is_away_for_a_moment_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [requests.exceptions.ConnectionError("refused"), RuntimeError("Request failed with status code 502: Bad Gateway.")],
+)
+def test_a_server_that_is_away_for_a_moment_is_asked_again(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     client = FakeClient(log="step 1\n", breaks_at=3)
+    client.lost_answer = error
     client.add("own")
-    client.num_lost_answers = 2
+    client.num_lost_answers = 1
     assert JobServer(client).follow("own", wait_s=5) == 0
     assert capsys.readouterr().out == "step 1\njob own: SUCCEEDED\n"
+    client.num_lost_answers = 1
+    assert JobServer(client).stop("own", wait_s=5) == "STOPPED" and client.stops == 1
     client.num_lost_answers = 10**6
     with pytest.raises(RunStopped, match=r"job own may still run: its server has not answered for 0 s"):
         JobServer(client, reconnect_s=0.2).follow("own", wait_s=5)

@@ -11,6 +11,7 @@ from fake_ray import Died, FakeRay
 from fleet_worker import Unwilling, Worker, make_fleet
 from ray.exceptions import ActorUnavailableError, ObjectLostError
 
+from actors.engines import rollout
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.admission import IdleClock
 from actors.fleet.fleet import Fleet
@@ -319,10 +320,17 @@ def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     assert first.health.missed_syncs == 1
 
 
-def test_an_unreachable_worker_is_replaced_when_gpus_change_hands(fleet: Fleet) -> None:
+def test_an_unreachable_worker_is_replaced_when_gpus_change_hands(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "RELEASE_S", 0.01)
     first, second = fleet.serving()
     fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
-    RolloutFleet.replace_unreachable(fleet)
+    asyncio.run(RolloutFleet.replace_unreachable(fleet))
+    assert fleet.serving() == [first, second], "it answers again"
+    become(first, "zero", "deaf")
+    fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
+    asyncio.run(RolloutFleet.replace_unreachable(fleet))
     assert fleet.started() == [second]
     fleet.tick()
     (successor,) = [worker for worker in fleet._workers if worker is not second]

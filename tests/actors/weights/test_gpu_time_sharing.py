@@ -30,18 +30,19 @@ class Engine:
 class Fleet:
     gpu_user = "engines"
     is_starting = False
+    is_handing_over = False
 
     def __init__(self, *engines: Engine, unreachable: Sequence[Engine] = ()) -> None:
         self.engines = engines
         self.unreachable = unreachable
-        self.users_at_replacement: list[str] = []
+        self.was_handing_over: list[bool] = []
 
     def started(self) -> list[Engine]:
         return list(self.engines)
 
-    def replace_unreachable(self) -> None:
+    async def replace_unreachable(self) -> None:
         self.engines = tuple(engine for engine in self.engines if engine not in self.unreachable)
-        self.users_at_replacement.append(self.gpu_user)
+        self.was_handing_over.append(self.is_handing_over)
 
     async def request(self, worker: Engine, submit: Callable[[Any], Any], what: str) -> Any:
         return await submit(worker)
@@ -106,7 +107,16 @@ def test_an_engine_that_cannot_be_reached_gives_up_its_gpu_before_the_ranks_take
     fleet = Fleet(reachable, hanging, unreachable=[hanging])
     take(share(fleet, log), "learner", "engines")
     assert log == ["w0 sleep", "reload", "offload", "w0 wake"]
-    assert fleet.users_at_replacement == ["learner", "learner"], "no successor starts before the ranks leave"
+    assert fleet.was_handing_over == [True, True] and not fleet.is_handing_over
+
+
+def test_after_an_engine_that_does_not_sleep_the_engines_still_have_the_gpus() -> None:
+    """A checkpoint that follows must not take them for the ranks'."""
+    log: list[str] = []
+    fleet = Fleet(Engine("w0", log, hangs_at="sleep"))
+    with pytest.raises(RunStopped, match=r"w0 timed out: its sleep took more than 0\.2 s$"):
+        take(share(fleet, log, timeout_s=0.2), "learner")
+    assert (fleet.gpu_user, fleet.is_handing_over, log) == ("engines", False, [])
 
 
 @pytest.mark.parametrize(

@@ -463,7 +463,7 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
     slept = list[list[Any]]()
 
     class Sleepers(FakeFleet):
-        def replace_unreachable(self) -> None: ...
+        async def replace_unreachable(self) -> None: ...
 
         def started(self) -> list[FakeSyncWorker]:
             slept.append(list(joiner.handle.log))

@@ -232,6 +232,23 @@ def test_a_voted_record_is_current_as_long_as_each_line_is(tmp_path: Path) -> No
     assert not human(write(tmp_path / "h.jsonl", bare)).is_current(record)
 
 
+def test_a_record_whose_aligner_failed_is_current_too(tmp_path: Path) -> None:
+    """Otherwise each start would ask for it again, and the annotation would never end."""
+
+    class HalfBlind(Aligner):
+        async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+            if critique == "No phone.":
+                return await super().align(prompt, response_text, critique)
+            return make_feedback(critique, (), ["nowhere"], response_text, source="llm", version="judge#1")
+
+    question = prompt("7", "What?")
+    rows = [{**ANN, "critique": "No phone.", "spans": None}, {**BOB, "critique": "Hm.", "spans": None}]
+    source = human(write(tmp_path / "h.jsonl", *rows), aligner=HalfBlind())
+    feedback = judge(source, question, "a red phone")
+    assert feedback.status == "unparsable"
+    assert source.is_current(make_annotated_record(question, "a red phone", feedback))
+
+
 def test_a_broken_line_does_not_hide_a_whole_one(tmp_path: Path) -> None:
     source = human(write(tmp_path / "human.jsonl", ROW | {"critique": None}, ROW))
     assert judge(source, prompt("7", ""), "a phone").status == "ok"

@@ -110,9 +110,9 @@ def test_a_stopped_process_is_not_killed(tmp_path: Path) -> None:
 
 def test_tracebacks_that_begin_late_are_read_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine, the process that is killed gets no time at first."""
-    monkeypatch.setattr(watchdog_process, "NEXT_PIECE_S", 0.5)
+    monkeypatch.setattr(watchdog_process, "NEXT_PIECE_S", 0.9)
     tracebacks_out, tracebacks_in = os.pipe()
-    writer = subprocess.Popen(["sh", "-c", "sleep 1; echo begin; sleep 0.1; echo end"], stdout=tracebacks_in)
+    writer = subprocess.Popen(["sh", "-c", "sleep 1; echo begin; echo end"], stdout=tracebacks_in)
     tracebacks = watchdog_process.read_tracebacks(os.getpid(), tracebacks_out, signal.SIGCONT)
     writer.wait(timeout=DEADLINE_S)
     os.close(tracebacks_in)

@@ -294,14 +294,15 @@ print(stop.signal_name, flush=True)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_only_sets_the_flag(name: str) -> None:
-    process = child(LOOP)
+@pytest.mark.parametrize(("name", "saves_work"), [("SIGTERM", True), ("SIGINT", True), ("SIGINT", False)])
+def test_a_signal_only_sets_the_flag(name: str, saves_work: bool) -> None:
+    process = child(LOOP.replace("stop_flag()", f"stop_flag(saves_work={saves_work})"))
     process.send_signal(signal.Signals[name])
     assert process.stderr is not None and process.stderr.readline() == "\n"
     answer = process.stderr.readline()  # at once, before the job ends
     assert answer.startswith(f"{name}: ")
     assert ("a second Ctrl-C" in answer) == (name == "SIGINT")
+    assert ("is saved" in answer) == saves_work
     out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == (f"{name}\n", 0)
 
