@@ -43,13 +43,13 @@ def run(config: BenchmarkJob) -> int:
         exit_code = 0
         if phases:
             check_idle_machine(config.max_busy)
-            exit_code = _measure(config, phases, results)
+            exit_code = _measure_phases(config, phases, results)
         print(results.table())
     print_outputs(table=config.run.folder / "benchmark.md", numbers=config.run.folder / "benchmark.json")
     return exit_code
 
 
-def _measure(config: BenchmarkJob, phases: Sequence[str], results: "BenchmarkResults") -> int:
+def _measure_phases(config: BenchmarkJob, phases: Sequence[str], results: "BenchmarkResults") -> int:
     """Measure these phases on a cluster; return 3 if one failed."""
     import asyncio
     from importlib import import_module

@@ -22,7 +22,7 @@ from t2g.errors import RunStopped, UserError
 
 REQUEST_TIMEOUT_S = 60.0  # one request; an upload of 50 MiB needs 7 Mbit/s
 END_TIMEOUT_S = 30.0  # from the end of a job's log, or of its time to stop, to the end of the job
-RECONNECT_S = 300.0  # without an answer about a job that is followed: its server may be restarted, or a link be down
+RECONNECT_S = 300.0  # for how long requests about a job are repeated while its server is away
 POLL_S = 0.5
 MAX_NODES = 10_000  # limit of one answer
 
@@ -117,7 +117,7 @@ class JobServer:
         Raises:
             RunStopped: The job does not end within wait_s.
         """
-        asyncio.run(self._request(job_id, self._client.stop_job))
+        asyncio.run(self._repeat_request(job_id, self._client.stop_job))
         job = asyncio.run(self._wait_for_end(job_id, wait_s + self._end_timeout_s))
         return str(job.status)
 
@@ -130,7 +130,7 @@ class JobServer:
             asyncio.run(self._print_log(job_id))
         except KeyboardInterrupt:
             print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
-            asyncio.run(self._request(job_id, self._client.stop_job))
+            asyncio.run(self._repeat_request(job_id, self._client.stop_job))
             timeout_s = wait_s + self._end_timeout_s
             try:
                 asyncio.run(asyncio.wait_for(self._print_log(job_id), timeout_s))
@@ -171,9 +171,9 @@ class JobServer:
         return job
 
     async def _read_job(self, job_id: str) -> Any:
-        return await self._request(job_id, self._client.get_job_info)
+        return await self._repeat_request(job_id, self._client.get_job_info)
 
-    async def _request(self, job_id: str, request: Callable[[str], Any]) -> Any:
+    async def _repeat_request(self, job_id: str, request: Callable[[str], Any]) -> Any:
         """Return the answer to a request about a job; repeat it while the server cannot be reached.
 
         Raises:

@@ -51,7 +51,7 @@ EQUAL = (OURS, AHEAD)  # a critic is work that the others have not
 
 
 async def measure(bench: Bench) -> list[Record]:
-    """Comparison the same step against TRL, if it is installed, and the bare libraries; then the variants separately.
+    """Compare the same step with TRL, if it is installed, and the bare libraries; then the variants separately.
 
     A variant that samples ahead would do so during the other sides.
     """

@@ -292,9 +292,8 @@ class Evaluation:
         """Return the feedback on each policy's responses, by prompt."""
         if self._feedback is None:
             return {}
-        needs_source = any(
-            map(self._is_unjudged, self.config.names)
-        )  # without a cluster its engines would start a local Ray
+        # Without a cluster, engines that are not needed would start a local Ray.
+        needs_source = any(map(self._is_unjudged, self.config.names))
         with serve_feedback() if needs_source else nullcontext() as source:
             feedback: dict[str, list[JudgedResponses]] = {}
             for name in self.config.names:

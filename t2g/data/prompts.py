@@ -170,13 +170,13 @@ def encode_policy_prompt(
     max_prompt_tokens: int,
     *,
     cut: bool = False,
-    window_key: str = "rollout.max_model_len",
+    window_name: str = "rollout.max_model_len",
 ) -> np.ndarray:
     """Return the policy's prompt for sampling and supervised training, [P] int32, P <= max_prompt_tokens.
 
     Args:
         cut: Whether a prompt that the task cannot shorten enough loses the end of its longest message.
-        window_key: The config key that sets the window, for the message.
+        window_name: What sets the window, for the message.
 
     Raises:
         PromptTooLongError: The prompt does not fit.
@@ -194,7 +194,7 @@ def encode_policy_prompt(
         other_policies = "skip" if cut else "skip or truncate"
         raise PromptTooLongError(
             f"the shortest form of the prompt has {len(shortest)} tokens and the window "
-            f"holds {max_prompt_tokens} beside the response; shorten it, raise {window_key}, or set "
+            f"holds {max_prompt_tokens} beside the response; shorten it, raise {window_name}, or set "
             f"data.too_long to {other_policies}"
         )
     return ids

@@ -95,7 +95,7 @@ def make_policy_examples(
                     "renames a field, as in {reference: completion}"
                 )
             cut = too_long == "truncate"
-            build = partial(encode_policy_prompt, record, task, tokenizer, cut=cut, window_key=WINDOW_KEY)
+            build = partial(encode_policy_prompt, record, task, tokenizer, cut=cut, window_name=WINDOW_KEY)
             example = make_sft_example(build, reference, tokenizer, max_length=max_example_length)
             examples.append(end_thinking(example, tokenizer, tags))
         except ValueError as error:
@@ -129,7 +129,7 @@ def make_reward_examples(
             continue
         target = record.target(style)
         prompt = record.to_prompt()
-        options = {"style": style, "window_key": WINDOW_KEY}
+        options = {"style": style, "window_name": WINDOW_KEY}
         build = partial(build_feedback_prompt, task, prompt, record.response, tokenizer, **options)
         try:
             example = make_sft_example(build, target, tokenizer, max_length=max_length)

@@ -25,14 +25,14 @@ def build_feedback_prompt(
     max_prompt_tokens: int,
     *,
     style: StyleConfig = SPARSE,
-    window_key: str = "max_model_len of the reward engine",
+    window_name: str = "max_model_len of the reward engine",
 ) -> np.ndarray:
     """Return the token ids of the request for feedback on one response, [P] int32, P <= `max_prompt_tokens`.
 
     `prompt.prompt_ids` is not read: the policy has another tokenizer.
 
     Args:
-        window_key: What sets the window, for the message.
+        window_name: What sets the window, for the message.
 
     Raises:
         UserError: The response does not fit even without input text, or the tokenizer has no chat template.
@@ -43,7 +43,7 @@ def build_feedback_prompt(
         raise UserError(
             f"prompt {prompt.prompt_id}: the feedback instructions and a response of {len(response_text)} characters "
             f"do not fit into {max_prompt_tokens} tokens even without the input text; "
-            f"raise {window_key}, or take shorter responses (rollout.max_new_tokens)"
+            f"raise {window_name}, or take shorter responses (rollout.max_new_tokens)"
         )
     return ids
 

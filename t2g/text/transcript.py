@@ -66,7 +66,7 @@ def find_answer_tokens(offsets: np.ndarray, rollout: Rollout) -> np.ndarray:
     """Return whether a token belongs to an answer, [R] bool; tokens of thinking and inserted ones do not.
 
     A token without characters where the answer starts belongs to it: it may be a call's tag, and a closing tag that is
-    a special token cannot be told from it.
+    a special token looks the same.
 
     Args:
         offsets: See `rollout_offsets`.

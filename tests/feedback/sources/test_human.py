@@ -235,7 +235,7 @@ def test_a_voted_record_is_current_as_long_as_each_line_is(tmp_path: Path) -> No
 def test_a_record_whose_aligner_failed_is_current_too(tmp_path: Path) -> None:
     """Otherwise each start would ask for it again, and the annotation would never end."""
 
-    class HalfBlind(Aligner):
+    class FailingAligner(Aligner):
         async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
             if critique == "No phone.":
                 return await super().align(prompt, response_text, critique)
@@ -243,7 +243,7 @@ def test_a_record_whose_aligner_failed_is_current_too(tmp_path: Path) -> None:
 
     question = prompt("7", "What?")
     rows = [{**ANN, "critique": "No phone.", "spans": None}, {**BOB, "critique": "Hm.", "spans": None}]
-    source = human(write(tmp_path / "h.jsonl", *rows), aligner=HalfBlind())
+    source = human(write(tmp_path / "h.jsonl", *rows), aligner=FailingAligner())
     feedback = judge(source, question, "a red phone")
     assert feedback.status == "unparsable"
     assert source.is_current(make_annotated_record(question, "a red phone", feedback))
