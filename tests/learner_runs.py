@@ -18,7 +18,7 @@ import ray
 import torch
 
 from actors.learner.learner import LearnerActor, LearnerGroup, LearnerWorker
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig, RoleConfig
 from t2g.data.batching import make_train_batch
 from t2g.types import Rollout, TrainBatch, TrainSample

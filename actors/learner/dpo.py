@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.learner.learner import LearnerGroup
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from t2g import metrics as m
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig
 from t2g.data.batching import draw_steps, normalize_weights

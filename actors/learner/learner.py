@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -36,21 +37,13 @@ from actors.learner.rank_batches import (
     with_old_logprobs,
 )
 from actors.learner.ranks import Ranks, rank_environment
-from actors.learner.trainers import (
-    CriticTrainer,
-    LearnerSpec,
-    ModelName,
-    PolicyTrainer,
-    RankBatch,
-    Stats,
-    load_critic,
-    load_policy,
-)
+from actors.learner.spec import LearnerSpec
+from actors.learner.trainers import CriticTrainer, ModelName, PolicyTrainer, RankBatch, Stats, load_critic, load_policy
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from t2g import metrics as m
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, RoleConfig
-from t2g.data.batching import microbatches
+from t2g.data.shared_prompts import count_repeated_tokens
 from t2g.errors import LearnerLost
 from t2g.files import describe_file
 from t2g.resources.flops import peak_flops, train_flops
@@ -144,11 +137,15 @@ class LearnerWorker:
             return {}
 
         lengths: list[int] = []
+        repeated: list[int] = []  # prompts that are not computed again
         for microbatch in chain.from_iterable(rank_batches):
             lengths.extend(map(len, microbatch))
+            if self.spec.shares_prompts:
+                repeated += count_repeated_tokens(microbatch)
         is_policy = model == "policy"
         frozen = is_policy and self.spec.learner.lora is not None
-        flops = train_flops(shape, lengths, has_head=is_policy, frozen=frozen)
+        count_flops = partial(train_flops, shape, has_head=is_policy, frozen=frozen)
+        flops = count_flops(lengths) - count_flops(repeated)
         return {m.fill(m.MFU, model): flops / seconds / peak}
 
     def last_update_stats(self) -> Stats:
@@ -327,12 +324,9 @@ class LearnerGroup:
         """Return for each rank a reference to its rank batches, and its indices in the first minibatch."""
         rank_batches: dict[Any, Any] = {}
         indices: dict[Any, list[int]] = {}
-        token_budget = self.spec.learner.tokens_per_microbatch
-        group_size = 1 + (self.spec.loss == "dpo")
         groups = {id(self.models[model]): self.models[model] for model in models}
         for ranks in groups.values():
-            options = {"num_ranks": len(ranks), "token_budget": token_budget, "group_size": group_size}
-            plans = [microbatches(sequences, **options) for sequences in minibatches]
+            plans = [self.spec.plan(sequences, len(ranks)) for sequences in minibatches]
             for rank, worker in enumerate(ranks.workers):
                 worker_batches: list[RankBatch] = []
                 for sequences, plan in zip(minibatches, plans, strict=True):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from actors.cluster.fanout import first_line
+from t2g.algo import shared_attention
 from t2g.config import Dtype, ModelConfig
 from t2g.errors import UserError
 from t2g.resources.host_memory import MAX_EAGER_TOKENS
@@ -14,7 +15,12 @@ ABSENT = "_t2g_absent"  # attribute of a model: the names of weights and buffers
 
 
 def load_for_training(
-    model: ModelConfig, *auto_classes: str, dtype: Dtype, on_gpu: bool, longest_row: int = 0
+    model: ModelConfig,
+    *auto_classes: str,
+    dtype: Dtype,
+    on_gpu: bool,
+    longest_row: int = 0,
+    shares_prompts: bool = False,
 ) -> tuple[Any, list[torch.nn.Module]]:
     """Return the tokenizer, and one full model on the CPU for each transformers class.
 
@@ -22,6 +28,7 @@ def load_for_training(
 
     Args:
         longest_row: Its tokens, 0 if unknown; on a CPU they decide the attention.
+        shares_prompts: Whether to take the attention for rows with one copy of each prompt.
 
     Raises:
         UserError: model.policy cannot be loaded.
@@ -33,15 +40,21 @@ def load_for_training(
     source = {"revision": model.revision, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(model.policy, **source)
-        is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
-        is_faster_in_sdpa = on_gpu or longest_row > MAX_EAGER_TOKENS
-        attention = "sdpa" if is_faster_in_sdpa and not is_capped else "eager"
+        attention = _choose_attention(config, on_gpu=on_gpu, longest_row=longest_row, shares_prompts=shares_prompts)
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
         classes = [getattr(transformers, name) for name in auto_classes]
         models = [_load(cls, model.policy, **source, **weights) for cls in classes]
     except (OSError, ValueError, ImportError) as error:  # ImportError: a quantized model
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
     return load_policy_tokenizer(model), models
+
+
+def _choose_attention(config: Any, *, on_gpu: bool, longest_row: int, shares_prompts: bool) -> str:
+    if shares_prompts:
+        return shared_attention.register()
+    is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
+    is_faster_in_sdpa = on_gpu or longest_row > MAX_EAGER_TOKENS
+    return "sdpa" if is_faster_in_sdpa and not is_capped else "eager"
 
 
 def _load(auto_class: Any, policy: str, **options: Any) -> Any:

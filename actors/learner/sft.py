@@ -23,7 +23,7 @@ from actors.cluster.placement import bundle, check_placement, process_environmen
 from actors.learner.export import EXPORT_FILE
 from actors.learner.ranks import rank_environment
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, Report, SFTProgress, train_loop
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, Stopped, Unreadable, UserError

@@ -14,7 +14,7 @@ import torch
 
 from actors.learner.learner import LearnerWorker
 from actors.learner.rank_batches import select_rank_batch
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
 from t2g.config.run_values import MODEL

@@ -7,7 +7,6 @@ spans.
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,8 @@ from actors.learner import lora, zero3
 from actors.learner.export import check_folder, default_probe
 from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.models import checkpoint_layers, load_for_training
+from actors.learner.spec import LearnerSpec
+from actors.learner.start_checks import check_shared_prompts, check_update_mode
 from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from t2g import metrics as m
@@ -28,70 +29,15 @@ from t2g.algo.head import install_chunked_head
 from t2g.algo.kl import top_k_kl
 from t2g.algo.logprobs import Rows, TokenOutputs
 from t2g.algo.losses import Metrics, dpo_loss, kl_loss, policy_loss, supervised_loss, value_loss, weighted_sum
-from t2g.algo.update_mode import disable_randomness, enter_update_mode, find_random_fields
-from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
-from t2g.errors import UserError
+from t2g.algo.update_mode import disable_randomness, enter_update_mode
+from t2g.config import Dtype
 from t2g.types import TokenSequence, TrainSequence
 
 ModelName = Literal["policy", "critic"]
-Loss = Literal["ppo", "supervised", "dpo", "none"]
 Microbatch = Sequence[TokenSequence]
 RankBatch = Sequence[Microbatch]  # microbatches of a rank; each rank has as many
 Stats = list[dict[str, np.ndarray]]  # by field, of each sequence of a rank batch
-NO_CRITIC = ObjectiveConfig(advantages="group", whiten="none")
 DPO_BETA = 0.1  # the paper's, and TRL's default
-CHECKED_TOKENS = 64  # whose log-probabilities in both modes are compared
-MAX_MODE_GAP = 1e-3  # nats; the passes make the same operations, so that only a GPU's sums may differ in order
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnerSpec:
-    """The settings of every rank."""
-
-    model: ModelConfig
-    learner: LearnerConfig
-    objective: ObjectiveConfig = NO_CRITIC  # objective of PPO
-    loss: Loss = "ppo"  # loss of the policy; none: it has no optimizer and only sends its weights
-    temperature: float = 1.0  # sampling temperature: the policy is softmax(logits / temperature)
-    num_updates: int  # calls of `update` in the learning-rate schedules
-    seed: int
-    dropout: float = 0.0  # dropout of adapters; under the supervised loss the model keeps its own dropout as well
-    longest_row: int = 0  # see `load_for_training`
-
-    @property
-    def warmup_updates(self) -> int:
-        """Return the number of first updates that train only the critic."""
-        return self.learner.critic_warmup_steps if self.objective.uses_critic else 0
-
-    @property
-    def defers_old_logprobs(self) -> bool:
-        """Return whether the old logprobs can be computed in the forward pass of the update itself.
-
-        It needs an update of one step, no critic, no teacher, and the KL as a term of the loss.
-        """
-        objective = self.objective
-        needs_logprobs = objective.uses_critic or not objective.kl_in_loss or objective.teacher is not None
-        return self.loss == "ppo" and not needs_logprobs and self.minibatches_per_update == 1
-
-    @property
-    def stats_fields(self) -> frozenset[str]:
-        """Return the fields of `TokenStats` that are needed before an update."""
-        if self.loss != "ppo":
-            return frozenset({"ref_logprobs"})
-        fields = {"ref_logprobs"}
-        if self.objective.uses_critic:
-            fields.add("values")
-        if self.objective.distillation:
-            fields.add("top_ids")
-        if not self.defers_old_logprobs:
-            fields |= {"old_logprobs", "entropy"}
-        return frozenset(fields)
-
-    @property
-    def minibatches_per_update(self) -> int:
-        if self.loss != "ppo":
-            return 1
-        return self.learner.num_epochs * self.learner.minibatches_per_epoch
 
 
 class LoadedPolicy(NamedTuple):
@@ -108,8 +54,7 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> LoadedPolicy:
     if has_copy:
         classes *= 2
     torch.manual_seed(spec.seed)  # for adapters, and for weights that the model's folder lacks
-    loading = {"dtype": config.dtype, "on_gpu": on_gpu, "longest_row": spec.longest_row}
-    tokenizer, models = load_for_training(spec.model, *classes, **loading)
+    tokenizer, models = load_for_training(spec.model, *classes, on_gpu=on_gpu, **_loading(spec))
 
     policy = models[0]
     reference = models[1] if has_copy else None
@@ -117,6 +62,14 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> LoadedPolicy:
     for model in models:
         install_chunked_head(model)
     return LoadedPolicy(policy, reference, tokenizer)
+
+
+def _loading(spec: LearnerSpec) -> dict[str, Any]:
+    return {
+        "dtype": spec.learner.dtype,
+        "longest_row": spec.longest_row,
+        "shares_prompts": spec.shares_prompts,
+    }
 
 
 def prepare(policy: Any, spec: LearnerSpec) -> None:
@@ -131,7 +84,7 @@ def prepare(policy: Any, spec: LearnerSpec) -> None:
 def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
     """Return the policy's backbone with a value head, see `load_for_training`."""
     config = spec.learner
-    _, (backbone,) = load_for_training(spec.model, "AutoModel", dtype=config.dtype, on_gpu=on_gpu)
+    _, (backbone,) = load_for_training(spec.model, "AutoModel", on_gpu=on_gpu, **_loading(spec))
     if config.gradient_checkpointing:
         checkpoint_layers(backbone, spec.model, section="learner")
     disable_randomness(backbone)
@@ -214,7 +167,7 @@ class ModelTrainer:
             enter_update_mode(self.engine.module)
 
     def _rows(self, sequences: Microbatch) -> Rows:
-        return Rows(sequences, self.engine.device)
+        return Rows(sequences, self.engine.device, shares_prompts=self.spec.shares_prompts)
 
     def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
         """Return fields of `TokenStats`, [N] each."""
@@ -266,31 +219,9 @@ class PolicyTrainer(ModelTrainer):
         self._passes: list[tuple[Microbatch, dict[str, torch.Tensor]]] = []
         self._ref_engine = None if reference is None else zero3.build_engine(reference, None, **memory)
         if spec.loss in ("ppo", "dpo") and spec.learner.gradient_checkpointing:
-            self._check_update_mode()
-
-    def _check_update_mode(self) -> None:
-        """Compare the log-probabilities of updates under gradient checkpointing with those of evaluation.
-
-        Raises:
-            UserError: They differ: something is random that this code does not know.
-        """
-        config = self.engine.module.config.get_text_config()
-        ids = np.linspace(0, config.vocab_size - 1, CHECKED_TOKENS).astype(np.int32)
-        self.engine.eval()
-        expected = self._probe_logprobs(ids)
-        disable_randomness(self.engine.module)
-        enter_update_mode(self.engine.module)
-        in_update_mode = self._probe_logprobs(ids)
-        gap = float(np.abs(in_update_mode - expected).max())
-        if not gap <= MAX_MODE_GAP:
-            source = self.spec.model.policy
-            random_fields = find_random_fields(config.to_dict())
-            fields = " or ".join(random_fields) or f"the architecture {config.model_type}"
-            raise UserError(
-                f"learner.gradient_checkpointing is on, and the log-probabilities of model.policy={source!r} in "
-                f"training mode differ by {gap:.2g} nats from those in evaluation mode, by {fields}: switch "
-                "gradient checkpointing off, or set the field to 0 in the model's config.json"
-            )
+            check_update_mode(engine, spec)
+        if spec.shares_prompts:
+            check_shared_prompts(engine, spec)
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:

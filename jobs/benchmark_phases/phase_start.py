@@ -58,12 +58,16 @@ async def start(file: Path, folder: Path) -> Done:
 async def run_timed(command: list[str]) -> Done:
     """Return `time_lines` of a command, which ends when this call is cancelled."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    started = time.monotonic()
     with ended(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        return await asyncio.to_thread(time_lines, process)
+        return await asyncio.to_thread(time_lines, process, started)
 
 
-def time_lines(process: subprocess.Popen[bytes]) -> Done:
+def time_lines(process: subprocess.Popen[bytes], started: float) -> Done:
     """Return the seconds of each of PARTS, which ends with the last line of the process that begins so.
+
+    Args:
+        started: When the process was started: on a busy machine this call begins later.
 
     Raises:
         RunStopped: The process failed.
@@ -71,7 +75,6 @@ def time_lines(process: subprocess.Popen[bytes]) -> Done:
     ends: dict[str, float] = {}
     lines: list[str] = []
     cpu_s = 0.0
-    started = time.monotonic()
     before = cpu_seconds()
     for raw_line in process.stdout or ():
         line = raw_line.decode(errors="replace")

@@ -187,15 +187,16 @@ def random_samples(bench: Bench, *, exponential: bool = False) -> list[TrainSamp
         drawn = np.clip(rng.exponential(most / 2, number), 1, most)
         lengths = drawn.astype(int).tolist()
     weight = 1 / sum(lengths)
-    return [random_sample(bench, length, weight, rng) for length in lengths]
+    prompt_ids = bench.models.prompts[0].prompt_ids
+    return [random_sample(prompt_ids, length, weight, rng) for length in lengths]
 
 
-def random_sample(bench: Bench, length: int, weight: float, rng: np.random.Generator) -> TrainSample:
+def random_sample(prompt_ids: np.ndarray, length: int, weight: float, rng: np.random.Generator) -> TrainSample:
     response_ids = rng.integers(5, 300, length).astype(np.int32)
     advantages = rng.normal(size=length).astype(np.float32)
     column = partial(np.zeros, length, np.float32)
     return TrainSample(
-        prompt_ids=bench.models.prompts[0].prompt_ids,
+        prompt_ids=prompt_ids,
         response_ids=response_ids,
         weights=np.full(length, weight, np.float32),
         advantages=advantages,

@@ -10,7 +10,8 @@ import numpy as np
 import ray
 
 from actors.engines.rollout import RolloutFleet
-from actors.learner.learner import LearnerGroup, LearnerSpec
+from actors.learner.learner import LearnerGroup
+from actors.learner.spec import LearnerSpec
 from actors.weights.buckets import num_bytes
 from actors.weights.sync import FleetWeightSync
 from jobs.benchmark_phases.phase_step import loop_job

@@ -13,7 +13,7 @@ from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet
 from actors.learner.learner import LearnerGroup
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from t2g.config import (
     AnyJob,
     EngineConfig,

@@ -18,7 +18,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.fleet.health import restarts_left
 from actors.fleet.steering import Steering
 from actors.learner.learner import LearnerGroup
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from actors.weights.probe import PROBE_TOKENS
 from actors.weights.sync import FleetWeightSync

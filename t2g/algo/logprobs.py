@@ -14,6 +14,7 @@ import torch
 
 from t2g.algo.head import ChunkedHead, TokenRequest, token_columns
 from t2g.data.batching import EMPTY_TOKENS, make_rows
+from t2g.data.shared_prompts import make_shared_row
 from t2g.types import TokenSequence
 
 
@@ -31,25 +32,34 @@ class TokenOutputs:
 class Rows:
     """The sequences of a microbatch on a device; N counts their response tokens, in the order of the sequences."""
 
-    def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
-        """Select the columns that need logits: those with a response in some row; a `ChunkedHead` needs even fewer."""
+    def __init__(
+        self, sequences: Sequence[TokenSequence], device: torch.device, *, shares_prompts: bool = False
+    ) -> None:
+        """Select the columns that need logits: those with a response in some row; a `ChunkedHead` needs even fewer.
+
+        Args:
+            shares_prompts: Whether equal prompts are computed once; the model needs the attention of
+                `shared_attention`.
+        """
         self.sequences = sequences
         self.device = device
-        ids, index = make_rows(sequences)
-        before = index - 1  # positions that predict response tokens, in [S * L]
-        self._before = torch.from_numpy(before).to(device)
-        num_columns = ids.shape[1]
-        row, column = np.divmod(before, num_columns)
+        rows = make_shared_row(sequences) if shares_prompts else make_rows(sequences)
+        self._before = torch.from_numpy(rows.before).to(device)
+        num_columns = rows.ids.shape[1]
+        row, column = np.divmod(rows.before, num_columns)
         columns = np.unique(column)
         if len(columns) < EMPTY_TOKENS:
             first_columns = np.arange(num_columns)[:EMPTY_TOKENS]
             columns = np.union1d(columns, first_columns)
-        self._inputs = {"input_ids": torch.from_numpy(ids).to(device)}  # [S, L]
-        self._inputs["logits_to_keep"] = torch.from_numpy(columns).to(device)
-        padding = (0, max(0, EMPTY_TOKENS - len(index)))  # the head gets at least EMPTY_TOKENS rows
+        self._inputs: dict[str, Any] = {"input_ids": torch.from_numpy(rows.ids).to(device)}  # [S, L]
+        if rows.positions is not None:
+            self._inputs["position_ids"] = torch.from_numpy(rows.positions).to(device)
+            self._inputs["prompt_groups"] = rows.groups
+        self._kept_columns = torch.from_numpy(columns).to(device)
+        padding = (0, max(0, EMPTY_TOKENS - len(rows.index)))  # the head gets at least EMPTY_TOKENS rows
         position = row * len(columns) + np.searchsorted(columns, column)
         self._positions = torch.from_numpy(np.pad(position, padding)).to(device)  # in [S * C], C columns
-        self._next_ids = torch.from_numpy(np.pad(ids.flat[index], padding)).to(device)
+        self._next_ids = torch.from_numpy(np.pad(rows.ids.flat[rows.index], padding)).to(device)
 
     @property
     def sequence_ids(self) -> torch.Tensor:
@@ -72,8 +82,11 @@ class Rows:
 
     def logits(self, model: Any) -> torch.Tensor:
         """Return all logits at once, [N, V] of the model's dtype, padded to at least EMPTY_TOKENS rows."""
-        logits = model(**self._inputs, use_cache=False).logits
+        logits = self._call(model).logits
         return logits.flatten(0, 1)[self._positions]
+
+    def _call(self, model: Any) -> Any:
+        return model(**self._inputs, logits_to_keep=self._kept_columns, use_cache=False)
 
     def token_outputs(
         self,
@@ -112,14 +125,14 @@ class Rows:
         head = model.get_output_embeddings()
         if isinstance(head, ChunkedHead):
             with head.serve_request(request):
-                columns = model(**self._inputs, use_cache=False).logits[0]
+                columns = self._call(model).logits[0]
         else:
             columns = token_columns(self.logits(model), request)
         return _split_columns(columns[: len(self._before)], request)
 
     def values(self, critic: Any) -> torch.Tensor:
         """Return the values [N] float32 of the states before the response tokens."""
-        return critic(self._inputs["input_ids"]).flatten()[self._before]
+        return critic(**self._inputs).flatten()[self._before]
 
 
 def _split_columns(columns: torch.Tensor, request: TokenRequest) -> TokenOutputs:

@@ -362,6 +362,11 @@ class LearnerConfig(RoleConfig):
     num_epochs: int = Field(4, ge=1, description="passes over a step's samples")
     minibatches_per_epoch: int = Field(1, ge=1, description="optimizer steps per pass")
     tokens_per_microbatch: ResumeMutable[int] = Field(4096, ge=16, description="budget of one forward and backward")
+    share_prompts: ResumeMutable[bool] = Field(
+        False,
+        description="compute a prompt once for all responses to it in a microbatch, which saves time where prompts are "
+        "not much shorter than responses; for models with full attention in every layer",
+    )
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
     sync_bucket_mib: ResumeMutable[float] = Field(64, gt=0, description="size of a bucket of weights, MiB")

@@ -6,8 +6,8 @@ row of 4,096 tokens takes a model of a million parameters five times as long (2,
 plan groups sequences of similar length, and the token budget bounds rows x longest row.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TypeVar
 
@@ -20,6 +20,25 @@ MUCH_SHORTER = 0.7  # share of the longest row; cuts the padding of exponential 
 
 AnySequence = TypeVar("AnySequence", bound=TrainSequence)
 Plan = list[list[list[int]]]  # [rank][microbatch] -> indices of sequences, ascending
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptGroup:
+    """A prompt in a row and the responses that follow it."""
+
+    prompt: int  # tokens
+    responses: tuple[int, ...]  # tokens of each response
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """The input of a model for S rows of L tokens, with N response tokens in the order of the sequences."""
+
+    ids: np.ndarray  # [S, L] int64
+    index: np.ndarray  # [N] int64, place of each response token in ids.flatten()
+    before: np.ndarray  # [N] int64, place of the token whose output predicts it
+    positions: np.ndarray | None = None  # [S, L] int64; None: the place in the row
+    groups: tuple[PromptGroup, ...] = ()  # groups of the only row, if responses share prompts
 
 
 def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
@@ -57,6 +76,18 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
         else:
             bins.append([index])
 
+    return deal_microbatches(bins, area, num_ranks)
+
+
+def deal_microbatches(bins: list[list[int]], area: Callable[[list[int]], int], num_ranks: int) -> Plan:
+    """Give every rank the same number of microbatches, and about the same work.
+
+    Args:
+        bins: The indices in each microbatch; the largest ones are halved, or empty ones added, until the ranks divide
+            their number.
+        area: Returns the tokens that the model computes for a microbatch.
+    """
+    bins = [*bins]
     while not bins or len(bins) % num_ranks:
         divisible = filter(lambda members: len(members) > 1, bins)
         largest = max(divisible, key=area, default=None)
@@ -64,8 +95,8 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
             bins.append([])
             continue
         half = len(largest) // 2
-        bins.append(largest[half:])
-        del largest[half:]
+        bins.remove(largest)
+        bins += [largest[:half], largest[half:]]
 
     bins.sort(key=lambda members: (-area(members), members))
     return _deal(bins, num_ranks)
@@ -88,7 +119,7 @@ def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_bu
     Args:
         group_size: Number of consecutive sequences that stay in one microbatch.
     """
-    lengths = _count_tokens(sequences)
+    lengths = count_tokens(sequences)
     longest: list[int] = []  # length of each group
     for first in range(0, len(lengths), group_size):
         group_lengths = lengths[first : first + group_size]
@@ -109,36 +140,37 @@ def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_bu
     return result
 
 
-def _count_tokens(sequences: Sequence[TokenSequence]) -> list[int]:
+def count_tokens(sequences: Sequence[TokenSequence]) -> list[int]:
+    """Return the tokens of each sequence, prompt and response."""
     return [len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in sequences]
 
 
-def make_rows(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, np.ndarray]:
-    """Return input ids [S, L] int64, and the index [N] in ids.flatten() of each of the N response tokens.
+def make_rows(sequences: Sequence[TokenSequence]) -> TokenRows:
+    """Return one row per sequence, padded with 0 on the right.
 
-    Each sequence is a row, padded with 0 on the right. A causal model needs no mask: padding on the right does not
-    affect earlier tokens. Without sequences the result is a row of zeros and N = 0, because every rank must join the
-    collectives.
+    A causal model needs no mask: padding on the right does not affect earlier tokens. Without sequences the result is a
+    row of zeros and N = 0, because every rank must join the collectives.
 
     >>> two = [TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=[]),
     ...        TrainSequence(prompt_ids=[8], response_ids=[9], weights=[])]
-    >>> ids, index = make_rows(two)
-    >>> ids.tolist(), index.tolist()
-    ([[5, 6, 7], [8, 9, 0]], [1, 2, 4])
+    >>> rows = make_rows(two)
+    >>> rows.ids.tolist(), rows.index.tolist(), rows.before.tolist()
+    ([[5, 6, 7], [8, 9, 0]], [1, 2, 4], [0, 1, 3])
     """
-    lengths = _count_tokens(sequences)
+    lengths = count_tokens(sequences)
     width = max(lengths, default=0) or EMPTY_TOKENS
     num_rows = len(lengths) or 1
     ids = np.zeros((num_rows, width), np.int64)
-    index = [np.zeros(0, np.int64)]
+    places = [np.zeros(0, np.int64)]
     row_starts = range(0, ids.size, width)
     for start, sequence, length in zip(row_starts, sequences, lengths, strict=False):
         first = start + len(sequence.prompt_ids)
         end = start + length
         ids.flat[start:first] = sequence.prompt_ids
         ids.flat[first:end] = sequence.response_ids
-        index.append(np.arange(first, end))
-    return ids, np.concatenate(index)
+        places.append(np.arange(first, end))
+    index = np.concatenate(places)
+    return TokenRows(ids=ids, index=index, before=index - 1)
 
 
 def normalize_weights(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ...]:

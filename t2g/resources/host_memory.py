@@ -92,7 +92,8 @@ def learner_parts(
     tokens = max(learner.tokens_per_microbatch, longest)
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
     models = models or learner_models(shape, learner, objective)
-    return rank_bytes(shape, models, learner, tokens=tokens, row=longest, logits=logits)
+    row = 0 if learner.share_prompts else longest
+    return rank_bytes(shape, models, learner, tokens=tokens, row=row, logits=logits)
 
 
 def advise(section: str, options: LearnerConfig | SFTOptions) -> str:

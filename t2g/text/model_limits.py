@@ -55,6 +55,24 @@ def check_window(model: str, revision: str | None, key: str, max_model_len: int)
     )
 
 
+def check_shared_prompts(model: str, revision: str | None, max_model_len: int) -> None:
+    """Check that `t2g.algo.shared_attention` can take the place of the model's attention, as far as its config says.
+
+    Raises:
+        UserError: Attention logits are capped, or a sequence can be longer than a sliding window.
+    """
+    config = _load_text_config(model, revision)
+    window = getattr(config, "sliding_window", None)
+    has_window = window and getattr(config, "use_sliding_window", True)
+    reason = ""
+    if has_window and max_model_len > window:
+        reason = f"has layers that attend to {window} tokens, fewer than rollout.max_model_len={max_model_len}"
+    if getattr(config, "attn_logit_softcapping", None):
+        reason = "caps the logits of its attention"
+    if reason:
+        raise UserError(f"learner.share_prompts: {model} {reason}; set it to false")
+
+
 def check_vocabulary(tokenizer: Any, model: str, revision: str | None) -> None:
     """Check that the model has a row for each token that a text or its chat template can contain.
 

@@ -94,17 +94,18 @@ def test_pairs_stay_together(pairs: list[int], num_ranks: int, token_budget: int
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6))
 def test_rows_hold_each_sequence(shapes: list[tuple[int, int]]) -> None:
     samples = [sample(p, r, first=100 * (i + 1)) for i, (p, r) in enumerate(shapes)]
-    ids, index = make_rows(samples)
+    rows = make_rows(samples)
     whole = [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in samples]
     width = max(len(row) for row in whole)
-    assert ids.tolist() == [row + [0] * (width - len(row)) for row in whole]
-    assert ids.flatten()[index].tolist() == [i for s in samples for i in s.response_ids.tolist()]
+    assert rows.ids.tolist() == [row + [0] * (width - len(row)) for row in whole]
+    assert rows.ids.flatten()[rows.index].tolist() == [i for s in samples for i in s.response_ids.tolist()]
+    assert (rows.before == rows.index - 1).all()
 
 
 def test_a_rank_without_sequences_gets_a_row_in_which_nothing_counts() -> None:
-    ids, index = make_rows([])
-    assert ids.shape == (1, EMPTY_TOKENS)
-    assert index.size == 0
+    rows = make_rows([])
+    assert rows.ids.shape == (1, EMPTY_TOKENS)
+    assert rows.index.size == 0
 
 
 @settings(max_examples=50)

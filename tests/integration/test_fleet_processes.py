@@ -14,7 +14,7 @@ from actors.cluster.placement import check_placement
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet
 from actors.learner.learner import LearnerGroup
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from jobs.common.fleets import loaded_learner
 from t2g.config import EngineConfig, HealthConfig, LearnerConfig, ModelConfig, WorkersConfig
 from t2g.errors import LearnerLost, SamplingFailed, UserError

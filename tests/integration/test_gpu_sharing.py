@@ -13,7 +13,7 @@ from tenant import Tenant
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from t2g.config import LearnerConfig, ModelConfig, RolloutConfig
 from t2g.config.base_jobs import ENGINE_SHARE

@@ -29,12 +29,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.learner.rank_batches import correction_metrics
-from actors.learner.trainers import NO_CRITIC
+from actors.learner.spec import NO_CRITIC
 from actors.weights.sync import FleetWeightSync
-from t2g.algo import head
+from t2g.algo import head, shared_attention
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig, with_overrides
 from t2g.config.learning import TeacherConfig
 from t2g.data.batching import normalize_weights
+from t2g.errors import UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
 from t2g.loop.steps import make_train_samples
@@ -64,6 +65,7 @@ ONE_STEP = {"policy": READABLE, "num_epochs": 1, "minibatches_per_epoch": 1, "cr
 VARIANTS = {
     "one": ONE_STEP,  # all in one microbatch
     "ranks": ONE_STEP | {"workers": 2, "tokens_per_microbatch": 40, "gradient_checkpointing": True},
+    "shared": ONE_STEP | {"share_prompts": True, "tokens_per_microbatch": 40, "gradient_checkpointing": True},
 }
 ROLLOUT = RolloutConfig(cpus=0.5, max_model_len=128, max_new_tokens=32, kv_cache_gib=0.1)
 ENGINE_TEMPERATURE = 0.6
@@ -111,7 +113,10 @@ def batch(learners: dict[str, Started]) -> TrainBatch:
         )
         return replace(sample, old_logprobs=old, ref_logprobs=ref)
 
-    plain = train_batch(learners["one"].group, random_rollouts(), kl_coef=KL_COEF)
+    rollouts = random_rollouts()
+    for index in (2, 6):  # three responses to one prompt
+        rollouts[index] = replace(rollouts[index], prompt_ids=rollouts[0].prompt_ids)
+    plain = train_batch(learners["one"].group, rollouts, kl_coef=KL_COEF)
     (minibatch,) = plain.minibatches
     return replace(plain, minibatches=(tuple(map(noisy, minibatch)),))
 
@@ -154,7 +159,7 @@ def plain_gradients(base: Path, samples: tuple[TrainSample, ...]) -> tuple[dict[
 def test_gradients_are_those_of_the_plain_loop(
     name: str, learners: dict[str, Started], batch: TrainBatch, base: Path
 ) -> None:
-    """Packed, chunked, in one microbatch or in many over two ranks with layers computed again: the same gradient."""
+    """In one microbatch, in many over two ranks with layers computed again, and with one copy of each prompt."""
     expected, critic_norm = plain_gradients(base, batch.minibatches[0])
     gradient, metrics = learners[name].gradient(batch)
     assert gradient.keys() == expected.keys()
@@ -164,6 +169,19 @@ def test_gradients_are_those_of_the_plain_loop(
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["critic/grad_norm"] == pytest.approx(critic_norm, rel=1e-5)
     assert metrics["policy/clip_share"] > 0.1
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_model_whose_attention_mixes_responses_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that does not pass the groups of a row to its attention."""
+    attend = shared_attention.attend
+
+    def attend_to_all(*args: Any, prompt_groups: object = None, **options: Any) -> Any:
+        return attend(*args, **options)
+
+    monkeypatch.setattr(shared_attention, "attend", attend_to_all)
+    with pytest.raises(UserError, match=r"^learner\.share_prompts is on, and with model\.policy=.*\(llama\)"):
+        SharedGroup(learner_spec(base, NO_CRITIC, share_prompts=True))
 
 
 @pytest.mark.usefixtures("cluster")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from test_steps import scored_pair, stats
 from trainer_bench import Bench, job
 
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from t2g.algo.kl import top_k_kl
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, PolicyJob, with_overrides
 from t2g.config.learning import TeacherConfig

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from actors.learner.learner import LearnerWorker
-from actors.learner.trainers import LearnerSpec
+from actors.learner.spec import LearnerSpec
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig
 from t2g.resources.flops import peak_flops, train_flops
 from t2g.resources.model_shape import LLAMA_3_8B, ModelShape

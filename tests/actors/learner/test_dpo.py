@@ -11,7 +11,8 @@ from models import random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.learner.dpo import paired_sequences
-from actors.learner.trainers import DPO_BETA, LearnerSpec, Loss, load_policy
+from actors.learner.spec import LearnerSpec, Loss
+from actors.learner.trainers import DPO_BETA, load_policy
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import dpo_loss
 from t2g.config import LearnerConfig, ModelConfig

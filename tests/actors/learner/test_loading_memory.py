@@ -11,7 +11,8 @@ from models import byte_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.learner import zero3
-from actors.learner.trainers import LearnerSpec, load_policy
+from actors.learner.spec import LearnerSpec
+from actors.learner.trainers import load_policy
 from t2g.config import LearnerConfig, ModelConfig
 
 MIB = 2**20

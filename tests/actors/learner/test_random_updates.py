@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from actors.learner import zero3
-from actors.learner.trainers import LearnerSpec, Loss, PolicyTrainer
+from actors.learner.spec import LearnerSpec, Loss
+from actors.learner.trainers import PolicyTrainer
 from t2g.config import LearnerConfig, ModelConfig
 from t2g.errors import UserError
 

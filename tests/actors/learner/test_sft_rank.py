@@ -11,7 +11,8 @@ from models import random_model
 from tensor_memory import TensorMemory
 from transformers import AutoModelForCausalLM
 
-from actors.learner.trainers import LearnerSpec, load_policy, prepare
+from actors.learner.spec import LearnerSpec
+from actors.learner.trainers import load_policy, prepare
 from t2g.algo import head
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import supervised_loss

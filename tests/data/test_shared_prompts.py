@@ -1,0 +1,91 @@
+from itertools import chain
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t2g.data.batching import EMPTY_TOKENS
+from t2g.data.shared_prompts import count_repeated_tokens, group_by_prompt, make_shared_row, plan_shared_prompts
+from t2g.types import TokenIds
+
+# The number of each response's prompt, and its length. Prompt n has n + 1 tokens.
+SHAPES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=20)
+
+
+def make_sequences(shapes: list[tuple[int, int]]) -> list[TokenIds]:
+    """Every token of a response has an id of its own."""
+    sequences = []
+    next_id = 100
+    for prompt, length in shapes:
+        prompt_ids = np.full(prompt + 1, prompt + 1, np.int32)
+        response_ids = np.arange(next_id, next_id + length, dtype=np.int32)
+        next_id += length
+        sequences.append(TokenIds(prompt_ids=prompt_ids, response_ids=response_ids))
+    return sequences
+
+
+def count_row(sequences: list[TokenIds]) -> int:
+    """What a row with one copy of each prompt has, without its padding."""
+    prompts = {sequence.prompt_ids.tobytes(): len(sequence.prompt_ids) for sequence in sequences}
+    return sum(prompts.values()) + sum(len(sequence.response_ids) for sequence in sequences)
+
+
+@settings(max_examples=200)
+@given(SHAPES, st.integers(1, 4), st.integers(1, 60))
+def test_plan(shapes: list[tuple[int, int]], num_ranks: int, token_budget: int) -> None:
+    sequences = make_sequences(shapes)
+    plan = plan_shared_prompts(sequences, num_ranks=num_ranks, token_budget=token_budget)
+    microbatches = [*chain.from_iterable(plan)]
+    assert sorted(chain.from_iterable(microbatches)) == list(range(len(sequences)))
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1
+    for members in microbatches:
+        assert len(members) <= 1 or count_row([sequences[index] for index in members]) <= token_budget
+    assert plan == plan_shared_prompts(sequences, num_ranks=num_ranks, token_budget=token_budget)
+
+
+@given(SHAPES)
+def test_a_prompt_whose_responses_fit_stays_in_one_microbatch(shapes: list[tuple[int, int]]) -> None:
+    """As long as the ranks do not need its parts."""
+    sequences = make_sequences(shapes)
+    groups = group_by_prompt(sequences)
+    budget = 1
+    for group in groups:
+        tokens = count_row([sequences[index] for index in group])
+        budget = max(budget, tokens)
+    (microbatches,) = plan_shared_prompts(sequences, num_ranks=1, token_budget=budget)
+    for group in groups:
+        assert sum(bool(set(group) & set(members)) for members in microbatches) == 1
+
+
+def test_responses_past_the_budget_are_cut() -> None:
+    """Five responses of 4 tokens to a prompt of 3: two have 11 tokens, three have 15."""
+    sequences = make_sequences([(2, 4)] * 5)
+    assert plan_shared_prompts(sequences, num_ranks=1, token_budget=14) == [[[0, 1], [2, 3], [4]]]
+
+
+@given(SHAPES)
+def test_a_row_has_each_prompt_once_and_predicts_each_response_token(shapes: list[tuple[int, int]]) -> None:
+    sequences = make_sequences(shapes)
+    row = make_shared_row(sequences)
+    assert row.ids.shape == row.positions.shape == (1, max(EMPTY_TOKENS, count_row(sequences)))
+    ids = row.ids[0]
+    positions = row.positions[0]
+    assert ids[row.index].tolist() == [*chain.from_iterable(sequence.response_ids for sequence in sequences)]
+    previous: list[int] = []
+    places: list[int] = []
+    for sequence in sequences:
+        num_prompt = len(sequence.prompt_ids)
+        num_response = len(sequence.response_ids)
+        whole = [*sequence.prompt_ids, *sequence.response_ids]
+        previous += whole[num_prompt - 1 : -1]
+        places += range(num_prompt, num_prompt + num_response)
+    assert ids[row.before].tolist() == previous
+    assert positions[row.index].tolist() == places
+    assert (positions[row.before] == positions[row.index] - 1).all()
+
+
+def test_repeated_tokens_are_those_of_later_equal_prompts() -> None:
+    sequences = make_sequences([(3, 1), (1, 5), (3, 2), (3, 0)])
+    assert count_repeated_tokens(sequences) == [4, 4]
+    assert group_by_prompt(sequences) == [[0, 2, 3], [1]]
