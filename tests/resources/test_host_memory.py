@@ -119,6 +119,8 @@ def test_what_lowers_the_memory_of_a_rank() -> None:
     assert estimate("135M", LearnerConfig(tokens_per_microbatch=512), 512) < 0.6 * full
     assert estimate("135M", LearnerConfig(gradient_checkpointing=True), 512) < 0.6 * full
     assert estimate("135M", LearnerConfig(lora={"r": 16}), 512) < full - 2
+    shared = LearnerConfig(share_prompts=True)  # its attention saves no attention weights
+    assert estimate("135M", shared, 512) < full - 4 * 9 * 512 * 4096 * 30 / GIB
     halves = estimate("135M", LearnerConfig(tokens_per_microbatch=512, workers=2), 512)
     assert halves < estimate("135M", LearnerConfig(tokens_per_microbatch=512), 512) - 1
 
