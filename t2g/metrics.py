@@ -206,7 +206,11 @@ LEARNER_RECOVERY = _add(
 )
 
 SPEED = _add("speed/tokens_per_s", "tokens per second", "sampled tokens by seconds of the whole step")
-LEARNER_SPEED = _add("learner/tokens_per_s", "tokens per second", "of all passes, prompts included, in the update")
+LEARNER_SPEED = _add(
+    "learner/tokens_per_s",
+    "tokens per second",
+    "of all passes in the update; a prompt counts for each response, also where it is computed once",
+)
 PEAK_MEMORY = _add(
     "learner/peak_memory_gib", "GiB", "largest peak of a rank: GPU memory of this update, or process on a CPU"
 )

@@ -18,6 +18,7 @@ import torch
 from actors.cluster.fanout import first_line
 from actors.learner.models import ABSENT
 from actors.weights.probe import MEDIAN_SHARE, PROBE_TOKENS, SLACK, Gap, compute_gap, make_probe_ids
+from t2g.algo import shared_attention
 from t2g.config import Dtype, ModelConfig
 from t2g.errors import RunStopped
 from t2g.files import match_folder_permissions, write_json
@@ -120,9 +121,12 @@ def check_folder(
 def _score_folder(folder: Path, ids: np.ndarray, expected: np.ndarray, *, like: Any, dtype: Dtype) -> Gap:
     import transformers
 
+    attention = like.config._attn_implementation
+    if attention == shared_attention.NAME:
+        attention = "sdpa"
     options = {
         "dtype": getattr(torch, dtype),
-        "attn_implementation": like.config._attn_implementation,
+        "attn_implementation": attention,
         "use_safetensors": True,
         "trust_remote_code": False,
         "output_loading_info": True,

@@ -43,7 +43,7 @@ from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from t2g import metrics as m
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, RoleConfig
-from t2g.data.shared_prompts import count_repeated_tokens
+from t2g.data.shared_prompts import repeated_prompt_lengths
 from t2g.errors import LearnerLost
 from t2g.files import describe_file
 from t2g.resources.flops import peak_flops, train_flops
@@ -137,11 +137,11 @@ class LearnerWorker:
             return {}
 
         lengths: list[int] = []
-        repeated: list[int] = []  # prompts that are not computed again
+        repeated: list[int] = []  # lengths of the prompts that are not computed again
         for microbatch in chain.from_iterable(rank_batches):
             lengths.extend(map(len, microbatch))
-            if self.spec.shares_prompts:
-                repeated += count_repeated_tokens(microbatch)
+            if self.spec.learner.share_prompts:
+                repeated += repeated_prompt_lengths(microbatch)
         is_policy = model == "policy"
         frozen = is_policy and self.spec.learner.lora is not None
         count_flops = partial(train_flops, shape, has_head=is_policy, frozen=frozen)

@@ -28,10 +28,10 @@ def load_for_training(
 
     Args:
         longest_row: Its tokens, 0 if unknown; on a CPU they decide the attention.
-        shares_prompts: Whether to take the attention for rows with one copy of each prompt.
+        shares_prompts: Whether rows share prompts, which needs `shared_attention` whatever their length.
 
     Raises:
-        UserError: model.policy cannot be loaded.
+        UserError: model.policy cannot be loaded, or its attention cannot be exchanged.
     """
     import transformers
 
@@ -40,21 +40,27 @@ def load_for_training(
     source = {"revision": model.revision, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(model.policy, **source)
-        attention = _choose_attention(config, on_gpu=on_gpu, longest_row=longest_row, shares_prompts=shares_prompts)
+        is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
+        is_faster_in_sdpa = on_gpu or longest_row > MAX_EAGER_TOKENS
+        attention = "sdpa" if is_faster_in_sdpa and not is_capped else "eager"
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
         classes = [getattr(transformers, name) for name in auto_classes]
         models = [_load(cls, model.policy, **source, **weights) for cls in classes]
     except (OSError, ValueError, ImportError) as error:  # ImportError: a quantized model
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
+    if shares_prompts:
+        for loaded in models:
+            _install_shared_attention(loaded, model)
     return load_policy_tokenizer(model), models
 
 
-def _choose_attention(config: Any, *, on_gpu: bool, longest_row: int, shares_prompts: bool) -> str:
-    if shares_prompts:
-        return shared_attention.register()
-    is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
-    is_faster_in_sdpa = on_gpu or longest_row > MAX_EAGER_TOKENS
-    return "sdpa" if is_faster_in_sdpa and not is_capped else "eager"
+def _install_shared_attention(model: Any, source: ModelConfig) -> None:
+    if not model.is_backend_compatible():
+        raise UserError(
+            f"learner.share_prompts is true, and transformers cannot exchange the attention of model.policy="
+            f"{source.policy!r} ({model.config.model_type}); set learner.share_prompts=false"
+        )
+    model.set_attn_implementation(shared_attention.register())
 
 
 def _load(auto_class: Any, policy: str, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from actors.learner.spec import LearnerSpec
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
 from t2g.config.run_values import MODEL
-from t2g.data.batching import draw_steps, microbatches, normalize_weights
+from t2g.data.batching import draw_steps, normalize_weights
 from t2g.metrics import GRAD_NORM, LEARNING_RATE, POLICY_LOSS, fill
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.types import TrainSequence
@@ -94,7 +94,7 @@ def _update(worker: LearnerWorker, job: RankJob, examples: Sequence[TrainSequenc
     step_seed = ((job.spec.seed * 1_000_003 + step) * 1_000_003 + worker.rank) % 2**63
     torch.manual_seed(step_seed)  # dropout is a function of it
     batch = normalize_weights(examples)
-    plan = microbatches(batch, num_ranks=options.workers, token_budget=options.tokens_per_microbatch)
+    plan = job.spec.plan(batch, options.workers)
     rank_batch = select_rank_batch(batch, plan[worker.rank])
     return worker.update("policy", [rank_batch], 0.0, label)
 

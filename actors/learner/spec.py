@@ -1,4 +1,4 @@
-"""The settings of a learner's ranks, and what follows from them."""
+"""The settings of a learner's ranks, and the values derived from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,11 +43,6 @@ class LearnerSpec:
         return self.loss == "ppo" and not needs_logprobs and self.minibatches_per_update == 1
 
     @property
-    def shares_prompts(self) -> bool:
-        """Return whether a microbatch has one copy of each prompt; the pairs of DPO have rows of their own."""
-        return self.loss == "ppo" and self.learner.share_prompts
-
-    @property
     def stats_fields(self) -> frozenset[str]:
         """Return the fields of `TokenStats` that are needed before an update."""
         if self.loss != "ppo":
@@ -61,16 +56,16 @@ class LearnerSpec:
             fields |= {"old_logprobs", "entropy"}
         return frozenset(fields)
 
-    def plan(self, sequences: Sequence[TokenSequence], num_ranks: int) -> Plan:
-        """Return the microbatches of each rank."""
-        options = {"num_ranks": num_ranks, "token_budget": self.learner.tokens_per_microbatch}
-        if self.shares_prompts:
-            return plan_shared_prompts(sequences, **options)
-        group_size = 2 if self.loss == "dpo" else 1
-        return microbatches(sequences, group_size=group_size, **options)
-
     @property
     def minibatches_per_update(self) -> int:
         if self.loss != "ppo":
             return 1
         return self.learner.num_epochs * self.learner.minibatches_per_epoch
+
+    def plan(self, sequences: Sequence[TokenSequence], num_ranks: int) -> Plan:
+        """Return the microbatches of each rank; a pair of DPO stays together."""
+        options = {"num_ranks": num_ranks, "token_budget": self.learner.tokens_per_microbatch}
+        if self.learner.share_prompts and self.loss != "dpo":
+            return plan_shared_prompts(sequences, **options)
+        group_size = 2 if self.loss == "dpo" else 1
+        return microbatches(sequences, group_size=group_size, **options)

@@ -10,6 +10,7 @@ import torch
 
 from actors.learner import zero3
 from actors.learner.spec import LearnerSpec
+from t2g.algo import shared_attention
 from t2g.algo.logprobs import Rows
 from t2g.algo.update_mode import disable_randomness, enter_update_mode, find_random_fields
 from t2g.errors import UserError
@@ -25,9 +26,9 @@ def check_update_mode(engine: zero3.Engine, spec: LearnerSpec) -> None:
     Raises:
         UserError: They differ: something is random that this code does not know.
     """
-    (ids,) = _spread_ids(engine, 1)
+    (ids,) = _spread_ids(engine, num_arrays=1)
     sequences = [TokenIds(prompt_ids=ids[:1], response_ids=ids[1:])]
-    shares_prompts = spec.shares_prompts
+    shares_prompts = spec.learner.share_prompts
     engine.eval()
     expected = _compute_logprobs(engine, sequences, shares_prompts=shares_prompts)
     disable_randomness(engine.module)
@@ -46,32 +47,35 @@ def check_update_mode(engine: zero3.Engine, spec: LearnerSpec) -> None:
 
 
 def check_shared_prompts(engine: zero3.Engine, spec: LearnerSpec) -> None:
-    """Compare the log-probabilities of two responses behind one copy of their prompt with those in two rows.
+    """Compare the log-probabilities of two responses in a shared row with those of transformers' own attention.
 
     Raises:
-        UserError: They differ: a layer mixes tokens by other means than causal attention.
+        UserError: Their mean difference is larger than rounding explains: a layer mixes tokens by other means than
+            plain causal attention.
     """
-    prompt_ids, *responses = _spread_ids(engine, 3)
+    prompt_ids, *responses = _spread_ids(engine, num_arrays=3)
     sequences = [TokenIds(prompt_ids=prompt_ids, response_ids=response_ids) for response_ids in responses]
     engine.eval()
     shared = _compute_logprobs(engine, sequences, shares_prompts=True)
+    engine.module.set_attn_implementation("eager")
     separate = _compute_logprobs(engine, sequences, shares_prompts=False)
-    gap = float((shared - separate).abs().max())
-    tolerance = spec.learner.export_tolerance
+    engine.module.set_attn_implementation(shared_attention.NAME)
+    gap = float((shared - separate).abs().mean())  # the largest is .24 in bfloat16 where all is right
+    tolerance = spec.learner.rounding_tolerance
     if not gap <= tolerance:
         model_type = engine.module.config.get_text_config().model_type
         raise UserError(
-            f"learner.share_prompts is on, and with model.policy={spec.model.policy!r} ({model_type}) responses that "
-            f"share a prompt have other log-probabilities than alone, by {gap:.2g} nats, where rounding explains "
-            f"{tolerance:g}: set it to false"
+            f"learner.share_prompts is true, and the log-probabilities of model.policy={spec.model.policy!r} "
+            f"({model_type}) in a shared row and in separate rows differ by {gap:.2g} nats, where rounding explains "
+            f"{tolerance:g}; set learner.share_prompts=false"
         )
 
 
-def _spread_ids(engine: zero3.Engine, number: int) -> list[np.ndarray]:
+def _spread_ids(engine: zero3.Engine, *, num_arrays: int) -> list[np.ndarray]:
     """Return arrays of CHECKED_TOKENS ids, spread over the vocabulary."""
     vocab_size = engine.module.config.get_text_config().vocab_size
-    ids = np.linspace(0, vocab_size - 1, number * CHECKED_TOKENS)
-    return np.split(ids.astype(np.int32), number)
+    ids = np.linspace(0, vocab_size - 1, num_arrays * CHECKED_TOKENS)
+    return np.split(ids.astype(np.int32), num_arrays)
 
 
 @torch.no_grad()

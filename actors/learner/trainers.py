@@ -54,7 +54,7 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> LoadedPolicy:
     if has_copy:
         classes *= 2
     torch.manual_seed(spec.seed)  # for adapters, and for weights that the model's folder lacks
-    tokenizer, models = load_for_training(spec.model, *classes, on_gpu=on_gpu, **_loading(spec))
+    tokenizer, models = load_for_training(spec.model, *classes, on_gpu=on_gpu, **_load_options(spec))
 
     policy = models[0]
     reference = models[1] if has_copy else None
@@ -64,11 +64,11 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> LoadedPolicy:
     return LoadedPolicy(policy, reference, tokenizer)
 
 
-def _loading(spec: LearnerSpec) -> dict[str, Any]:
+def _load_options(spec: LearnerSpec) -> dict[str, Any]:
     return {
         "dtype": spec.learner.dtype,
         "longest_row": spec.longest_row,
-        "shares_prompts": spec.shares_prompts,
+        "shares_prompts": spec.learner.share_prompts,
     }
 
 
@@ -84,7 +84,7 @@ def prepare(policy: Any, spec: LearnerSpec) -> None:
 def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
     """Return the policy's backbone with a value head, see `load_for_training`."""
     config = spec.learner
-    _, (backbone,) = load_for_training(spec.model, "AutoModel", on_gpu=on_gpu, **_loading(spec))
+    _, (backbone,) = load_for_training(spec.model, "AutoModel", on_gpu=on_gpu, **_load_options(spec))
     if config.gradient_checkpointing:
         checkpoint_layers(backbone, spec.model, section="learner")
     disable_randomness(backbone)
@@ -167,7 +167,7 @@ class ModelTrainer:
             enter_update_mode(self.engine.module)
 
     def _rows(self, sequences: Microbatch) -> Rows:
-        return Rows(sequences, self.engine.device, shares_prompts=self.spec.shares_prompts)
+        return Rows(sequences, self.engine.device, shares_prompts=self.spec.learner.share_prompts)
 
     def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
         """Return fields of `TokenStats`, [N] each."""
@@ -220,7 +220,7 @@ class PolicyTrainer(ModelTrainer):
         self._ref_engine = None if reference is None else zero3.build_engine(reference, None, **memory)
         if spec.loss in ("ppo", "dpo") and spec.learner.gradient_checkpointing:
             check_update_mode(engine, spec)
-        if spec.shares_prompts:
+        if spec.learner.share_prompts:
             check_shared_prompts(engine, spec)
 
     @contextmanager

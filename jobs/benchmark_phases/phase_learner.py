@@ -1,4 +1,7 @@
-"""Learning: ZeRO-3 ranks beside plain torch on the same rows, reference, forward, backward and one AdamW step."""
+"""Learning: ZeRO-3 ranks beside plain torch on the same rows, reference, forward, backward and one AdamW step.
+
+And long prompts computed once for all responses, or for each.
+"""
 
 import asyncio
 import time
@@ -17,7 +20,7 @@ from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import loaded_learner
 from jobs.train_policy.policy_training import learner_spec
 from t2g.config.describe import count
-from t2g.data.batching import make_train_batch, microbatches
+from t2g.data.batching import make_train_batch
 from t2g.resources.flops import train_flops
 from t2g.resources.model_shape import find_shape
 from t2g.types import Rollout, TrainSample
@@ -54,7 +57,10 @@ async def measure(bench: Bench) -> list[Record]:
 
 
 async def measure_shared_prompts(bench: Bench) -> Record:
-    """Compare a rank that computes each prompt once with one that computes it for every response."""
+    """Compare a rank that computes each prompt once with one that computes it for every response.
+
+    On a CPU their attention differs, too: transformers' eager one, and torch's.
+    """
     samples = grouped_samples(bench)
     with ExitStack() as stack:
         sides: dict[str, Side] = {}
@@ -107,15 +113,15 @@ async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) 
     done = await update_group(group, samples)
     rate = gflop / (time.monotonic() - started)
 
-    learner = group.spec.learner
-    plan = microbatches(samples, num_ranks=learner.workers, token_budget=learner.tokens_per_microbatch)
+    num_ranks = group.spec.learner.workers
+    plan = group.spec.plan(samples, num_ranks)
     shares = list(chain.from_iterable(plan))
     area = 0  # tokens and padding of all microbatches
     for share in shares:
         lengths = [len(samples[index]) for index in share]
         area += len(share) * max(lengths, default=0)
     padding = 1 - done.amount / area
-    microbatches_per_rank = len(shares) / learner.workers
+    microbatches_per_rank = len(shares) / num_ranks
     more = {"GFLOP/s": rate, "padding": padding, "microbatches": microbatches_per_rank}
     return Done(amount=done.amount, more=more)
 

@@ -20,7 +20,6 @@ from t2g.loop.resampling import check_further_prompts
 from t2g.loop.steps import check_truncation_penalty
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references
-from t2g.text.model_limits import check_shared_prompts
 from t2g.text.policy_chat import load_policy_tokenizer, set_tools
 from t2g.types import Prompt
 
@@ -54,7 +53,10 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
     Raises:
         UserError: The data, the tokenizer or the task cannot be used.
     """
-    _check_learner(config)
+    learner = config.learner
+    if learner.lora is not None:
+        uses_cpu_engines = learner.sync_adapters and not config.rollout.gpus
+        check_adapters(learner.lora, config.model, cpu_engines=uses_cpu_engines)
     task = get_task(config.task)
     tokenizer = load_policy_tokenizer(config.model)
     environment = Environment(config, task) if config.environment else None
@@ -93,16 +95,6 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
         environment=environment,
         read_calls=read_calls,
     )
-
-
-def _check_learner(config: PolicyJob) -> None:
-    """Raise UserError if the learner cannot train the model with adapters, or with shared prompts."""
-    learner = config.learner
-    if learner.lora is not None:
-        uses_cpu_engines = learner.sync_adapters and not config.rollout.gpus
-        check_adapters(learner.lora, config.model, cpu_engines=uses_cpu_engines)
-    if learner.share_prompts:
-        check_shared_prompts(config.model.policy, config.model.revision, config.rollout.max_model_len)
 
 
 def check_measures(eval_prompts: Sequence[Prompt], task: Task) -> None:

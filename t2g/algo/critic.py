@@ -24,13 +24,13 @@ class Critic(torch.nn.Module):
         hidden_size = backbone.config.get_text_config().hidden_size
         self.head = ValueHead(hidden_size, 1, bias=False)
 
-    def forward(self, input_ids: torch.Tensor, **layout: Any) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Return values [S, L] float32 of input ids [S, L] int64; column i is the state *after* token i.
 
         `logprobs.Rows.values` uses it as the state before token i + 1.
 
         Args:
-            layout: Other inputs of the backbone.
+            inputs: Other inputs of the backbone.
         """
-        hidden = self.backbone(input_ids=input_ids, **layout, use_cache=False).last_hidden_state
+        hidden = self.backbone(input_ids=input_ids, **inputs, use_cache=False).last_hidden_state
         return self.head(hidden).squeeze(-1)

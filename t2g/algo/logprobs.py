@@ -1,4 +1,4 @@
-"""A microbatch as padded rows for a causal model, and the model's outputs by response token.
+"""A microbatch as the input of a causal model, and the model's outputs by response token.
 
 Every forward pass before an update and of a loss runs through `Rows`. The next-token shift happens here only: a
 position predicts the token after it, and entry t of every result belongs to response token t.

@@ -1,6 +1,6 @@
 """Attention for rows in which several responses follow one copy of their prompt, see `t2g.data.shared_prompts`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return the outputs [1, L, H, D] of transformers' attention interface, and no attention weights.
 
-    A prompt attends to itself, and a response to its prompt and to itself, both causally.
+    A prompt attends to itself, and a response to its prompt and to itself, both causally. Other options than the scale,
+    as attention sinks, have no effect: `start_checks.check_shared_prompts` refuses models that need them.
 
     Args:
         query: [1, H, L, D]; `key` and `value` may have fewer heads.
@@ -45,40 +46,32 @@ def attend(
     if not prompt_groups:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
-    attend_causally = partial(_attend_causally, scale=options.get("scaling"))
+    lengths: list[int] = []
+    for group in prompt_groups:
+        lengths += [group.prompt_length, *group.response_lengths]
     num_repeats = query.shape[1] // key.shape[1]
-    lengths = [*_segment_lengths(prompt_groups)]
-    queries = iter(query.split(lengths, dim=2))
-    keys = iter(repeat_kv(key, num_repeats).split(lengths, dim=2))
-    values = iter(repeat_kv(value, num_repeats).split(lengths, dim=2))
+    queries = query.split(lengths, dim=2)
+    keys = repeat_kv(key, num_repeats).split(lengths, dim=2)
+    values = repeat_kv(value, num_repeats).split(lengths, dim=2)
+    segments = zip(queries, keys, values, strict=True)
+
+    attend_causally = partial(_attend_causally, scale=options.get("scaling"))
     outputs: list[torch.Tensor] = []
     for group in prompt_groups:
-        prompt_key = next(keys)
-        prompt_value = next(values)
-        outputs.append(attend_causally(next(queries), prompt_key, prompt_value))
-        for _ in group.responses:
-            all_keys = torch.cat([prompt_key, next(keys)], dim=2)
-            all_values = torch.cat([prompt_value, next(values)], dim=2)
-            outputs.append(attend_causally(next(queries), all_keys, all_values))
+        prompt_query, prompt_key, prompt_value = next(segments)
+        outputs.append(attend_causally(prompt_query, prompt_key, prompt_value))
+        for _ in group.response_lengths:
+            response_query, response_key, response_value = next(segments)
+            all_keys = torch.cat([prompt_key, response_key], dim=2)
+            all_values = torch.cat([prompt_value, response_value], dim=2)
+            outputs.append(attend_causally(response_query, all_keys, all_values))
     joined = torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous(), None
-
-
-def _segment_lengths(groups: Sequence[PromptGroup]) -> Iterator[int]:
-    for group in groups:
-        yield group.prompt
-        yield from group.responses
 
 
 def _attend_causally(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None
 ) -> torch.Tensor:
-    """Return the attention of queries that are the last ones of the keys' tokens."""
-    num_queries = query.shape[2]
-    num_keys = key.shape[2]
-    if num_queries == 0:
-        return query
-    if num_queries == num_keys:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    mask = causal_lower_right(num_queries, num_keys)
+    """Return the attention of queries whose tokens are the last ones of the keys."""
+    mask = causal_lower_right(query.shape[2], key.shape[2])
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

@@ -16,10 +16,15 @@ def max_microbatches(rollout: RolloutConfig, learner: LearnerConfig) -> int:
     """Return the most microbatches of one optimizer step on one rank: every sequence has max_model_len tokens.
 
     64 samples, 1 minibatch, 1 rank, 4096 tokens a microbatch, 1024 a sequence: 4 sequences fit, so 16 microbatches.
+
+    With shared prompts the responses to a prompt may leave a microbatch partly empty.
     """
     sequences_per_microbatch = max(1, learner.tokens_per_microbatch // rollout.max_model_len)
-    sequences = ceil(samples_per_step(rollout) / (learner.minibatches_per_epoch * learner.workers))
-    return ceil(sequences / sequences_per_microbatch)
+    samples = ceil(samples_per_step(rollout) / learner.minibatches_per_epoch)
+    if learner.share_prompts:
+        per_prompt = ceil(rollout.samples_per_prompt / sequences_per_microbatch)
+        return ceil(min(samples, rollout.prompts_per_step * per_prompt) / learner.workers)
+    return ceil(samples / learner.workers / sequences_per_microbatch)
 
 
 def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int, sharing: GpuSharing) -> list[str]:

@@ -365,7 +365,8 @@ class LearnerConfig(RoleConfig):
     share_prompts: ResumeMutable[bool] = Field(
         False,
         description="compute a prompt once for all responses to it in a microbatch, which saves time where prompts are "
-        "not much shorter than responses; for models with full attention in every layer",
+        "not much shorter than responses and a pass has one minibatch; every layer must attend to all earlier tokens. "
+        "Not measured on a GPU",
     )
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
@@ -428,14 +429,18 @@ class LearnerConfig(RoleConfig):
         return 0.25 if "bfloat16" in (engine.dtype, self.dtype) else rounding
 
     @property
+    def rounding_tolerance(self) -> float:
+        """Return the difference of log-probabilities that rounding explains between two ways to compute them, nats."""
+        rounding = 0.03 if self.gpus else 1e-3
+        return 0.25 if self.dtype == "bfloat16" else rounding
+
+    @property
     def export_tolerance(self) -> float:
         """Return the difference that rounding explains between the ranks and plain transformers on a CPU.
 
         `probe_tolerance` raises it: an export rounds merged adapters as a weight sync does.
         """
-        rounding = 0.03 if self.gpus else 1e-3
-        explained = 0.25 if self.dtype == "bfloat16" else rounding
-        return max(explained, self.probe_tolerance or 0)
+        return max(self.rounding_tolerance, self.probe_tolerance or 0)
 
     def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
         """Return the resources of the groups of ranks by config section; the critic's own group comes last."""

@@ -1,6 +1,7 @@
 """Plan optimizer steps, microbatches and padded rows of sequences with numpy.
 
-The learner's models run a microbatch as right-padded rows, with one sequence per row. With several sequences in a row,
+The learner's models run a microbatch as right-padded rows, with one sequence per row; `shared_prompts` has the other
+layout. With several sequences in a row,
 transformers would make a mask of row x row, which excludes flash attention on a GPU. On a CPU, dense attention over one
 row of 4,096 tokens takes a model of a million parameters five times as long (2,100 tokens/s against 10,500). So the
 plan groups sequences of similar length, and the token budget bounds rows x longest row.
@@ -24,10 +25,10 @@ Plan = list[list[list[int]]]  # [rank][microbatch] -> indices of sequences, asce
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:
-    """A prompt in a row and the responses that follow it."""
+    """A prompt in a row and the responses that follow it, in tokens."""
 
-    prompt: int  # tokens
-    responses: tuple[int, ...]  # tokens of each response
+    prompt_length: int
+    response_lengths: tuple[int, ...]  # empty responses are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,9 @@ class TokenRows:
     """The input of a model for S rows of L tokens, with N response tokens in the order of the sequences."""
 
     ids: np.ndarray  # [S, L] int64
-    index: np.ndarray  # [N] int64, place of each response token in ids.flatten()
-    before: np.ndarray  # [N] int64, place of the token whose output predicts it
-    positions: np.ndarray | None = None  # [S, L] int64; None: the place in the row
+    index: np.ndarray  # [N] int64, index of each response token in ids.flatten()
+    before: np.ndarray  # [N] int64, index of the token whose output predicts it
+    positions: np.ndarray | None = None  # [S, L] int64; None: the index in the row
     groups: tuple[PromptGroup, ...] = ()  # groups of the only row, if responses share prompts
 
 
@@ -83,11 +84,10 @@ def deal_microbatches(bins: list[list[int]], area: Callable[[list[int]], int], n
     """Give every rank the same number of microbatches, and about the same work.
 
     Args:
-        bins: The indices in each microbatch; the largest ones are halved, or empty ones added, until the ranks divide
-            their number.
+        bins: The indices in each microbatch, changed in place: the largest ones are halved, or empty ones added, until
+            the ranks divide their number.
         area: Returns the tokens that the model computes for a microbatch.
     """
-    bins = [*bins]
     while not bins or len(bins) % num_ranks:
         divisible = filter(lambda members: len(members) > 1, bins)
         largest = max(divisible, key=area, default=None)
@@ -95,8 +95,8 @@ def deal_microbatches(bins: list[list[int]], area: Callable[[list[int]], int], n
             bins.append([])
             continue
         half = len(largest) // 2
-        bins.remove(largest)
-        bins += [largest[:half], largest[half:]]
+        bins.append(largest[half:])
+        del largest[half:]
 
     bins.sort(key=lambda members: (-area(members), members))
     return _deal(bins, num_ranks)
@@ -119,7 +119,7 @@ def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_bu
     Args:
         group_size: Number of consecutive sequences that stay in one microbatch.
     """
-    lengths = count_tokens(sequences)
+    lengths = _count_tokens(sequences)
     longest: list[int] = []  # length of each group
     for first in range(0, len(lengths), group_size):
         group_lengths = lengths[first : first + group_size]
@@ -140,8 +140,7 @@ def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_bu
     return result
 
 
-def count_tokens(sequences: Sequence[TokenSequence]) -> list[int]:
-    """Return the tokens of each sequence, prompt and response."""
+def _count_tokens(sequences: Sequence[TokenSequence]) -> list[int]:
     return [len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in sequences]
 
 
@@ -157,19 +156,19 @@ def make_rows(sequences: Sequence[TokenSequence]) -> TokenRows:
     >>> rows.ids.tolist(), rows.index.tolist(), rows.before.tolist()
     ([[5, 6, 7], [8, 9, 0]], [1, 2, 4], [0, 1, 3])
     """
-    lengths = count_tokens(sequences)
+    lengths = _count_tokens(sequences)
     width = max(lengths, default=0) or EMPTY_TOKENS
     num_rows = len(lengths) or 1
     ids = np.zeros((num_rows, width), np.int64)
-    places = [np.zeros(0, np.int64)]
+    indices = [np.zeros(0, np.int64)]
     row_starts = range(0, ids.size, width)
     for start, sequence, length in zip(row_starts, sequences, lengths, strict=False):
         first = start + len(sequence.prompt_ids)
         end = start + length
         ids.flat[start:first] = sequence.prompt_ids
         ids.flat[first:end] = sequence.response_ids
-        places.append(np.arange(first, end))
-    index = np.concatenate(places)
+        indices.append(np.arange(first, end))
+    index = np.concatenate(indices)
     return TokenRows(ids=ids, index=index, before=index - 1)
 
 

@@ -5,11 +5,10 @@ model needs the attention of `t2g.algo.shared_attention`: a response attends to 
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 
-from t2g.data.batching import EMPTY_TOKENS, Plan, PromptGroup, TokenRows, count_tokens, deal_microbatches
+from t2g.data.batching import EMPTY_TOKENS, Plan, PromptGroup, TokenRows, deal_microbatches
 from t2g.types import TokenSequence
 
 
@@ -22,12 +21,12 @@ def group_by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def count_repeated_tokens(sequences: Sequence[TokenSequence]) -> list[int]:
-    """Return the length of each prompt that follows an equal one: what a row of the sequences does not repeat."""
-    repeated: list[int] = []
+def repeated_prompt_lengths(sequences: Sequence[TokenSequence]) -> list[int]:
+    """Return the length of each prompt that equals an earlier one: the tokens that a shared row saves."""
+    lengths: list[int] = []
     for group in group_by_prompt(sequences):
-        repeated += [len(sequences[index].prompt_ids) for index in group[1:]]
-    return repeated
+        lengths += [len(sequences[index].prompt_ids) for index in group[1:]]
+    return lengths
 
 
 def plan_shared_prompts(sequences: Sequence[TokenSequence], *, num_ranks: int, token_budget: int) -> Plan:
@@ -35,32 +34,37 @@ def plan_shared_prompts(sequences: Sequence[TokenSequence], *, num_ranks: int, t
 
     Each rank gets the same number of microbatches, at least one, and some may be empty. A microbatch computes at most
     `token_budget` tokens; a longer sequence gets a microbatch of its own. Responses to a prompt that exceed the budget
-    are cut into several microbatches.
+    are split over several microbatches.
     """
+    groups = group_by_prompt(sequences)
+    prompt_of: dict[int, int] = {}  # index of a sequence -> number of its prompt
+    for number, group in enumerate(groups):
+        prompt_of |= dict.fromkeys(group, number)
 
-    def area(members: Sequence[int]) -> int:
-        chosen = [sequences[index] for index in members]
-        return sum(count_tokens(chosen)) - sum(count_repeated_tokens(chosen))
+    def count_row_tokens(members: Sequence[int]) -> int:
+        prompts = {prompt_of[index]: len(sequences[index].prompt_ids) for index in members}
+        num_response_tokens = sum(len(sequences[index].response_ids) for index in members)
+        return sum(prompts.values()) + num_response_tokens
 
-    def fill(bins: list[list[int]], unit: list[int]) -> None:
-        """Add a unit to the last microbatch, or to a new one if it does not fit."""
-        if bins and area([*bins[-1], *unit]) <= token_budget:
+    def add(bins: list[list[int]], unit: list[int]) -> None:
+        """Append a unit to the last bin, or as a new bin if it does not fit."""
+        if bins and count_row_tokens([*bins[-1], *unit]) <= token_budget:
             bins[-1].extend(unit)
         else:
             bins.append([*unit])
 
     units: list[list[int]] = []
-    for group in group_by_prompt(sequences):
-        parts: list[list[int]] = []
+    for group in groups:
+        units_of_prompt: list[list[int]] = []
         for index in group:
-            fill(parts, [index])
-        units += parts
-    units.sort(key=area, reverse=True)
+            add(units_of_prompt, [index])
+        units += units_of_prompt
+    units.sort(key=count_row_tokens, reverse=True)
 
     bins: list[list[int]] = []
     for unit in units:
-        fill(bins, unit)
-    return deal_microbatches(bins, area, num_ranks)
+        add(bins, unit)
+    return deal_microbatches(bins, count_row_tokens, num_ranks)
 
 
 def make_shared_row(sequences: Sequence[TokenSequence]) -> TokenRows:
@@ -74,41 +78,42 @@ def make_shared_row(sequences: Sequence[TokenSequence]) -> TokenRows:
     >>> row = make_shared_row(two)
     >>> row.ids[0, :4].tolist(), row.positions[0, :4].tolist()
     ([5, 6, 7, 9], [0, 1, 2, 1])
-    >>> row.index.tolist(), row.before.tolist(), row.groups[0].responses
+    >>> row.index.tolist(), row.before.tolist(), row.groups[0].response_lengths
     ([1, 2, 3], [0, 1, 0], (2, 1))
     """
-    no_places = np.zeros(0, np.int64)
-    index = [no_places] * len(sequences)
-    before = [no_places] * len(sequences)
-    parts: list[np.ndarray] = []
+    nothing = np.zeros(0, np.int64)
+    index = [nothing] * len(sequences)
+    before = [nothing] * len(sequences)
+    segments: list[np.ndarray] = []
     groups: list[PromptGroup] = []
     end = 0
     for members in group_by_prompt(sequences):
         prompt_ids = sequences[members[0]].prompt_ids
-        parts.append(prompt_ids)
+        segments.append(prompt_ids)
         end += len(prompt_ids)
         last_of_prompt = end - 1
         for member in members:
             response_ids = sequences[member].response_ids
-            parts.append(response_ids)
+            segments.append(response_ids)
             start = end
             end += len(response_ids)
             index[member] = np.arange(start, end)
             before[member] = index[member] - 1
             before[member][:1] = last_of_prompt
-        responses = [len(sequences[member].response_ids) for member in members]
-        groups.append(PromptGroup(prompt=len(prompt_ids), responses=tuple(responses)))
+        lengths = [len(sequences[member].response_ids) for member in members]
+        response_lengths = tuple(filter(None, lengths))
+        groups.append(PromptGroup(prompt_length=len(prompt_ids), response_lengths=response_lengths))
 
     padding = max(0, EMPTY_TOKENS - end)
     if padding:
-        parts.append(np.zeros(padding))
-        groups.append(PromptGroup(prompt=padding, responses=()))
-    ids = np.concatenate(parts).astype(np.int64)
+        segments.append(np.zeros(padding, np.int64))
+        groups.append(PromptGroup(prompt_length=padding, response_lengths=()))
+    ids = np.concatenate(segments).astype(np.int64)
     positions = _make_positions(groups)
     return TokenRows(
         ids=ids[None],
-        index=np.concatenate([no_places, *index]),
-        before=np.concatenate([no_places, *before]),
+        index=np.concatenate([nothing, *index]),
+        before=np.concatenate([nothing, *before]),
         positions=positions[None],
         groups=tuple(groups),
     )
@@ -116,8 +121,8 @@ def make_shared_row(sequences: Sequence[TokenSequence]) -> TokenRows:
 
 def _make_positions(groups: Iterable[PromptGroup]) -> np.ndarray:
     """Return the position of each token in its own sequence, [L] int64."""
-    ranges: list[range] = []
+    ranges: list[np.ndarray] = []
     for group in groups:
-        ranges.append(range(group.prompt))
-        ranges += [range(group.prompt, group.prompt + length) for length in group.responses]
-    return np.fromiter(chain.from_iterable(ranges), np.int64)
+        ranges.append(np.arange(group.prompt_length))
+        ranges += [group.prompt_length + np.arange(length) for length in group.response_lengths]
+    return np.concatenate(ranges)

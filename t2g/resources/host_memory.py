@@ -26,7 +26,14 @@ MAX_EAGER_TOKENS = 512
 
 
 def rank_bytes(
-    shape: ModelShape, models: Models, options: LearnerConfig | SFTOptions, *, tokens: int, row: int, logits: float
+    shape: ModelShape,
+    models: Models,
+    options: LearnerConfig | SFTOptions,
+    *,
+    tokens: int,
+    row: int,
+    logits: float,
+    shared_keys: float = 0.0,
 ) -> dict[str, float]:
     """Return the peak memory of a rank on a CPU by its parts; backward pass and optimizer step do not add up.
 
@@ -38,6 +45,7 @@ def rank_bytes(
         tokens: Tokens of a microbatch.
         row: Tokens of the longest sequence; 0 if attention saves no weights.
         logits: See `logits_bytes`.
+        shared_keys: See `shared_keys_bytes`.
     """
     itemsize = BYTES[options.dtype]
     ranks = options.workers
@@ -47,7 +55,7 @@ def rank_bytes(
         shape, tokens, row, itemsize=itemsize, checkpointing=options.gradient_checkpointing
     )
     reduced = min(BUCKET_NUMEL, trained) + 2 * min(shape.embedding_numel, trained)  # gradients in reduction
-    backward = activations + logits + 4 * reduced
+    backward = activations + shared_keys + logits + 4 * reduced
     group = min(trained / ranks, STEP_GROUP_NUMEL + shape.embedding_numel / ranks)
     return {
         "process": PROCESS_BYTES,
@@ -82,18 +90,25 @@ def engine_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 
 
 def learner_parts(
-    shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, longest: int, models: Models | None = None
+    shape: ModelShape,
+    learner: LearnerConfig,
+    objective: ObjectiveConfig,
+    longest: int,
+    models: Models | None = None,
+    *,
+    shared_keys: float = 0.0,
 ) -> dict[str, float]:
     """Return `rank_bytes` of a rank of PPO, of other models than the learner's if they are given.
 
     Args:
         longest: Tokens of the longest sequence. If it has more than tokens_per_microbatch it is a microbatch by itself.
+        shared_keys: See `shared_keys_bytes`.
     """
     tokens = max(learner.tokens_per_microbatch, longest)
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
     models = models or learner_models(shape, learner, objective)
-    row = 0 if learner.share_prompts else longest
-    return rank_bytes(shape, models, learner, tokens=tokens, row=row, logits=logits)
+    row = 0 if learner.share_prompts else longest  # the attention for shared prompts saves no weights
+    return rank_bytes(shape, models, learner, tokens=tokens, row=row, logits=logits, shared_keys=shared_keys)
 
 
 def advise(section: str, options: LearnerConfig | SFTOptions) -> str:

@@ -33,6 +33,7 @@ from t2g.resources.memory import (
     logits_bytes,
     rank_fit,
     sft_models,
+    shared_keys_bytes,
     store_bytes,
 )
 from t2g.resources.model_shape import ModelShape, find_shape
@@ -82,20 +83,36 @@ class PolicyRanks(JobRanks):
 
     def count_host_bytes(self, shape: ModelShape, section: str) -> float:
         models = critic_models(shape) if section == CRITIC_RANKS else None
-        parts = learner_parts(shape, self.options, self.job.objective, self.job.rollout.max_model_len, models)
+        longest = self.job.rollout.max_model_len
+        shared_keys = self._count_shared_keys(shape)
+        parts = learner_parts(shape, self.options, self.job.objective, longest, models, shared_keys=shared_keys)
         return sum(parts.values())
+
+    def _count_shared_keys(self, shape: ModelShape) -> float:
+        itemsize = BYTES[self.options.dtype]
+        return shared_keys_bytes(
+            shape, self.options, self.job.rollout, tokens=self._microbatch_tokens, itemsize=itemsize
+        )
+
+    @property
+    def _microbatch_tokens(self) -> int:
+        """Return the most tokens of a microbatch: a longer sequence than its budget is one of its own."""
+        return max(self.options.tokens_per_microbatch, self.job.rollout.max_model_len)
 
     def estimate_gpu(self, shape: ModelShape, section: str, workers: int) -> Estimate:
         learner = self.options
         objective = self.job.objective
-        # A sequence longer than tokens_per_microbatch is a microbatch of its own.
-        tokens = max(learner.tokens_per_microbatch, self.job.rollout.max_model_len)
+        tokens = self._microbatch_tokens
+        shared_keys = self._count_shared_keys(shape)
         if section == CRITIC_RANKS:
-            return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
+            return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens, shared_keys=shared_keys)
         logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
         models = learner_models(shape, learner, objective)
         ipc_buffers = ipc_buffer_bytes(shape, learner, itemsize=self._engine_itemsize)
-        return rank_fit(shape, models, learner, ranks=workers, tokens=tokens, logits=logits, ipc_buffers=ipc_buffers)
+        return rank_fit(
+            shape, models, learner, ranks=workers, tokens=tokens, logits=logits, shared_keys=shared_keys,
+            ipc_buffers=ipc_buffers,
+        )  # fmt: skip
 
     def count_stored_bytes(self, shape: ModelShape) -> float:
         if not self.options.is_replayable:

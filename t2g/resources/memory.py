@@ -8,7 +8,7 @@ compare the estimates with `torch.cuda.max_memory_allocated` of a first run.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from t2g.config import Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, SFTOptions
+from t2g.config import Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, RolloutConfig, SFTOptions
 from t2g.config.auto import GIB
 from t2g.resources.model_shape import ModelShape
 
@@ -94,6 +94,7 @@ def rank_fit(
     ranks: int,
     tokens: int,
     logits: float = 0.0,
+    shared_keys: float = 0.0,
     ipc_buffers: float = 0.0,
 ) -> Estimate:
     """Estimate the memory of a rank during the forward and backward pass over a microbatch of `tokens` tokens.
@@ -111,9 +112,30 @@ def rank_fit(
     parts["other"] = OTHER_BYTES
     if logits:
         parts["logits"] = logits
+    if shared_keys:
+        parts["shared_keys"] = shared_keys
     if ipc_buffers:
         parts["ipc_buffers"] = ipc_buffers
     return Estimate(parts=parts)
+
+
+def shared_keys_bytes(
+    shape: ModelShape, learner: LearnerConfig, rollout: RolloutConfig, *, tokens: int, itemsize: int
+) -> float:
+    """Return the bytes of the keys and values that `t2g.algo.shared_attention` copies for each response.
+
+    A prompt of P tokens with k responses of R tokens is a row of P + k R tokens. Its copies are keys and values of all
+    heads for k (P + R) tokens, in each layer, or in one with gradient checkpointing. P and R are the largest of the
+    config.
+    """
+    if not learner.share_prompts:
+        return 0.0
+    prompt = rollout.max_prompt_tokens
+    response = rollout.max_new_tokens
+    number = rollout.samples_per_prompt
+    copies_per_token = number * (prompt + response) / (prompt + number * response)
+    layers = 1 if learner.gradient_checkpointing else shape.num_hidden_layers
+    return tokens * copies_per_token * layers * 2 * itemsize * shape.heads_numel
 
 
 def ipc_buffer_bytes(shape: ModelShape, learner: LearnerConfig, *, itemsize: int) -> float:

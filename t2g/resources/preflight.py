@@ -37,7 +37,14 @@ from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
-from t2g.text.model_limits import check_head_size, check_heads, check_positions, check_vision, check_window
+from t2g.text.model_limits import (
+    check_full_attention,
+    check_head_size,
+    check_heads,
+    check_positions,
+    check_vision,
+    check_window,
+)
 from t2g.text.policy_chat import set_template_defaults
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
@@ -106,6 +113,8 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     if ranks is not None and "model.policy" in findings.usable:
         if job.teacher_window is not None:
             findings.collect(_check_teacher_window, ranks, job.teacher_window)
+        if isinstance(job, PolicyJob) and job.learner.share_prompts:
+            findings.collect(check_full_attention, ranks.model.policy, ranks.model.revision, job.rollout.max_model_len)
         findings.collect(_check_memory, ranks)
     if task is not None:
         _check_sources(findings, job, task)

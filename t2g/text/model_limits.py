@@ -1,4 +1,4 @@
-"""Checks whether an engine can run a model: its positions, vocabulary, head size, and its heads on several GPUs."""
+"""Checks whether an engine can run a model, and a learner train it: positions, vocabulary, heads, attention."""
 
 import os
 from importlib.util import find_spec
@@ -9,6 +9,8 @@ from t2g.text.model_config import load_local_config
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
 ONE_TOKEN_MORE = ("cohere2", "cohere2_moe")  # see `check_window`
+# Types of attention layers in transformers that differ in their window only.
+WINDOWED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -55,22 +57,29 @@ def check_window(model: str, revision: str | None, key: str, max_model_len: int)
     )
 
 
-def check_shared_prompts(model: str, revision: str | None, max_model_len: int) -> None:
-    """Check that `t2g.algo.shared_attention` can take the place of the model's attention, as far as its config says.
+def check_full_attention(model: str, revision: str | None, max_model_len: int) -> None:
+    """Check that every layer attends to all earlier tokens, as `t2g.algo.shared_attention` does.
 
     Raises:
-        UserError: Attention logits are capped, or a sequence can be longer than a sliding window.
+        UserError: The config caps attention logits, has other layers, or a window that a sequence can exceed.
     """
     config = _load_text_config(model, revision)
-    window = getattr(config, "sliding_window", None)
-    has_window = window and getattr(config, "use_sliding_window", True)
+    uses_window = getattr(config, "use_sliding_window", True)
+    sliding_window = getattr(config, "sliding_window", None) if uses_window else None
+    window = sliding_window or getattr(config, "attention_chunk_size", None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    others = sorted(layer_types - WINDOWED_LAYERS)
+    remedy = "set learner.share_prompts=false"
     reason = ""
-    if has_window and max_model_len > window:
+    if window and max_model_len > window:
         reason = f"has layers that attend to {window} tokens, fewer than rollout.max_model_len={max_model_len}"
+        remedy += f" or lower rollout.max_model_len to {window}"
+    if others:
+        reason = f"has layers of the type {others[0]}"
     if getattr(config, "attn_logit_softcapping", None):
         reason = "caps the logits of its attention"
     if reason:
-        raise UserError(f"learner.share_prompts: {model} {reason}; set it to false")
+        raise UserError(f"learner.share_prompts: {model} {reason}; {remedy}")
 
 
 def check_vocabulary(tokenizer: Any, model: str, revision: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Rows with one copy of each prompt: the numbers and gradients of a row for each sequence."""
+"""Rows with one copy of each prompt have the numbers and gradients of a row for each sequence."""
 
 from typing import Any
 
@@ -96,7 +96,24 @@ def test_values_are_those_of_separate_rows() -> None:
     torch.testing.assert_close(values[1], values[0])
 
 
-def test_without_sequences_there_is_a_gradient_of_nothing() -> None:
+@pytest.mark.parametrize("length", [1, 2, 31])
+def test_short_segments_in_bfloat16(length: int) -> None:
+    """A CPU's matrix products of a few bfloat16 tokens can crash on an illegal instruction; these do not."""
+    plain, ours = make_models("llama")
+    prompt_ids = np.full(length, 7)
+    sequences = [
+        TrainSequence(prompt_ids=prompt_ids, response_ids=np.full(number, 9), weights=np.ones(number))
+        for number in (length, 1)
+    ]
+    expected = Rows(sequences, CPU).token_outputs(plain.bfloat16(), 1.0).logprobs
+    logprobs, gradient = value_and_gradient(ours.bfloat16(), Rows(sequences, CPU, shares_prompts=True))
+    assert all(grad.isfinite().all() for grad in gradient)
+    at_one = Rows(sequences, CPU, shares_prompts=True).token_outputs(ours, 1.0).logprobs
+    torch.testing.assert_close(at_one, expected, atol=0.1, rtol=0)
+    assert logprobs.shape == (length + 1,)
+
+
+def test_a_row_without_sequences_gives_zero_gradients() -> None:
     _, ours = make_models("llama")
     logprobs, gradient = value_and_gradient(ours, Rows([], CPU, shares_prompts=True))
     assert logprobs.shape == (0,)

@@ -45,6 +45,21 @@ def test_most_microbatches(tokens: int, model_len: int, minibatches: int, ranks:
     assert max_microbatches(rollout, learner) == expected
 
 
+@pytest.mark.parametrize(
+    ("minibatches", "ranks", "expected"),
+    [
+        (1, 1, 32),  # 16 prompts with 5 responses, of which 3 fit: two microbatches for each prompt
+        (1, 2, 16),
+        (4, 1, 20),  # 80 samples, mixed: as many microbatches as samples
+    ],
+)
+def test_most_microbatches_of_shared_prompts(minibatches: int, ranks: int, expected: int) -> None:
+    rollout = RolloutConfig(prompts_per_step=16, samples_per_prompt=5, max_model_len=100, max_new_tokens=50)
+    budget = {"tokens_per_microbatch": 300, "share_prompts": True}
+    learner = LearnerConfig(minibatches_per_epoch=minibatches, workers=ranks, **budget)
+    assert max_microbatches(rollout, learner) == expected
+
+
 def test_policy() -> None:
     job = PolicyJob(run=RUN, model=MODEL, data=DATA, num_steps=50, feedback=PROGRAM, rollout=ROLLOUT, learner=LEARNER)
     assert job.describe().splitlines() == [

@@ -556,6 +556,7 @@ def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         (PolicyJob, "learner.critic_ranks", True),
         (PolicyJob, "learner.critic_ranks.workers", True),
         (PolicyJob, "learner.tokens_per_microbatch", True),
+        (PolicyJob, "learner.share_prompts", True),
         (SFTJob, "sft.tokens_per_microbatch", False),  # decides which units dropout meets
         (SFTJob, "sft.gradient_checkpointing", True),
         (SFTJob, "sft.offload", True),

@@ -65,7 +65,7 @@ ONE_STEP = {"policy": READABLE, "num_epochs": 1, "minibatches_per_epoch": 1, "cr
 VARIANTS = {
     "one": ONE_STEP,  # all in one microbatch
     "ranks": ONE_STEP | {"workers": 2, "tokens_per_microbatch": 40, "gradient_checkpointing": True},
-    "shared": ONE_STEP | {"share_prompts": True, "tokens_per_microbatch": 40, "gradient_checkpointing": True},
+    "shared": ONE_STEP | {"workers": 2, "tokens_per_microbatch": 40, "share_prompts": True},
 }
 ROLLOUT = RolloutConfig(cpus=0.5, max_model_len=128, max_new_tokens=32, kv_cache_gib=0.1)
 ENGINE_TEMPERATURE = 0.6
@@ -173,15 +173,19 @@ def test_gradients_are_those_of_the_plain_loop(
 
 @pytest.mark.usefixtures("cluster")
 def test_a_model_whose_attention_mixes_responses_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that does not pass the groups of a row to its attention."""
+    """The model does not pass the groups of a row to its attention. A run's tolerance for the probe changes nothing."""
     attend = shared_attention.attend
 
     def attend_to_all(*args: Any, prompt_groups: object = None, **options: Any) -> Any:
         return attend(*args, **options)
 
     monkeypatch.setattr(shared_attention, "attend", attend_to_all)
-    with pytest.raises(UserError, match=r"^learner\.share_prompts is on, and with model\.policy=.*\(llama\)"):
-        SharedGroup(learner_spec(base, NO_CRITIC, share_prompts=True))
+    try:
+        with pytest.raises(UserError, match=r"^learner\.share_prompts is true.*\(llama\).*rounding explains 0\.001"):
+            SharedGroup(learner_spec(base, NO_CRITIC, share_prompts=True, probe_tolerance=3))
+    finally:
+        monkeypatch.undo()
+        shared_attention.register()  # transformers keeps the attention for all models of this process
 
 
 @pytest.mark.usefixtures("cluster")

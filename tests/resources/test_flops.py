@@ -1,5 +1,6 @@
 """Model FLOPs by hand, and what a rank makes of them."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,18 +37,20 @@ def test_an_unknown_device_has_no_peak() -> None:
     assert peak_flops("NVIDIA GeForce RTX 4090") is None
 
 
-@pytest.mark.parametrize("lora", [None, LoRAConfig()])
+@pytest.mark.parametrize(("lora", "shares"), [(None, False), (LoRAConfig(), False), (None, True)])
 def test_the_share_of_its_gpu_that_a_rank_used_in_an_update(
-    lora: LoRAConfig | None, monkeypatch: pytest.MonkeyPatch
+    lora: LoRAConfig | None, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In three microbatches; with shared prompts the two equal ones of a microbatch count once."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    role = LearnerConfig(workers=4, gpus=1, dtype="bfloat16", lora=lora)
+    role = LearnerConfig(workers=4, gpus=1, dtype="bfloat16", lora=lora, share_prompts=shares)
     spec = LearnerSpec(model=ModelConfig(policy=str(Path("m"))), learner=role, num_updates=1, seed=1)
     worker = LearnerWorker(spec, ["policy"], role, 0)
     module = SimpleNamespace(config=LlamaConfig(**TOY.model_dump()))
     worker.models["policy"] = SimpleNamespace(engine=SimpleNamespace(module=module))
     ids = np.zeros(2, np.int32)
     sequence = TrainSequence(prompt_ids=ids, response_ids=ids, weights=np.ones(2))
-    flops = train_flops(TOY, [4, 4, 4], has_head=True, frozen=lora is not None)
-    shares = [[[sequence], [sequence]], [[sequence], []]]  # of two minibatches
-    assert worker._utilization("policy", shares, 0.5) == {"policy/mfu": pytest.approx(flops / 0.5 / 989e12)}
+    count = partial(train_flops, TOY, has_head=True, frozen=lora is not None)
+    flops = count([4, 4, 4, 4]) - (count([2]) if shares else 0)
+    minibatches = [[[sequence, sequence], [sequence]], [[sequence], []]]
+    assert worker._utilization("policy", minibatches, 0.5) == {"policy/mfu": pytest.approx(flops / 0.5 / 989e12)}

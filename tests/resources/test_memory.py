@@ -185,6 +185,20 @@ def test_a_pass_over_a_microbatch() -> None:
     assert memory.logits_bytes(TOY, learner, tokens=2000, objective=full) == (42 * 1024 + 2 * 2000) * 100
 
 
+def test_copied_keys_of_shared_prompts_by_hand() -> None:
+    """Two responses of 30 tokens to a prompt of 70: a row of 130 tokens has copies for 200, of 2 heads of 4."""
+    rollout = RolloutConfig(samples_per_prompt=2, max_model_len=100, max_new_tokens=30)
+    shared = LearnerConfig(share_prompts=True)
+    checkpointed = with_overrides(shared, {"gradient_checkpointing": True})
+    copied: dict[str, float] = {}
+    for name, learner in (("none", LearnerConfig()), ("all", shared), ("one layer", checkpointed)):
+        copied[name] = memory.shared_keys_bytes(TOY, learner, rollout, tokens=130, itemsize=2)
+    layer = 200 * 2 * 2 * 8
+    assert copied == pytest.approx({"none": 0, "all": 2 * layer, "one layer": layer})
+    fit = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=130, shared_keys=copied["all"])
+    assert fit.parts["shared_keys"] == copied["all"]
+
+
 @pytest.mark.parametrize(
     ("name", "objective", "dtype"),
     [

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from t2g.errors import UserError
 from t2g.text import model_limits
 from t2g.text.model_limits import (
+    check_full_attention,
     check_heads,
     check_positions,
-    check_shared_prompts,
     check_vision,
     check_window,
     find_uneven_heads,
@@ -73,19 +73,26 @@ def test_gpus_that_do_not_divide_the_heads_are_refused_by_their_key(tmp_path: Pa
         ({"sliding_window": 64}, 65, r"attend to 64 tokens, fewer than rollout\.max_model_len=65"),
         ({"sliding_window": 64, "use_sliding_window": False}, 65, ""),
         ({"attn_logit_softcapping": 50.0}, 65, "caps the logits of its attention"),
+        (
+            {"attention_chunk_size": 64},
+            65,
+            r"attend to 64 tokens, fewer than .*; .* or lower rollout\.max_model_len to 64",
+        ),
+        ({"layer_types": ["full_attention", "linear_attention"]}, 65, "has layers of the type linear_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 65, ""),
     ],
 )
-def test_shared_prompts_need_plain_attention(
+def test_shared_prompts_need_attention_to_all_tokens(
     fields: dict[str, Any], max_model_len: int, reason: str, tmp_path: Path
 ) -> None:
     model = random_model(tmp_path)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | fields))
     if not reason:
-        check_shared_prompts(str(model), None, max_model_len)
+        check_full_attention(str(model), None, max_model_len)
         return
     with pytest.raises(UserError, match=rf"^learner\.share_prompts: {model} .*{reason}"):
-        check_shared_prompts(str(model), None, max_model_len)
+        check_full_attention(str(model), None, max_model_len)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from models import random_model
+from transformers import FalconConfig, FalconForCausalLM
 
 from actors.learner.models import MAX_EAGER_TOKENS, load_for_training
+from t2g.algo import shared_attention
 from t2g.config import ModelConfig
+from t2g.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,17 @@ def test_long_rows_and_gpus_have_sdpa_whose_numbers_are_those_of_eager_attention
     with torch.no_grad():
         actual, expected = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (model, other))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_shared_prompts_replace_the_attention(tmp_path: Path) -> None:
+    source = ModelConfig(policy=str(random_model(tmp_path)))
+    _, (model,) = load_for_training(source, "AutoModelForCausalLM", dtype="float32", on_gpu=False, shares_prompts=True)
+    assert model.config._attn_implementation == shared_attention.NAME
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
+    source = ModelConfig(policy=str(random_model(tmp_path)))
+    config = FalconConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^learner\.share_prompts is true.*\(falcon\)"):
+        load_for_training(source, "AutoModelForCausalLM", dtype="float32", on_gpu=False, shares_prompts=True)
