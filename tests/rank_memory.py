@@ -1,6 +1,7 @@
 """Measure the peak memory of one real rank: `python tests/rank_memory.py MODEL '{"tokens_per_microbatch": 512}' ROW`.
 
-It makes the passes of two updates of PPO, with two full microbatches of rows of ROW tokens, and prints GiB.
+It makes the passes of two updates of PPO, with two full microbatches, and prints GiB. A sequence has ROW tokens, half of
+them prompt. With share_prompts a microbatch has one prompt.
 """
 
 import json
@@ -16,10 +17,21 @@ from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.types import TrainSample
 
 
-def make_sample(rng: np.random.Generator, row: int, weight: float) -> TrainSample:
-    """Return a sample with a prompt and a response of half a row each."""
+def make_microbatch(rng: np.random.Generator, config: LearnerConfig, row: int) -> list[TrainSample]:
+    """Return the samples that fill a microbatch; a prompt and a response have half a row each."""
     half = row // 2
-    prompt_ids, response_ids = rng.integers(5, 300, (2, half))
+    number = max(1, config.tokens_per_microbatch // row)
+    if config.share_prompts:
+        number = max(1, config.tokens_per_microbatch // half - 1)
+    weight = 1 / (number * row)
+    prompts = rng.integers(5, 300, (number, half))
+    if config.share_prompts:
+        prompts[:] = prompts[0]
+    return [make_sample(rng, prompt_ids, half, weight) for prompt_ids in prompts]
+
+
+def make_sample(rng: np.random.Generator, prompt_ids: np.ndarray, half: int, weight: float) -> TrainSample:
+    response_ids = rng.integers(5, 300, half)
     names = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
     numbers: dict[str, Any] = dict.fromkeys(names, np.full(half, -5.0, np.float32))
     weights = np.full(half, weight, np.float32)
@@ -36,10 +48,8 @@ def measure(model: str, config: LearnerConfig, row: int) -> float:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     rank.start(address)
-    rows = max(1, config.tokens_per_microbatch // row)
     rng = np.random.default_rng(1)
-    samples = [make_sample(rng, row, 1 / (rows * row)) for _ in range(2 * rows)]
-    share = [samples[:rows], samples[rows:]]
+    share = [make_microbatch(rng, config, row) for _ in range(2)]
     rank.forward("policy", [share], spec.stats_fields)
     rank.update("policy", [share, share], 0.05, "measured")
     return getrusage(RUSAGE_SELF).ru_maxrss / 2**20
