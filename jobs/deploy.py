@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 
 from jobs.common.cli import exit_code, program_name
-from t2g.config import ClusterConfig, PolicyJob, ProcessConfig
+from t2g.config import ClusterConfig, ProcessConfig
 from t2g.config.loading import load
 from t2g.deploy import check_config, render_manifests, render_slurm
 from t2g.deploy.check import path_warnings
@@ -103,10 +103,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     where: Mapping[str, ProcessConfig] = {}
     require: Sequence[str] = ()
     if arguments.config:
-        config = load(PolicyJob, arguments.config, arguments.overrides)
+        config = load(JOBS[arguments.job_kind].schema, arguments.config, arguments.overrides)
         shared = config.run.root
-        if config.task == "code":
-            require = config.feedback.sandbox.require
+        feedback_sections = [*config.feedback_sections.values()]
+        if config.task == "code" and feedback_sections:
+            require = feedback_sections[0].sandbox.require
     connect(ClusterConfig(address=address), {})
     try:
         nodes = inspect_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
@@ -133,7 +134,7 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
     job_arguments = ["doctor"]
     if arguments.config:
         path = uploaded_path(arguments.config, root)
-        job_arguments += ["--config", str(path)]
+        job_arguments += ["--config", str(path), "--job", arguments.job_kind]
     job = Submission(name="doctor", arguments=("jobs.deploy", *job_arguments, *arguments.overrides))
     with JobServer.connect(arguments.address) as server:
         job_id = server.submit(job, root)
@@ -215,7 +216,7 @@ def _add_shared_options(commands: dict[str, argparse.ArgumentParser]) -> None:
     for name in ("check", "render", "submit", "doctor"):
         commands[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
         commands[name].add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
-    for name in ("check", "render", "submit"):
+    for name in ("check", "render", "submit", "doctor"):
         commands[name].add_argument(
             "--job", "--stage", dest="job_kind", choices=[*JOBS], default="policy", help="what the config is of; policy"
         )

@@ -1,7 +1,7 @@
 """Measure the peak memory of one real rank: `python tests/rank_memory.py MODEL '{"tokens_per_microbatch": 512}' ROW`.
 
-It makes the passes of two updates of PPO, with two full microbatches, and prints GiB. A sequence has ROW tokens, half of
-them prompt. With share_prompts a microbatch has one prompt.
+It makes the passes of two updates of PPO, with two full microbatches, and prints GiB. A sequence has ROW tokens, half
+of them in its prompt. With share_prompts a microbatch has one prompt.
 """
 
 import json

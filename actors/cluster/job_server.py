@@ -37,17 +37,45 @@ def wait_for_nodes(address: str | None, count: int, *, timeout_s: float) -> None
     """Wait until the cluster of the job server at `address` has `count` nodes.
 
     Raises:
+        UserError: The cluster refuses the token.
         RunStopped: It has fewer after timeout_s.
     """
     deadline = time.monotonic() + timeout_s
     num_nodes = 0
-    while num_nodes < count:
-        if time.monotonic() > deadline:
-            raise RunStopped(f"the cluster has {num_nodes} of {count} nodes after {timeout_s:.0f} s; see Ray's output")
-        time.sleep(POLL_S)
-        with contextlib.suppress(RayStateApiException, ConnectionError, requests.exceptions.RequestException):
-            nodes = list_nodes(address, filters=[("state", "=", "ALIVE")], limit=MAX_NODES)
-            num_nodes = len(nodes)
+    with _clear_errors(address):
+        while num_nodes < count:
+            if time.monotonic() > deadline:
+                late = f"the cluster has {num_nodes} of {count} nodes after {timeout_s:.0f} s; see Ray's output"
+                raise RunStopped(late)
+            time.sleep(POLL_S)
+            with contextlib.suppress(RayStateApiException, ConnectionError, requests.exceptions.RequestException):
+                nodes = list_nodes(address, filters=[("state", "=", "ALIVE")], limit=MAX_NODES)
+                num_nodes = len(nodes)
+
+
+@contextmanager
+def _clear_errors(address: str | None) -> Iterator[None]:
+    """Raise UserError if the job server at `address` does not answer, or refuses a request.
+
+    It clears the variables by which Ray would prefer another server.
+    """
+    if address is not None:
+        for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            os.environ.pop(name, None)
+    try:
+        yield
+    except RunStopped:
+        raise
+    except AuthenticationError as error:
+        raise UserError(
+            f"the cluster refuses: {' '.join(str(error).split())}; set RAY_AUTH_MODE=token, and its token as "
+            "RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names"
+        ) from None
+    except (ConnectionError, requests.exceptions.RequestException) as error:
+        where = address or "RAY_ADDRESS or on this machine"
+        raise UserError(f"no Ray job server answers at {where} ({type(error).__name__}); see --address") from None
+    except RuntimeError as error:  # Ray's client raises it for an answer other than 200
+        raise UserError(f"the job server of the cluster: {' '.join(str(error).split())}") from None
 
 
 class JobServer:
@@ -68,23 +96,8 @@ class JobServer:
         Raises:
             UserError: The server does not answer, or refuses the request.
         """
-        if address is not None:  # Ray prefers these variables to its arguments
-            for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
-                os.environ.pop(name, None)
-        try:
+        with _clear_errors(address):
             yield cls(JobClient(address))
-        except RunStopped:
-            raise
-        except AuthenticationError as error:
-            raise UserError(
-                f"the cluster refuses: {' '.join(str(error).split())}; set RAY_AUTH_MODE=token, and its token as "
-                "RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names"
-            ) from None
-        except (ConnectionError, requests.exceptions.RequestException) as error:
-            where = address or "RAY_ADDRESS or on this machine"
-            raise UserError(f"no Ray job server answers at {where} ({type(error).__name__}); see --address") from None
-        except RuntimeError as error:  # Ray's client raises it for an answer other than 200
-            raise UserError(f"the job server of the cluster: {' '.join(str(error).split())}") from None
 
     def submit(self, job: Submission, root: Path) -> str:
         """Upload the code under `root`, start the job, return its id. Raises UserError for a too large upload."""

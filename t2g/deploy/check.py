@@ -7,7 +7,7 @@ from pathlib import Path
 from t2g.config import EngineConfig, JobConfig
 from t2g.config.artifacts import find_artifacts, is_made_later
 from t2g.config.field_marks import paths
-from t2g.deploy.manifests import SHARED
+from t2g.deploy.manifests import SHARED, mount_of
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups
 from t2g.errors import UserError
 from t2g.resources.job_memory import find_ranks, store_gib
@@ -77,7 +77,12 @@ def _warnings(
         if not config.shares_gpus:
             yield from _group_warnings(groups)
         yield from _cluster_warnings(config, shapes.get("learner"))
-        yield from path_warnings(config)
+        try:
+            mount = mount_of(config)
+        except UserError as error:
+            yield str(error)
+            mount = SHARED
+        yield from path_warnings(config, mount)
     for group, _ in fits:
         if getattr(group.role, "dtype", "") == "float32":
             yield f"{group.section}.dtype is float32, for which GPUs have no fast attention: take bfloat16"

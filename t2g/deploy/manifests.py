@@ -3,6 +3,7 @@
 Manifests only name secrets, and the cluster's capacity is not checked. `docker/README.md` describes how to apply them.
 """
 
+import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ SYSTEM_FOLDERS = (  # folders of the image: a volume mounted over one would hide
 SECRETS = {"token": "t2g-ray-token", "hub": "t2g-huggingface", "driver": "t2g-keys"}
 MAX_NAME = 47  # the operator appends suffixes to the name
 HEAD_STORE_GIB = 2
+START_S = 3600  # until all pods run: nodes with GPUs may be bought first, and images pulled
+HASH_DIGITS = 6  # of a name that other runs could have
 
 
 def render_manifests(
@@ -71,7 +74,7 @@ def render_manifests(
     job = driver(job_kind, config, config_path, overrides)
     parts = _render_parts(config, groups, job, image=image or IMAGES[cpu], mount=mount, cpu=cpu)
     documents = _documents(parts, target)
-    dumped = yaml.dump_all(documents, Dumper=_NoAliases, sort_keys=False, width=120)
+    dumped = yaml.dump_all(documents, Dumper=_NoAliases, sort_keys=False, width=120, allow_unicode=True)
 
     options = ["--target", target]
     if job_kind != "policy":
@@ -97,6 +100,7 @@ def _render_parts(
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
+    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": True}  # YAML does not join \ud83d\ude42
     fixed = {"head_store_gib": HEAD_STORE_GIB, "secrets": SECRETS, "home": HOME, "ray_version": RAY_VERSION}
     command = {"entrypoint": job.entrypoint, "stop_wait_s": job.stop_wait_s, "metadata": job.metadata}
     text = templates.get_template("kuberay.yaml.j2").render(
@@ -109,6 +113,7 @@ def _render_parts(
         keys=keys_of(config),
         storage="20Gi" if cpu else "500Gi",
         claim="t2g-data",
+        start_s=START_S,
         **fixed,
     )
     return yaml.safe_load(text)
@@ -170,11 +175,19 @@ def mount_of(config: JobConfig) -> str:
 
 
 def resource_name(run_name: str) -> str:
-    """Return a valid Kubernetes name: "SLF5K.policy_2" -> "slf5k-policy-2", "7b" -> "t2g-7b"."""
+    """Return a valid Kubernetes name; a changed name ends with a hash, since other runs could have it.
+
+    >>> resource_name("slf5k-policy"), resource_name("SLF5K.policy_2")
+    ('slf5k-policy', 'slf5k-policy-2-a92e6d')
+    """
     name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     if not name[0].isalpha():
         name = f"t2g-{name}"
-    return name[:MAX_NAME].rstrip("-")
+    if name == run_name and len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(run_name.encode()).hexdigest()[:HASH_DIGITS]
+    kept_length = MAX_NAME - HASH_DIGITS - 1
+    return f"{name[:kept_length].rstrip('-')}-{digest}"
 
 
 def driver(job_kind: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:

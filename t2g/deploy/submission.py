@@ -37,7 +37,8 @@ IGNORE_FILE = ".rayignore"
 EXCLUDED = (
     "/runs", "/build", ".git", ".venv", "venv", "node_modules", "wandb", "*.egg-info", "__pycache__", "*.pyc",
     ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".import_linter_cache", ".benchmarks",
-    ".env", ".env.*", ".netrc", ".ray", ".ssh", ".aws", "*.pem", "*.key", "id_*", "credentials*",  # secrets
+    ".env", ".env.*", ".netrc", ".ray", ".ssh", ".aws",
+    "*.pem", "*.key", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "credentials*",  # secrets
 )  # fmt: skip
 NUM_NAMED = 5  # files in the error message
 

@@ -123,6 +123,15 @@ def test_what_goes_wrong_on_pods_is_a_warning(override: str, words: str) -> None
     assert [warning for warning in warnings(lines) if words in warning], lines
 
 
+def test_paths_are_judged_by_the_mount_that_render_makes() -> None:
+    _, lines = check(*GOOD, "run.root=/data/runs", "data.path=[/data/a.jsonl,/mnt/t2g/b.jsonl]")
+    named = [warning for warning in warnings(lines) if "data.path" in warning]
+    assert [warning.partition(": ")[0] for warning in named] == ["data.path is /mnt/t2g/b.jsonl"]
+    assert "pods see /data " in named[0]
+    _, lines = check(*GOOD, "run.root=/root/runs")
+    assert any("run.root=/root/runs: the volume would be mounted" in warning for warning in warnings(lines))
+
+
 def test_the_object_store_is_sized_by_the_weights_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     def store_warnings(*overrides: str) -> list[str]:
         return [warning for warning in warnings(check(*GOOD, *overrides)[1]) if "object_store_gib" in warning]

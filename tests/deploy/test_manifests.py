@@ -383,13 +383,24 @@ def test_versions_are_those_of_the_project() -> None:
     ("run", "name"),
     [
         ("slf5k-policy", "slf5k-policy"),
-        ("SLF5K.policy_2", "slf5k-policy-2"),
-        ("7b", "t2g-7b"),
-        ("a" * 46 + ".b", "a" * 46),
+        ("SLF5K.policy_2", "slf5k-policy-2-a92e6d"),
+        ("7b", "t2g-7b-925a7b"),
+        ("a" * 47, "a" * 47),
+        ("a" * 48, "a" * 40 + "-97daac"),
     ],
 )
 def test_names(run: str, name: str) -> None:
     assert resource_name(run) == name
+
+
+@pytest.mark.parametrize("run", ["null", "on", "true"])
+def test_texts_of_the_user_are_texts_in_yaml(run: str) -> None:
+    path = "data.path=/mnt/t2g/\U0001f642.jsonl"
+    config = loading.load(PolicyJob, ROOT / "configs/tiny/policy.yaml", [f'run.name="{run}"', path], environ={}, cwd=ROOT)
+    text = render_manifests(config, config_path="configs/tiny/policy.yaml", target="rayjob", cpu=True, overrides=[path])
+    names = [document["metadata"]["name"] for document in yaml.safe_load_all(text)]
+    assert names == [run] * 3
+    assert path in documents(text)[1]["spec"]["entrypoint"]
 
 
 @given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,46}", fullmatch=True))

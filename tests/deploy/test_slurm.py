@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(
 # the real one does: the script ends each srun after it. It ends after `stop`.
 SRUN = """
 for word; do [[ $word == --port=* ]] && port=${word#--port=}; done
+while [[ -e $FOLDER/slow ]]; do sleep 0.05; done
 exec PYTHON -c 'import socket, sys, time
 if sys.argv[1:]: server = socket.create_server(("", int(sys.argv[1])))
 time.sleep(60)' ${port:+"$port"}
@@ -39,7 +42,9 @@ case $3 in
   stop) touch $FOLDER/stopped ;;
 esac
 """
-PROGRAMS = {"srun": SRUN, "python": PYTHON, "scontrol": "", "hostname": "echo 127.0.1.1 127.0.0.2\n"}
+PROGRAMS: dict[str, str | None] = {
+    "srun": SRUN, "python": PYTHON, "scontrol": "", "ray": "", "hostname": "echo 127.0.1.1 127.0.0.2\n",
+}  # fmt: skip
 
 
 def policy(*overrides: str, file: str = TINY) -> PolicyJob:
@@ -76,13 +81,32 @@ def started(commands: list[list[str]]) -> list[dict[str, str]]:
     return sorted(nodes, key=lambda node: node["het-group"])
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], "Job"]]:
+    """Start scripts, and end what a failed test leaves of them."""
+    jobs: list[Job] = []
+
+    def start_job(script: str) -> Job:
+        jobs.append(Job(tmp_path, script))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        with suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGKILL)
+
+
 class Job:
-    """A batch script that runs with stand-ins, as job 1234."""
+    """A batch script that runs with stand-ins, as a job whose ports no other test has."""
 
     def __init__(self, folder: Path, script: str) -> None:
+        self.id = str(os.getpid())
+        self.port = 20000 + os.getpid() % 120 * 100
         self._record = folder / "commands"
         self.folder = folder
         for name, body in PROGRAMS.items():
+            if body is None:
+                continue
             file = folder / "bin" / name
             file.parent.mkdir(exist_ok=True)
             text = body.replace("PYTHON", sys.executable).replace("$FOLDER", str(folder))
@@ -91,11 +115,12 @@ class Job:
             file.write_text(f"#!/bin/bash\n{record}{text}")
             file.chmod(0o755)
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
-        environ = os.environ | {"PATH": path, "SLURM_JOB_ID": "1234", "OPENAI_API_KEY": "x", "RAY_ADDRESS": "nobody:1"}
+        environ = os.environ | {"PATH": path, "SLURM_JOB_ID": self.id, "OPENAI_API_KEY": "x", "RAY_ADDRESS": "nobody:1"}
         command = ["bash", "-c", script.replace("127\\.'", "127\\.0\\.1'")]  # the loopback is this network
         self.process = subprocess.Popen(
-            command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
 
     def commands(self) -> list[list[str]]:
         text = self._record.read_text() if self._record.exists() else ""
@@ -170,13 +195,13 @@ def test_a_script_passes_bash_and_shellcheck_for_every_job(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
 
 
-def test_the_script_starts_ray_by_role_and_submits_the_run(tmp_path: Path) -> None:
+def test_the_script_starts_ray_by_role_and_submits_the_run(start: Callable[[str], Job]) -> None:
     values = ("run.name=own.1", "model.policy=/a b/$HOME", "learner.labels={pool: big}", "rollout.gpus=2")
-    job = Job(tmp_path, render(*values))
+    job = start(render(*values))
     assert job.finish() == 0, job.output
     commands = job.commands()
     head, learner, rollout, reward = started(commands)
-    port = 20000 + 1234 % 120 * 100
+    port = job.port
     assert (head["port"], head["dashboard-port"], head["node-ip-address"]) == (str(port), str(port + 1), "127.0.0.2")
     assert (head["num-cpus"], head["het-group"], "head" in head) == ("0", "0", True)
     assert [node["labels"] for node in (learner, rollout, reward)] == [
@@ -187,7 +212,7 @@ def test_the_script_starts_ray_by_role_and_submits_the_run(tmp_path: Path) -> No
     all_ports: list[str] = []
     for node in (head, learner, rollout, reward):
         all_ports += [value for name, value in node.items() if name.endswith("-port") or name == "port"]
-    assert len(set(all_ports)) == len(all_ports) == 2 + 4 * 4
+    assert len(set(all_ports)) == len(all_ports) == 3 + 4 * 4
     for node in (learner, rollout, reward):
         assert node["address"] == f"127.0.0.2:{port}"
         assert int(node["cpus-per-task"]) == int(node["num-cpus"]) + 1
@@ -199,32 +224,65 @@ def test_the_script_starts_ray_by_role_and_submits_the_run(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("sent", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_a_signal_stops_the_run_and_the_end_of_the_time_queues_it_again(
-    tmp_path: Path, sent: signal.Signals, again: bool
+    tmp_path: Path, start: Callable[[str], Job], sent: signal.Signals, again: bool
 ) -> None:
     (tmp_path / "waits").touch()
-    job = Job(tmp_path, render())
+    job = start(render())
     job.wait_for("submit")
-    time.sleep(0.2)
     job.process.send_signal(sent)
     assert job.finish() == 130, job.output
     (stop,) = [words for words in job.commands() if "stop" in words]
     assert stop[-2:] == ["--run", "tiny-policy"]
     requeued = [words for words in job.commands() if words[0] == "scontrol"]
-    assert requeued == ([["scontrol", "requeue", "1234"]] if again else [])
+    assert requeued == ([["scontrol", "requeue", job.id]] if again else [])
 
 
-def test_a_key_that_the_driver_needs_is_missed_at_once(tmp_path: Path) -> None:
+def test_a_time_limit_that_is_too_short_does_not_queue_the_job_for_ever(
+    tmp_path: Path, start: Callable[[str], Job]
+) -> None:
+    """Slurm sends the signal at once: here before Ray has started."""
+    (tmp_path / "slow").touch()
+    job = start(render())
+    job.wait_for("srun")
+    job.process.send_signal(signal.SIGUSR1)
+    (tmp_path / "slow").unlink()
+    assert job.finish() == 3, job.output
+    assert "signal USR1 before the run was submitted; --time needs" in job.output
+    assert not any(words[0] in ("python", "scontrol") for words in job.commands())
+
+
+@pytest.mark.parametrize(
+    ("program", "body", "sentence"),
+    [
+        ("hostname", "echo 127.0.1.1", "no IPv4 address besides the loopback"),
+        ("ray", None, "has no ray: run make setup"),
+    ],
+)
+def test_what_a_node_lacks_is_a_sentence(
+    program: str, body: str | None, sentence: str, start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROGRAMS, program, body)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    job = start(render())
+    assert job.finish() in (1, 3)
+    assert sentence in job.output
+    assert job.commands() == []
+
+
+def test_a_key_that_the_driver_needs_is_missed_at_once(start: Callable[[str], Job]) -> None:
     llm = "feedback={source: llm, llm: {url: 'https://h/v1', model: m, key_env: TEAM_KEY}}"
-    job = Job(tmp_path, render(llm))
+    job = start(render(llm))
     assert job.finish() == 1
     assert re.search("TEAM_KEY: is not set: export it before sbatch", job.output)
     assert job.commands() == []
 
 
-def test_a_line_break_of_a_value_stays_in_the_comment_and_in_its_word(tmp_path: Path) -> None:
+def test_a_line_break_of_a_value_stays_in_the_comment_and_in_its_word(
+    tmp_path: Path, start: Callable[[str], Job]
+) -> None:
     value = "data.path=/x\ntouch broken"
     script = render_slurm(policy(), config_path=TINY, overrides=[value])
-    job = Job(tmp_path, script)
+    job = start(script)
     assert job.finish() == 0, job.output
     assert not (tmp_path / "broken").exists()
     (submit,) = [words for words in job.commands() if "submit" in words]

@@ -38,7 +38,7 @@ def test_code_and_configs_go_and_runs_caches_secrets_and_environments_stay(tmp_p
 def test_secrets_stay_when_rays_own_upload_takes_the_folder(tmp_path: Path) -> None:
     """It heeds .rayignore alone."""
     ignored = (REPOSITORY / ".rayignore").read_text().splitlines()
-    assert {".env", ".netrc", "*.pem", "*.key", "id_*", "credentials*"} <= set(ignored) & set(EXCLUDED)
+    assert {".env", ".netrc", "*.pem", "*.key", "id_rsa*", "credentials*"} <= set(ignored) & set(EXCLUDED)
 
 
 def test_rayignore_is_heeded_as_git_would(tmp_path: Path) -> None:

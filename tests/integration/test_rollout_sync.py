@@ -228,13 +228,21 @@ def test_a_sync_brings_the_new_weights_and_the_probe_agrees(
     assert after[0].policy_versions == ((0, len(after[0].response_ids), 7),)
 
 
+def wait_for_tokens(fleet: RolloutFleet) -> None:
+    """Wait until an engine has generated tokens of the requests under way."""
+    deadline = time.monotonic() + 60
+    while asyncio.run(fleet.engine_metrics())["tokens_per_s"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_responses_under_way_go_on_with_the_new_weights_and_say_which_tokens_are_whose(
     fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
     old, new = policies
     with ThreadPoolExecutor() as pool:
         under_way = pool.submit(sample, fleet, [prompt(i) for i in range(8)], 3, 600)
-        time.sleep(0.5)
+        wait_for_tokens(fleet)
         push(TorchLearner(old), fleet, 8)
         rollouts = [r for group in under_way.result() for r in group]
     crossed = [r for r in rollouts if len(r.policy_versions) == 2]
@@ -285,7 +293,7 @@ def test_adapters_are_sent_instead_of_weights_also_under_a_response(cluster: Non
         old = [logprobs_of(learner.model, prompt(9, 64).prompt_ids, temperature=1.0)]
         with ThreadPoolExecutor() as pool:
             under_way = pool.submit(sample, fleet, [prompt(i) for i in range(4)], 3, 600)
-            time.sleep(0.5)
+            wait_for_tokens(fleet)
             learner.train(seed=2)
             assert asyncio.run(sync.push(2)).probe_gap < 1e-4
             rollouts = [r for group in under_way.result() for r in group]

@@ -179,6 +179,7 @@ def judge_step(name: str, timeout_s: float = 30.0) -> tuple[JudgedStep, int]:
     config = PolicyJob(
         model={"policy": "m"}, data={"path": "d"}, feedback={"source": f"{__name__}:{name}", "timeout_s": timeout_s}
     )
+    RELEASE.clear()
     source = make_local_source(config.feedback, PromptsTask())
     prompts = [replace(PROMPT, prompt_id=f"p{i}") for i in range(NUM_PROMPTS)]
     beats = 0

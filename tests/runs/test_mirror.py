@@ -408,7 +408,8 @@ def test_a_mirror_that_cannot_be_written_ends_the_start(tmp_path: Path, memory_u
         mirror.open()
 
 
-def test_no_credential_is_in_the_mirror(tmp_path: Path, url: str) -> None:
+def test_no_credential_is_in_the_mirror(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     folder = tmp_path / "run"
     make_run(folder)
     mirror = copy_once(folder, url)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from heads import free_port
 from fakes import letter_tokenizer
 from trainer_bench import NUM_STEPS, Bench, job
 
@@ -357,7 +358,7 @@ def test_the_files_of_wandb_offline_have_curves_config_samples_and_report(
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[str]:
     """A local server of MLflow in a process of its own."""
-    port = 5731
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += [
         "--backend-store-uri",

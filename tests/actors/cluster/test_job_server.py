@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import requests
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus
 
+from actors.cluster import job_server
 from actors.cluster.job_server import JobServer
 from t2g.deploy.submission import RUN_KEY, STOP_WAIT_KEY, Submission
 from t2g.errors import RunStopped, UserError
@@ -178,3 +180,18 @@ def test_an_unreachable_address_is_one_sentence() -> None:
         JobServer.connect("http://127.0.0.1:9"),
     ):
         pass
+
+
+def test_waiting_for_nodes_asks_the_given_cluster_and_says_when_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would prefer the cluster of RAY_ADDRESS."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AuthenticationError("no token")
+
+    monkeypatch.setenv("RAY_ADDRESS", "other:6379")
+    monkeypatch.setattr(job_server, "list_nodes", lambda *_, **__: [os.environ.get("RAY_ADDRESS")] * 3)
+    job_server.wait_for_nodes("http://127.0.0.1:9", 3, timeout_s=10)
+    assert "RAY_ADDRESS" not in os.environ
+    monkeypatch.setattr(job_server, "list_nodes", refuse)
+    with pytest.raises(UserError, match=r"^the cluster refuses: .*set RAY_AUTH_MODE=token"):
+        job_server.wait_for_nodes("http://127.0.0.1:9", 3, timeout_s=10)

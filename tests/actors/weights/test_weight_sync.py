@@ -17,6 +17,7 @@ from actors.weights import round as rounds
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from actors.weights.probe import Gap
+from actors.weights.round import compute_grace_s
 from actors.weights.sync import FleetWeightSync
 from t2g.config import HealthConfig, LearnerConfig, LoRAConfig, RolloutConfig
 from t2g.errors import Diverged, LearnerLost, MissedSync, RunStopped
@@ -849,3 +850,7 @@ def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> N
 
     with pytest.raises(RunStopped, match=r"w0 .* are bitwise those of version 0"):
         asyncio.run(twice())
+
+
+def test_the_others_have_half_a_minute_or_three_times_as_long_as_the_first() -> None:
+    assert [compute_grace_s(first_s) for first_s in (1, 10, 20)] == [30, 30, 60]
