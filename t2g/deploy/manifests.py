@@ -33,7 +33,7 @@ SECRETS = {"token": "t2g-ray-token", "hub": "t2g-huggingface", "driver": "t2g-ke
 MAX_NAME = 47  # the operator appends suffixes to the name
 HEAD_STORE_GIB = 2
 START_S = 3600  # until all pods run: nodes with GPUs may be bought first, and images pulled
-HASH_DIGITS = 6  # of a name that other runs could have
+HASH_DIGITS = 6  # at the end of a name that other runs could have
 
 
 def render_manifests(
@@ -100,7 +100,10 @@ def _render_parts(
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
-    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": True}  # YAML does not join \ud83d\ude42
+    templates.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "sort_keys": True,
+    }  # YAML does not join \ud83d\ude42
     fixed = {"head_store_gib": HEAD_STORE_GIB, "secrets": SECRETS, "home": HOME, "ray_version": RAY_VERSION}
     command = {"entrypoint": job.entrypoint, "stop_wait_s": job.stop_wait_s, "metadata": job.metadata}
     text = templates.get_template("kuberay.yaml.j2").render(

@@ -396,7 +396,8 @@ def test_names(run: str, name: str) -> None:
 @pytest.mark.parametrize("run", ["null", "on", "true"])
 def test_texts_of_the_user_are_texts_in_yaml(run: str) -> None:
     path = "data.path=/mnt/t2g/\U0001f642.jsonl"
-    config = loading.load(PolicyJob, ROOT / "configs/tiny/policy.yaml", [f'run.name="{run}"', path], environ={}, cwd=ROOT)
+    values = [f'run.name="{run}"', path]
+    config = loading.load(PolicyJob, ROOT / "configs/tiny/policy.yaml", values, environ={}, cwd=ROOT)
     text = render_manifests(config, config_path="configs/tiny/policy.yaml", target="rayjob", cpu=True, overrides=[path])
     names = [document["metadata"]["name"] for document in yaml.safe_load_all(text)]
     assert names == [run] * 3
