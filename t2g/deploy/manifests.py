@@ -103,7 +103,7 @@ def _render_parts(
     templates.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False,
         "sort_keys": True,
-    }  # YAML does not join \ud83d\ude42
+    }  # YAML joins no surrogates
     fixed = {"head_store_gib": HEAD_STORE_GIB, "secrets": SECRETS, "home": HOME, "ray_version": RAY_VERSION}
     command = {"entrypoint": job.entrypoint, "stop_wait_s": job.stop_wait_s, "metadata": job.metadata}
     text = templates.get_template("kuberay.yaml.j2").render(
