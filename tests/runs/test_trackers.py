@@ -16,8 +16,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from heads import free_port
 from fakes import letter_tokenizer
+from heads import free_port
 from trainer_bench import NUM_STEPS, Bench, job
 
 from t2g.config import LogConfig
