@@ -42,7 +42,7 @@ def wait_for_nodes(address: str | None, count: int, *, timeout_s: float) -> None
     """
     deadline = time.monotonic() + timeout_s
     num_nodes = 0
-    with _clear_errors(address):
+    with _explain_errors(address):
         while num_nodes < count:
             if time.monotonic() > deadline:
                 late = f"the cluster has {num_nodes} of {count} nodes after {timeout_s:.0f} s; see Ray's output"
@@ -54,7 +54,7 @@ def wait_for_nodes(address: str | None, count: int, *, timeout_s: float) -> None
 
 
 @contextmanager
-def _clear_errors(address: str | None) -> Iterator[None]:
+def _explain_errors(address: str | None) -> Iterator[None]:
     """Raise UserError if the job server at `address` does not answer, or refuses a request.
 
     It clears the variables by which Ray would prefer another server.
@@ -96,7 +96,7 @@ class JobServer:
         Raises:
             UserError: The server does not answer, or refuses the request.
         """
-        with _clear_errors(address):
+        with _explain_errors(address):
             yield cls(JobClient(address))
 
     def submit(self, job: Submission, root: Path) -> str:

@@ -20,7 +20,7 @@ def load_for_training(
     dtype: Dtype,
     on_gpu: bool,
     longest_row: int = 0,
-    shares_prompts: bool = False,
+    share_prompts: bool = False,
 ) -> tuple[Any, list[torch.nn.Module]]:
     """Return the tokenizer, and one full model on the CPU for each transformers class.
 
@@ -28,7 +28,7 @@ def load_for_training(
 
     Args:
         longest_row: Its tokens, 0 if unknown; on a CPU they decide the attention.
-        shares_prompts: Whether rows share prompts, which needs `shared_attention` whatever their length.
+        share_prompts: Whether rows share prompts, which needs `shared_attention` whatever their length.
 
     Raises:
         UserError: model.policy cannot be loaded, or its attention cannot be exchanged.
@@ -48,7 +48,7 @@ def load_for_training(
         models = [_load(cls, model.policy, **source, **weights) for cls in classes]
     except (OSError, ValueError, ImportError) as error:  # ImportError: a quantized model
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
-    if shares_prompts:
+    if share_prompts:
         for loaded in models:
             _install_shared_attention(loaded, model)
     return load_policy_tokenizer(model), models

@@ -28,12 +28,12 @@ def check_update_mode(engine: zero3.Engine, spec: LearnerSpec) -> None:
     """
     (ids,) = _spread_ids(engine, num_arrays=1)
     sequences = [TokenIds(prompt_ids=ids[:1], response_ids=ids[1:])]
-    shares_prompts = spec.learner.share_prompts
+    share_prompts = spec.learner.share_prompts
     engine.eval()
-    expected = _compute_logprobs(engine, sequences, shares_prompts=shares_prompts)
+    expected = _compute_logprobs(engine, sequences, share_prompts=share_prompts)
     disable_randomness(engine.module)
     enter_update_mode(engine.module)
-    in_update_mode = _compute_logprobs(engine, sequences, shares_prompts=shares_prompts)
+    in_update_mode = _compute_logprobs(engine, sequences, share_prompts=share_prompts)
     gap = float((in_update_mode - expected).abs().max())
     if not gap <= MAX_MODE_GAP:
         config = engine.module.config.get_text_config()
@@ -56,9 +56,9 @@ def check_shared_prompts(engine: zero3.Engine, spec: LearnerSpec) -> None:
     prompt_ids, *responses = _spread_ids(engine, num_arrays=3)
     sequences = [TokenIds(prompt_ids=prompt_ids, response_ids=response_ids) for response_ids in responses]
     engine.eval()
-    shared = _compute_logprobs(engine, sequences, shares_prompts=True)
+    shared = _compute_logprobs(engine, sequences, share_prompts=True)
     engine.module.set_attn_implementation("eager")
-    separate = _compute_logprobs(engine, sequences, shares_prompts=False)
+    separate = _compute_logprobs(engine, sequences, share_prompts=False)
     engine.module.set_attn_implementation(shared_attention.NAME)
     gap = float((shared - separate).abs().mean())  # the largest is .24 in bfloat16 where all is right
     tolerance = spec.learner.rounding_tolerance
@@ -79,6 +79,6 @@ def _spread_ids(engine: zero3.Engine, *, num_arrays: int) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def _compute_logprobs(engine: zero3.Engine, sequences: Sequence[TokenIds], *, shares_prompts: bool) -> torch.Tensor:
-    rows = Rows(sequences, engine.device, shares_prompts=shares_prompts)
+def _compute_logprobs(engine: zero3.Engine, sequences: Sequence[TokenIds], *, share_prompts: bool) -> torch.Tensor:
+    rows = Rows(sequences, engine.device, share_prompts=share_prompts)
     return rows.token_outputs(engine, 1.0).logprobs

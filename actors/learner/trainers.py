@@ -68,7 +68,7 @@ def _load_options(spec: LearnerSpec) -> dict[str, Any]:
     return {
         "dtype": spec.learner.dtype,
         "longest_row": spec.longest_row,
-        "shares_prompts": spec.learner.share_prompts,
+        "share_prompts": spec.learner.share_prompts,
     }
 
 
@@ -167,7 +167,7 @@ class ModelTrainer:
             enter_update_mode(self.engine.module)
 
     def _rows(self, sequences: Microbatch) -> Rows:
-        return Rows(sequences, self.engine.device, shares_prompts=self.spec.learner.share_prompts)
+        return Rows(sequences, self.engine.device, share_prompts=self.spec.learner.share_prompts)
 
     def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
         """Return fields of `TokenStats`, [N] each."""

@@ -1,6 +1,6 @@
-"""Learning: ZeRO-3 ranks beside plain torch on the same rows, reference, forward, backward and one AdamW step.
+"""Compare the learner's ranks with plain torch on the same rows, and shared with separate prompts.
 
-And long prompts computed once for all responses, or for each.
+A measurement has the passes of reference and policy, the backward pass and one AdamW step.
 """
 
 import asyncio

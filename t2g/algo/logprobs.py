@@ -33,17 +33,17 @@ class Rows:
     """The sequences of a microbatch on a device; N counts their response tokens, in the order of the sequences."""
 
     def __init__(
-        self, sequences: Sequence[TokenSequence], device: torch.device, *, shares_prompts: bool = False
+        self, sequences: Sequence[TokenSequence], device: torch.device, *, share_prompts: bool = False
     ) -> None:
         """Select the columns that need logits: those with a response in some row; a `ChunkedHead` needs even fewer.
 
         Args:
-            shares_prompts: Whether equal prompts are computed once; the model needs the attention of
+            share_prompts: Whether equal prompts are computed once; the model needs the attention of
                 `shared_attention`.
         """
         self.sequences = sequences
         self.device = device
-        rows = make_shared_row(sequences) if shares_prompts else make_rows(sequences)
+        rows = make_shared_row(sequences) if share_prompts else make_rows(sequences)
         self._before = torch.from_numpy(rows.before).to(device)
         num_columns = rows.ids.shape[1]
         row, column = np.divmod(rows.before, num_columns)

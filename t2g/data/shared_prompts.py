@@ -46,7 +46,7 @@ def plan_shared_prompts(sequences: Sequence[TokenSequence], *, num_ranks: int, t
         num_response_tokens = sum(len(sequences[index].response_ids) for index in members)
         return sum(prompts.values()) + num_response_tokens
 
-    def add(bins: list[list[int]], unit: list[int]) -> None:
+    def add_unit(bins: list[list[int]], unit: list[int]) -> None:
         """Append a unit to the last bin, or as a new bin if it does not fit."""
         if bins and count_row_tokens([*bins[-1], *unit]) <= token_budget:
             bins[-1].extend(unit)
@@ -57,13 +57,13 @@ def plan_shared_prompts(sequences: Sequence[TokenSequence], *, num_ranks: int, t
     for group in groups:
         units_of_prompt: list[list[int]] = []
         for index in group:
-            add(units_of_prompt, [index])
+            add_unit(units_of_prompt, [index])
         units += units_of_prompt
     units.sort(key=count_row_tokens, reverse=True)
 
     bins: list[list[int]] = []
     for unit in units:
-        add(bins, unit)
+        add_unit(bins, unit)
     return deal_microbatches(bins, count_row_tokens, num_ranks)
 
 

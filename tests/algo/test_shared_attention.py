@@ -64,7 +64,7 @@ def test_numbers_and_gradients_are_those_of_separate_rows(name: str, checkpointi
     if checkpointing:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
         ours.train()
-    logprobs, gradient = value_and_gradient(ours, Rows(make_sequences(), CPU, shares_prompts=True))
+    logprobs, gradient = value_and_gradient(ours, Rows(make_sequences(), CPU, share_prompts=True))
     torch.testing.assert_close(logprobs, expected)
     for grad, expected_grad in zip(gradient, expected_gradient, strict=True):
         assert (grad - expected_grad).norm() < 1e-5 * expected_grad.norm() + 1e-5
@@ -81,18 +81,18 @@ def test_each_token_passes_through_the_model_once() -> None:
     lengths: list[int] = []
     ours.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     with torch.no_grad():
-        Rows(make_sequences(), CPU, shares_prompts=True).token_outputs(ours, 1.0)
+        Rows(make_sequences(), CPU, share_prompts=True).token_outputs(ours, 1.0)
     assert lengths == [3 + 17 + 1 + 6 + 2 + 1 + 5 + 9]
 
 
 def test_values_are_those_of_separate_rows() -> None:
     plain, ours = make_models("llama")
     values = []
-    for model, shares_prompts in ((plain, False), (ours, True)):
+    for model, share_prompts in ((plain, False), (ours, True)):
         critic = Critic(model.model)
         torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            values.append(Rows(make_sequences(), CPU, shares_prompts=shares_prompts).values(critic))
+            values.append(Rows(make_sequences(), CPU, share_prompts=share_prompts).values(critic))
     torch.testing.assert_close(values[1], values[0])
 
 
@@ -106,15 +106,15 @@ def test_short_segments_in_bfloat16(length: int) -> None:
         for number in (length, 1)
     ]
     expected = Rows(sequences, CPU).token_outputs(plain.bfloat16(), 1.0).logprobs
-    logprobs, gradient = value_and_gradient(ours.bfloat16(), Rows(sequences, CPU, shares_prompts=True))
+    logprobs, gradient = value_and_gradient(ours.bfloat16(), Rows(sequences, CPU, share_prompts=True))
     assert all(grad.isfinite().all() for grad in gradient)
-    at_one = Rows(sequences, CPU, shares_prompts=True).token_outputs(ours, 1.0).logprobs
+    at_one = Rows(sequences, CPU, share_prompts=True).token_outputs(ours, 1.0).logprobs
     torch.testing.assert_close(at_one, expected, atol=0.1, rtol=0)
     assert logprobs.shape == (length + 1,)
 
 
 def test_a_row_without_sequences_gives_zero_gradients() -> None:
     _, ours = make_models("llama")
-    logprobs, gradient = value_and_gradient(ours, Rows([], CPU, shares_prompts=True))
+    logprobs, gradient = value_and_gradient(ours, Rows([], CPU, share_prompts=True))
     assert logprobs.shape == (0,)
     assert not any(grad.any() for grad in gradient)

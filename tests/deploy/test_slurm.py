@@ -111,11 +111,14 @@ class Job:
             file.parent.mkdir(exist_ok=True)
             text = body.replace("PYTHON", sys.executable).replace("$FOLDER", str(folder))
             text = text.replace("COMPONENTS", str(len(components(script))))
-            record = f"printf '%s\\0' {name} \"$@\" $'\\n' >> {self._record}\n" if name != "hostname" else ""
+            # Bash writes what follows a line break separately: without the lock, records of programs that start at the
+            # same time would mix.
+            words = f"printf '%s\\0' {name} \"$@\" $'\\n' >&9"
+            record = f"(flock 9; {words}) 9>> {self._record}\n" if name != "hostname" else ""
             file.write_text(f"#!/bin/bash\n{record}{text}")
             file.chmod(0o755)
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
-        environ = os.environ | {"PATH": path, "SLURM_JOB_ID": self.id, "OPENAI_API_KEY": "x", "RAY_ADDRESS": "nobody:1"}
+        environ = os.environ | {"PATH": path, "SLURM_JOB_ID": self.id, "OPENAI_API_KEY": "x", "RAY_ADDRESS": "other:1"}
         command = ["bash", "-c", script.replace("127\\.'", "127\\.0\\.1'")]  # the loopback is this network
         self.process = subprocess.Popen(
             command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

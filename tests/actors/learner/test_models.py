@@ -40,7 +40,7 @@ def test_long_rows_and_gpus_have_sdpa_whose_numbers_are_those_of_eager_attention
 
 def test_shared_prompts_replace_the_attention(tmp_path: Path) -> None:
     source = ModelConfig(policy=str(random_model(tmp_path)))
-    _, (model,) = load_for_training(source, "AutoModelForCausalLM", dtype="float32", on_gpu=False, shares_prompts=True)
+    _, (model,) = load_for_training(source, "AutoModelForCausalLM", dtype="float32", on_gpu=False, share_prompts=True)
     assert model.config._attn_implementation == shared_attention.NAME
 
 
@@ -49,4 +49,4 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path: Path) -
     config = FalconConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     FalconForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"^learner\.share_prompts is true.*\(falcon\)"):
-        load_for_training(source, "AutoModelForCausalLM", dtype="float32", on_gpu=False, shares_prompts=True)
+        load_for_training(source, "AutoModelForCausalLM", dtype="float32", on_gpu=False, share_prompts=True)
