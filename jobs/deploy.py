@@ -22,6 +22,7 @@ from t2g.config.loading import load
 from t2g.deploy import check_config, render_manifests, render_slurm
 from t2g.deploy.check import path_warnings
 from t2g.deploy.diagnosis import Unreachable, findings
+from t2g.deploy.image_contents import image_warnings
 from t2g.deploy.manifests import mount_of
 from t2g.deploy.status import format_status
 from t2g.deploy.submission import JOBS, Submission, read_config, submission, uploaded_path
@@ -168,6 +169,9 @@ def render(arguments: argparse.Namespace) -> int:
     nowhere = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
         raise_findings(findings, *nowhere)
+    if arguments.target == "rayjob":
+        for text in image_warnings(config, arguments.config):
+            print(f"warning: {text}", file=sys.stderr)
     options = ("target", "job_kind", "cpu", "image", "overrides")
     render_options = {name: getattr(arguments, name) for name in options}
     print(render_manifests(config, config_path=str(arguments.config), **render_options), end="")

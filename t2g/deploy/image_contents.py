@@ -1,0 +1,38 @@
+"""What a config names and the image of `docker/Dockerfile` lacks. An image of your own can have more: these are warnings."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from t2g.config import JobConfig
+from t2g.runs.contents import OWN_PACKAGES
+
+CONFIGS = "configs"  # the only folder of config files in the image
+IMPORT_PATH = re.compile(r"(?!metric:)([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
+
+
+def image_warnings(config: JobConfig, config_path: Path) -> Iterator[str]:
+    """Yield a warning if the image lacks the config file, and one for each function or class in a module that it lacks.
+
+    Args:
+        config_path: Relative to the working directory of the image, or absolute on the volume.
+    """
+    if not config_path.is_absolute() and config_path.parts[0] != CONFIGS:
+        yield f"--config is {config_path}: the image has only {CONFIGS}/; put the file there and build the image"
+    for key, text in _texts(config.model_dump(mode="json")):
+        match = IMPORT_PATH.fullmatch(text)
+        if match and match[1] not in OWN_PACKAGES:
+            yield f"{key} is {text}: the image has no module {match[1]}; add it to an image, and name that with --image"
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the value of each text in JSON values."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key)
