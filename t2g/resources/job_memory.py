@@ -208,8 +208,8 @@ def with_estimated_memory(job: Any) -> Any:
         if "memory_gib" not in role.model_fields_set:
             changes[f"{name}.memory_gib"] = gib
         elif role.memory_gib < gib:
-            ranks = find_ranks(job)
-            advice = "raise it" if ranks is None else advise(ranks.section, ranks.options)
+            ranks = None if isinstance(role, EngineConfig) else find_ranks(job)
+            advice = "raise it" if ranks is None else f"raise it, {advise(ranks.section, ranks.options)}"
             logger.warning("%s.memory_gib is %g, and a process needs about %g; %s", name, role.memory_gib, gib, advice)
     return with_overrides(job, changes)
 

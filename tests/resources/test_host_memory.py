@@ -146,7 +146,12 @@ def test_a_job_promises_the_estimate_and_not_a_constant(tmp_path: Path, caplog: 
     set_by_user = policy_job(tmp_path, SHAPES["135M"], "learner.memory_gib=2")
     assert with_estimated_memory(set_by_user).learner.memory_gib == 2
     assert "learner.memory_gib is 2, and a process needs about" in caplog.text
-    assert "lower learner.tokens_per_microbatch (512) or set learner.gradient_checkpointing=true" in caplog.text
+    advice = "raise it, lower learner.tokens_per_microbatch (512) or set learner.gradient_checkpointing=true"
+    assert advice in caplog.text
+    caplog.clear()
+    with_estimated_memory(policy_job(tmp_path, SHAPES["135M"], "rollout.memory_gib=1"))
+    assert "rollout.memory_gib is 1, and" in caplog.text
+    assert "learner." not in caplog.text, "an engine needs no other microbatch"
     on_gpus = policy_job(tmp_path, SHAPES["135M"], "learner.gpus=1", "rollout.gpus=1")
     assert with_estimated_memory(on_gpus) == on_gpus
 
