@@ -187,7 +187,7 @@ class ClusterConfig(Section):
         "none",
         description="one engine and one rank on each GPU. split: each has its share of the memory (rollout.gpus, "
         "learner.gpus); alternate: engines sleep while ranks train, and the ranks' optimizer state is offloaded while "
-        "engines sample, with rollout.max_staleness=0 only; none: a GPU has one process",
+        "engines sample, with rollout.max_staleness=0 only; none: neither",
     )
 
     @field_validator("env", mode="before")

@@ -1,4 +1,4 @@
-"""What a config names and the image of `docker/Dockerfile` lacks. An image of your own can have more: these are warnings."""
+"""What a config names and the image of `docker/Dockerfile` lacks. These are warnings: an image of your own can have it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config import JobConfig
+from t2g.deploy.manifests import HOME
 from t2g.runs.contents import OWN_PACKAGES
 
 CONFIGS = "configs"  # the only folder of config files in the image
@@ -19,11 +20,11 @@ def image_warnings(config: JobConfig, config_path: Path) -> Iterator[str]:
         config_path: Relative to the working directory of the image, or absolute on the volume.
     """
     if not config_path.is_absolute() and config_path.parts[0] != CONFIGS:
-        yield f"--config is {config_path}: the image has only {CONFIGS}/; put the file there and build the image"
+        yield f"--config is {config_path}: t2g's image has only {CONFIGS}/; --image must name one with this file in {HOME}"
     for key, text in _texts(config.model_dump(mode="json")):
         match = IMPORT_PATH.fullmatch(text)
         if match and match[1] not in OWN_PACKAGES:
-            yield f"{key} is {text}: the image has no module {match[1]}; add it to an image, and name that with --image"
+            yield f"{key} is {text}: t2g's image has no module {match[1]}; --image must name one that has it in {HOME}"
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -335,12 +335,6 @@ def test_the_example_of_kustomize_patches_the_rendered_run() -> None:
     assert schema_errors(main) == []
 
 
-def test_the_readme_shows_the_example_of_kustomize() -> None:
-    readme = (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
-    example = KUSTOMIZATION.read_text(encoding="utf-8").split("\n", 2)[2]  # without the comment
-    assert example in readme
-
-
 def test_the_option_for_patches_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
     assert deploy.main(["render", "--config", "configs/tiny/policy.yaml", "--patch", "p.yaml"]) == 2
     assert "kustomiz" in capsys.readouterr().err
