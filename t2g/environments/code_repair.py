@@ -6,7 +6,6 @@ from t2g.environments.environment import Reply
 from t2g.sandbox import SandboxConfig, available
 from t2g.tasks.code import CodeTask, extract_code
 from t2g.tasks.code_feedback import describe_unsupported
-from t2g.tasks.references import with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -27,13 +26,13 @@ class CodeRepair:
         """Run the tests on the last turn. A plain function: each call has a thread of its own."""
         if not self._task.can_measure(prompt):
             raise ValueError("the record has no tests; field test needs a text")
-        code, _ = extract_code(messages[-1]["content"])
-        sandbox = with_mode(self._sandbox, prompt.payload)
-        outcome = self._task.run(code, prompt.payload["test"], sandbox)
+        turn = messages[-1]["content"]
+        outcome = self._task.run_tests(prompt, turn, prompt.payload["test"], self._sandbox)
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
         if outcome.reason == "unsupported":
             raise ValueError(describe_unsupported(outcome))
+        code, _ = extract_code(turn)
         text = self._task.describe_failures(outcome, code, self._sandbox)
         metrics = {"passed": float(outcome.passed)}
         return Reply(text, outcome.passed, metrics)

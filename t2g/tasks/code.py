@@ -14,7 +14,8 @@ from t2g.config import StyleConfig
 from t2g.errors import RunStopped
 from t2g.sandbox import Outcome, SandboxConfig, SandboxFailed, choose_mode, run_solution
 from t2g.tasks.base import FeedbackFunction, Record, Review, Task, get_optional_text, get_text
-from t2g.tasks.references import NEITHER, with_mode
+from t2g.tasks.problem_imports import add_imports, run_with_imports
+from t2g.tasks.references import NEITHER
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -23,7 +24,6 @@ MAX_NOTE_CHARS = 2000  # characters of the log, and of the tests
 _FENCE = re.compile(
     r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?=^[ \t]*+```|\Z)(?:[ \t]*+```)?", re.MULTILINE | re.DOTALL
 )
-_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[^\n]+", re.MULTILINE)
 _IMPORTED = re.compile(r"^[^\S\n]*+from\s++solution\s++import\s++(\([^()]*+\)|[^\n#]++)", re.MULTILINE)
 
 
@@ -116,17 +116,17 @@ class CodeTask(Task):
         """
         if not self.can_measure(prompt):
             return None
-        outcome = self._run_tests(prompt, response_text, prompt.payload["test"], sandbox)
+        outcome = self.run_tests(prompt, response_text, prompt.payload["test"], sandbox)
         return {"passed": float(outcome.passed), "unsupported": float(outcome.reason == "unsupported")}
 
     def passed(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> float:
         """Return 1 if the program in the response passes these tests, else 0."""
-        return float(self._run_tests(prompt, response_text, tests, sandbox).passed)
+        return float(self.run_tests(prompt, response_text, tests, sandbox).passed)
 
-    def _run_tests(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> Outcome:
-        """Run tests on the program in the response, in the record's mode."""
-        code = _add_imports(extract_code(response_text)[0], prompt.payload)
-        return self.run(code, tests, with_mode(sandbox, prompt.payload))
+    def run_tests(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> Outcome:
+        """Run tests on the program in the response, with the problem's imports and in the record's mode."""
+        code, _ = extract_code(response_text)
+        return run_with_imports(self.run, code, tests, prompt.payload, sandbox)
 
     @_stop_without_sandbox()
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
@@ -134,23 +134,12 @@ class CodeTask(Task):
         tests = prompt.payload.get("test")
         if not isinstance(solution, str) or not isinstance(tests, str):
             return None
-        return choose_mode(_add_imports(solution, prompt.payload), tests, sandbox) or NEITHER
+        program = add_imports(solution, prompt.payload)
+        return choose_mode(program.code, tests, sandbox) or NEITHER
 
     @_stop_without_sandbox()
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return run_solution(code, tests, sandbox)
-
-
-def _add_imports(code: str, payload: Mapping[str, Any]) -> str:
-    """Return the program with the problem's imports before it, after its imports from __future__."""
-    imports = payload.get("imports")
-    if not isinstance(imports, str):
-        return code
-    start = 0
-    future = _FUTURE.search(code)  # no other statement may stand before it
-    if future:
-        start = future.end()
-    return f"{code[:start]}\n{imports}\n\n{code[start:]}"
 
 
 def extract_code(response_text: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import ast
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, Literal
 
@@ -19,10 +19,9 @@ from t2g.errors import MissingLocally
 from t2g.sandbox import Outcome, SandboxConfig, TestResult, available, run_solution
 from t2g.tasks.base import FeedbackFunction
 from t2g.tasks.code import extract_code
-from t2g.tasks.references import with_mode
+from t2g.tasks.problem_imports import RunTests, run_with_imports
 from t2g.types import Span
 
-RunTests = Callable[[str, str, SandboxConfig], Outcome]
 WRONG = 3  # severity of a line that is at fault
 MAX_TIED = 2  # equally suspicious lines that are all blamed; of more lines only those that returned are
 MAX_GOOD = 8  # good quotes in the sparse style; with a lower bound a program would gain nothing by one case more
@@ -65,7 +64,7 @@ def make_feedback_function(
         if not isinstance(tests, str) or not tests.strip():
             raise ValueError(f"the record's tests are {tests!r:.80}; field test needs a text")
         code, start = extract_code(response_text)
-        outcome = run(code, tests, with_mode(sandbox, payload))
+        outcome = run_with_imports(run, code, tests, payload, sandbox)
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
         if outcome.reason == "unsupported":

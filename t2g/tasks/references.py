@@ -66,10 +66,11 @@ def check_references(
             prompt = replace(prompt, payload={**prompt.payload, MODE_FIELD: mode})
         checked.append(prompt)
     if failed:
+        remark = ": left out" if leave_out else ""
         summary = f"{len(failed)} of {len(prompts)} reference solutions do not pass their tests with sandbox.tests=auto"
         if leave_out and not checked:
             raise UserError(f"{summary}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
-        logger.warning("%s%s; the first is record %s", summary, ": left out" * leave_out, failed[0])
+        logger.warning("%s%s; the first is record %s", summary, remark, failed[0])
     return checked
 
 
