@@ -44,9 +44,9 @@ def submit(arguments: argparse.Namespace) -> int:
     root = Path.cwd()
     config = read_config(arguments.job_kind, arguments.config, arguments.overrides, root)
     raise_findings(preflight(config))
+    job = submission(arguments.job_kind, config, uploaded_path(arguments.config, root), arguments.overrides)
     if arguments.nodes:
         wait_for_nodes(arguments.address, arguments.nodes, timeout_s=NODES_TIMEOUT_S)
-    job = submission(arguments.job_kind, config, uploaded_path(arguments.config, root), arguments.overrides)
     with JobServer.connect(arguments.address) as server:
         for job_id in server.running_attempts(config.run.name):
             raise UserError(f"run {config.run.name} goes on as job {job_id}: stop it first, or take another run.name")

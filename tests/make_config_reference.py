@@ -75,7 +75,8 @@ Unknown keys are refused with the nearest known one. `t2g JOB --help` prints the
 | `tiny/` | the demo, comparisons and worlds of the tiny tasks |
 | `methods/` | what each method of `t2g compare` overrides, see [choose a method](../t2g/guides/03-choose-a-method.md) |
 | `slf5k/`, `ultrafeedback/`, `kodcode/` | the paper's tasks and settings, for an 8B model |
-| `smol/`, `smol_lines/`, `smol_checked/`, `smol_reward/` | a model of 135 M: `make real`, `real-lines`, `real-proof`, `real-reward` |
+| `smol/`, `smol_lines/` | a model of 135 M: `make real`, `make real-lines` |
+| `smol_checked/`, `smol_reward/` | `make real-proof`, `make real-reward` |
 | `benchmark/` | `t2g benchmark` |
 """
 MEANINGS = {  # of keys that the schema does not describe: (section, key), or the key alone for every section

@@ -17,7 +17,7 @@ from ray.util.state import list_placement_groups
 
 from actors.cluster.fanout import first_line
 from actors.cluster.shortage import NAME_END, WAITING
-from t2g.config import ProcessConfig
+from t2g.config import EngineConfig, ProcessConfig, RoleConfig
 from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable
 from t2g.errors import UserError
 from t2g.resources.preflight import satisfies
@@ -130,17 +130,22 @@ class Listener:
         return host, self._socket.getsockname()[1]
 
 
+def _nodes_of(nodes: Sequence[Mapping[str, Any]], roles: Sequence[ProcessConfig]) -> list[Mapping[str, Any]]:
+    """Return the nodes on which a process of one of the roles may run."""
+    return [node for node in nodes if any(satisfies(node["Labels"], role.labels) for role in roles)]
+
+
 def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Unreachable]:
     """Return the failing connections from a node of ranks or engines to a node of ranks.
 
     Nodes that do not answer are left out: `inspect_nodes` reports them.
     """
     alive = _list_alive()
-    ranks = [node for node in alive if satisfies(node["Labels"], roles["learner"].labels)]
-    engines = [node for node in alive if satisfies(node["Labels"], roles["rollout"].labels)]
+    ranks = _nodes_of(alive, [role for role in roles.values() if isinstance(role, RoleConfig)])
+    engines = _nodes_of(alive, [role for role in roles.values() if isinstance(role, EngineConfig)])
     names = {node["NodeID"]: node["NodeName"] for node in [*ranks, *engines]}
     deadline = time.monotonic() + timeout_s
-    if len(names) <= 1:
+    if not ranks or len(names) <= 1:
         return []
 
     listeners = [_submit_to_node(node["NodeID"], Listener) for node in ranks]

@@ -4,6 +4,7 @@ It runs vLLM's module, not its command: `vllm serve` reads the metadata of a pac
 another name. Its arguments are those of our engines.
 """
 
+import http.client
 import json
 import os
 import signal
@@ -107,7 +108,7 @@ def _wait_for_server(
     timeout_s = job.engine.start_timeout_s
     deadline = time.monotonic() + timeout_s
     server = f"the server of {job.model.policy}"
-    while not _answers(f"{url}/health"):
+    while not answers(f"{url}/health"):
         if process.poll() is not None:
             lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
             raise UserError(f"{server} ended before it answered: {lines[-1]}; see {log}")
@@ -167,11 +168,11 @@ def is_listening(pid: int, port: int) -> bool:
     return False
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     """Return whether the server of this machine answers; http_proxy is not for it."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=5) as response:
             return bool(response.status == 200)
-    except OSError:
+    except (OSError, http.client.HTTPException):  # the latter: another program, which speaks no HTTP
         return False

@@ -19,6 +19,7 @@ from t2g.types import Prompt
 WORDS = 2000  # words of random letters, from which the tokenizer learns its pieces
 NEVER = -30.0  # logit of an end that does not come
 CONSTANT = 1.0
+MIN_POSITIONS = 2048
 
 
 class Models:
@@ -31,7 +32,7 @@ class Models:
     def fixed(self) -> Path:
         """Return a model whose responses end with max_new_tokens."""
         run = self._config.run
-        return make_model(self._config.shape, run.folder / "model", seed=run.seed)
+        return make_model(self._config.shape, run.folder / "model", seed=run.seed, positions=self._positions)
 
     @cached_property
     def exponential(self) -> Path:
@@ -39,7 +40,11 @@ class Models:
         length = self._config.rollout.max_new_tokens / 2
         run = self._config.run
         folder = run.folder / "model-exponential"
-        return make_model(self._config.shape, folder, seed=run.seed, mean_length=length)
+        return make_model(self._config.shape, folder, seed=run.seed, mean_length=length, positions=self._positions)
+
+    @property
+    def _positions(self) -> int:
+        return max(MIN_POSITIONS, self._config.rollout.max_model_len, self._config.reward_engine.max_model_len)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -60,7 +65,14 @@ class Models:
         return prompts
 
 
-def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: float | None = None) -> Path:
+def make_model(
+    shape: ShapeConfig,
+    folder: Path,
+    *,
+    seed: int,
+    mean_length: float | None = None,
+    positions: int = MIN_POSITIONS,
+) -> Path:
     """Write a Hugging Face folder with random bfloat16 weights and a tokenizer; return `folder`.
 
     Args:
@@ -82,7 +94,7 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: floa
     tokenizer = build_tokenizer(folder, words, vocab_size=min(shape.vocab_size, 1024))
     fields = shape.model_dump(exclude={"architecture"})
     config = AutoConfig.for_model(
-        shape.architecture, **fields, max_position_embeddings=2048, dtype=torch.bfloat16,
+        shape.architecture, **fields, max_position_embeddings=positions, dtype=torch.bfloat16,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(seed)

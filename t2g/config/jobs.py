@@ -42,6 +42,7 @@ from t2g.config.feedback import (
 from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.job_models import JobModel, PromptPreview, SectionEngine, policy_model
 from t2g.config.learning import ObjectiveConfig, Placement, SFTOptions
+from t2g.sandbox import SandboxConfig
 
 # In run folders.
 MODEL = "model"
@@ -93,6 +94,12 @@ class PolicyJob(SyncedJob, JobConfig):
     def policy_models(self) -> Iterator[JobModel]:
         engine = SectionEngine(section="rollout", config=self.rollout)
         yield policy_model(self.model, engine, is_trained=True)
+
+    def measuring_sandbox(self) -> SandboxConfig | None:
+        """Return the sandbox of evaluations and of the outcome reward `task`, if the task runs programs."""
+        pays_outcome = any(entry.source == "task" for entry in self.objective.outcome_rewards)
+        is_measured = self.eval_data is not None or pays_outcome
+        return self.feedback.sandbox if self.task == "code" and is_measured else None
 
     def identity_settings(self) -> dict[str, Any]:
         return {"learner.schedule_steps": self.schedule_steps}

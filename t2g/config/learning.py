@@ -91,10 +91,16 @@ class TeacherConfig(Section):
     def check_use(self) -> Self:
         """Check that no key of the other use is set."""
         default_bound = type(self).model_fields["bound"].default
+        default_top_k = type(self).model_fields["top_k"].default
         if self.use == "distill" and self.bound != default_bound:
             raise ValueError(
                 f"objective.teacher.bound={self.bound:g} bounds the weights of use=scale, and use=distill has none: "
                 f"set use=scale, or bound={default_bound:g}"
+            )
+        if self.use == "scale" and self.top_k != default_top_k:
+            raise ValueError(
+                f"objective.teacher.top_k={self.top_k} is for the KL of use=distill, and use=scale has none: set "
+                f"use=distill, or top_k={default_top_k}"
             )
         if self.use == "scale" and self.weight != 1:
             raise ValueError(
@@ -311,12 +317,6 @@ class ObjectiveConfig(FollowingSection):
         """Return the teacher whose KL is a term of the loss, if there is one."""
         has_term = self.teacher is not None and self.teacher.use == "distill"
         return self.teacher if has_term else None
-
-    @property
-    def scaling(self) -> TeacherConfig | None:
-        """Return the teacher that scales the advantages, if there is one."""
-        has_weights = self.teacher is not None and self.teacher.use == "scale"
-        return self.teacher if has_weights else None
 
     @property
     def kl_in_loss(self) -> bool:

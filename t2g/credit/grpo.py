@@ -52,6 +52,10 @@ class SpanGRPOTrainer(GRPOTrainer):
         """Judge the completions, set their advantages and log the mean sum of token rewards as `span_reward`."""
         texts = [decode(self.processing_class, ids) for ids in completion_ids]
         judgements = self.judge(prompts=prompts, completions=texts, **columns)
+        if len(judgements) != len(texts):
+            raise ValueError(
+                f"judge returned {len(judgements)} judgements for {len(texts)} completions: return one each"
+            )
         own_rows = [*zip(texts, completion_ids, judgements, strict=True)]
         batch = gather_object(own_rows)  # rows of all processes
         size = self.num_generations if self.model.training else self.num_generations_eval

@@ -25,7 +25,8 @@ from t2g.sandbox import available
 from t2g.text.model_limits import find_uneven_heads
 
 PARTS = (
-    "weights", "gradients", "optimizer", "activations", "gathered", "logits", "ipc_buffers", "graphs", "cache", "other"
+    "weights", "gradients", "optimizer", "activations", "gathered", "logits", "shared_keys", "ipc_buffers", "graphs",
+    "cache", "other",
 )  # fmt: skip
 MIN_PLACEMENT_S = 600  # time to add a node, pull an image of some GB and start Ray
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")

@@ -1,4 +1,4 @@
-"""What a config names and the image of `docker/Dockerfile` lacks. These are warnings: an image of your own can have it."""
+"""What a config names and the image of `docker/Dockerfile` lacks: warnings, because another image can have it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,11 @@ def image_warnings(config: JobConfig, config_path: Path) -> Iterator[str]:
         config_path: Relative to the working directory of the image, or absolute on the volume.
     """
     if not config_path.is_absolute() and config_path.parts[0] != CONFIGS:
-        yield f"--config is {config_path}: t2g's image has only {CONFIGS}/; --image must name one with this file in {HOME}"
+        yield f"--config is {config_path}: t2g's image has only {CONFIGS}/; --image needs one with this file in {HOME}"
     for key, text in _texts(config.model_dump(mode="json")):
         match = IMPORT_PATH.fullmatch(text)
         if match and match[1] not in OWN_PACKAGES:
-            yield f"{key} is {text}: t2g's image has no module {match[1]}; --image must name one that has it in {HOME}"
+            yield f"{key} is {text}: t2g's image has no module {match[1]}; --image needs one that has it in {HOME}"
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -64,9 +64,9 @@ def _read_tool(definition: Any, environment: Any, key: str) -> Tool:
     schema, function = definition if is_pair else (None, definition)
     if not callable(function):
         raise UserError(f"{key} has the tool {definition!r:.80}; it needs to be {FORM}")
-    function = _bind(function, environment)
     name = getattr(function, "__name__", type(function).__name__)
     try:
+        function = _bind(function, environment)
         hints = get_type_hints(function) if schema is None else getattr(function, "__annotations__", {})
         prompt_parameter = _find_prompt_parameter(hints)
         if schema is None:

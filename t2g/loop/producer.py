@@ -32,7 +32,7 @@ class _StepWork:
     own_ids: set[str]  # ids of the step's own prompts
     finished: Mapping[str, Group]  # by prompt_id, from a checkpoint
     further: list[Prompt]  # that may still be drawn, in order
-    unsampled: set[str]  # ids of the prompts that wait for responses
+    waiting_ids: set[str]  # ids of the prompts that wait for responses
     tasks: list[asyncio.Task[Group]] = field(default_factory=list)  # own prompts, then further ones as they are drawn
     signals: dict[str, Signal] = field(default_factory=dict)  # by prompt_id, with rollout.resample_zero_groups
     sampled_at: float = 0.0  # time of the latest response
@@ -98,7 +98,7 @@ class Producer:
             own_ids=own_ids,
             finished=finished,
             further=self._list_further_prompts(step, indices),
-            unsampled={*own_ids},
+            waiting_ids={*own_ids},
         )
         for index, count in Counter(indices).items():
             num_samples = count * rollout.samples_per_prompt
@@ -143,9 +143,9 @@ class Producer:
         if not work.further:
             return
         prompt = work.further.pop(0)
-        if step == self._taken_step and not work.unsampled:
+        if step == self._taken_step and not work.waiting_ids:
             self._on_phase("sampling")
-        work.unsampled.add(prompt.prompt_id)
+        work.waiting_ids.add(prompt.prompt_id)
         self._start_group(step, prompt, self._config.rollout.samples_per_prompt)
 
     async def _sample_group(self, step: int, prompt: Prompt, sampling: Sampling) -> Group:
@@ -177,9 +177,9 @@ class Producer:
 
     def _on_sampled(self, step: int, prompt: Prompt) -> None:
         """Note that a prompt of the step waits for responses no longer."""
-        unsampled = self._steps[step].unsampled
-        unsampled.discard(prompt.prompt_id)
-        if step == self._taken_step and not unsampled:
+        waiting_ids = self._steps[step].waiting_ids
+        waiting_ids.discard(prompt.prompt_id)
+        if step == self._taken_step and not waiting_ids:
             self._on_phase("feedback")
 
     async def take(self, step: int, stop: Callable[[], bool]) -> JudgedStep:
@@ -191,7 +191,7 @@ class Producer:
         started = time.monotonic()
         self._taken_step = step
         work = self._steps[step]
-        self._on_phase("sampling" if work.unsampled else "feedback")
+        self._on_phase("sampling" if work.waiting_ids else "feedback")
         groups = await _finish_tasks(work, stop)
         del self._steps[step]
         generate_s = max(0.0, work.sampled_at - started)

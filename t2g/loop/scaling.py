@@ -20,7 +20,7 @@ class StepLoad:
     num_workers: int  # rollout workers that served
     learner_idle: float  # share of the step's time in which the learner waited for samples, 0 .. 1
     rollout_idle: float  # share of the rollout engines' time without a request, 0 .. 1
-    buffered: float  # finished samples that waited when the learner took its batch, in steps' worth
+    buffered: float  # finished samples that wait at the end of the step, as a multiple of a step's samples
 
 
 def compute_target_workers(steps: Sequence[StepLoad], *, current: int, joining: bool, workers: WorkersConfig) -> int:

@@ -47,24 +47,23 @@ def step_metrics(
     Args:
         kl: `steps.step_kl` of the step.
     """
-    responses = [JudgedResponse(*response) for response in judged]
     tokens = _collect_tokens(scored, stats)
     label_shares = compute_label_shares(tokens.per_token_rewards)
     metrics = {m.LABEL_SHARES[label]: share for label, share in label_shares.items()}
-    metrics |= _source_metrics(responses)
-    metrics |= _criterion_metrics(responses, scored)
-    metrics |= _unanswered_metrics(responses)
-    metrics |= _conversation_metrics(responses)
+    metrics |= _source_metrics(judged)
+    metrics |= _criterion_metrics(judged, scored)
+    metrics |= _unanswered_metrics(judged)
+    metrics |= _conversation_metrics(judged)
     metrics |= _outcome_metrics(scored, objective)
     metrics |= _reward_metrics(scored, tokens.rewards, objective)
     metrics[m.KL] = kl
     metrics[m.KL_PER_TOKEN] = kl * len(scored) / len(tokens.rewards)
     metrics[m.KL_COEF] = kl_coef
     metrics[m.ENTROPY] = float(tokens.entropies.mean())
-    metrics |= _length_metrics(responses)
+    metrics |= _length_metrics(judged)
     metrics[m.GAP_MEAN] = float(tokens.gaps.mean())
     metrics[m.GAP_P95] = float(np.quantile(tokens.gaps, 0.95))
-    metrics |= _quote_metrics(responses)
+    metrics |= _quote_metrics(judged)
     return metrics
 
 

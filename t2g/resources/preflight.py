@@ -309,5 +309,6 @@ def _check_sources(findings: Findings, job: AnyJob, task: Task) -> None:
     for server in job.servers():
         findings.collect(EndpointChat, server)
     sandbox = job.measuring_sandbox()
-    if sandbox is not None and (lack := available(sandbox.require)):
-        findings.missing.append(lack)
+    lacking = "" if sandbox is None else available(sandbox.require)
+    if lacking and lacking not in findings.missing:  # a feedback program has reported the same
+        findings.missing.append(lacking)

@@ -1,5 +1,6 @@
 """How likely a policy still makes texts that it was not trained on."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ from t2g.tasks.base import describe_record, get_text
 from t2g.text.tokenizer import encode_texts
 from t2g.types import TokenIds, TokenStats
 
+logger = logging.getLogger(__name__)
+
 
 def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list[TokenIds]:
     """Return the texts of `compare.retention` with at most `max_tokens` tokens, [] without any.
 
     Raises:
-        UserError: A record has no text in `prompt` or `response`.
+        UserError: A record has no text in `prompt` or `response`, or every text is longer.
     """
     if data is None:
         return []
@@ -32,11 +35,24 @@ def read_texts(data: DataConfig | None, tokenizer: Any, max_tokens: int) -> list
     if not prompts:
         return []
     texts: list[TokenIds] = []
+    lengths: list[int] = []
     encoded = zip(encode_texts(tokenizer, prompts), encode_texts(tokenizer, responses), strict=True)
     for prompt, response in encoded:
-        if len(prompt) + len(response) <= max_tokens:
+        lengths.append(len(prompt) + len(response))
+        if lengths[-1] <= max_tokens:
             ids = TokenIds(prompt_ids=np.asarray(prompt, np.int32), response_ids=np.asarray(response, np.int32))
             texts.append(ids)
+    if not texts:
+        raise UserError(
+            f"rollout.max_model_len={max_tokens} is shorter than every text of compare.retention: the shortest has "
+            f"{min(lengths)} tokens"
+        )
+    num_left_out = len(lengths) - len(texts)
+    if num_left_out:
+        logger.warning(
+            "compare.retention: %d of %d texts are longer than rollout.max_model_len=%d, and are left out",
+            num_left_out, len(lengths), max_tokens,
+        )  # fmt: skip
     return texts
 
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.errors import RunStopped
-from t2g.sandbox import Outcome, SandboxConfig, SandboxFailed, choose_mode, run_solution
+from t2g.errors import RunStopped, UserError
+from t2g.sandbox import Outcome, Refused, SandboxConfig, SandboxFailed, choose_mode, run_solution
 from t2g.tasks.base import FeedbackFunction, Record, Review, Task, get_optional_text, get_text
 from t2g.tasks.problem_imports import add_imports, run_with_imports
 from t2g.tasks.references import NEITHER
@@ -33,9 +33,12 @@ def _stop_without_sandbox() -> Iterator[None]:
 
     Raises:
         RunStopped: The run can be resumed.
+        UserError: This machine cannot isolate the programs.
     """
     try:
         yield
+    except Refused as error:
+        raise UserError(str(error)) from error
     except SandboxFailed as error:
         raise RunStopped(f"the task code cannot run programs: {error}; the same command resumes the run") from error
 

@@ -13,7 +13,7 @@ import xxhash
 
 from t2g.errors import UserError
 from t2g.files import write_atomic
-from t2g.sandbox import Refused, SandboxConfig
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt
 
@@ -91,11 +91,8 @@ def _find_modes(by_key: Mapping[str, Prompt], task: Task, sandbox: SandboxConfig
         return task.reference_mode(prompt, sandbox=sandbox)
 
     logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
-    try:
-        with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
-            new_modes = list(pool.map(run_reference, missing.values()))
-    except Refused as refused:
-        raise UserError(str(refused)) from refused
+    with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
+        new_modes = list(pool.map(run_reference, missing.values()))
     modes |= zip(missing, new_modes, strict=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(modes).encode())

@@ -130,7 +130,15 @@ def test_servers_need_keys() -> None:
 def test_an_evaluation_of_code_runs_it() -> None:
     assert make(PolicyEvaluationJob, task="code").measuring_sandbox() is not None
     assert make(PolicyEvaluationJob).measuring_sandbox() is None
-    assert make(PolicyJob, task="code").measuring_sandbox() is None
+
+
+def test_training_runs_programs_where_a_measure_needs_them() -> None:
+    held_out = {"eval_data": {"path": "heldout.jsonl"}}
+    paid = {"eval_data": None, "objective": {"outcome_rewards": [{"source": "task"}]}}
+    for settings in (held_out, paid):
+        assert make(PolicyJob, task="code", **settings).measuring_sandbox() is not None
+        assert make(PolicyJob, **settings).measuring_sandbox() is None
+    assert make(PolicyJob, task="code", eval_data=None).measuring_sandbox() is None
 
 
 def test_a_comparison_trains_policies_with_its_own_settings() -> None:

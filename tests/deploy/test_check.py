@@ -87,6 +87,17 @@ def test_cpus_need_no_estimate() -> None:
     assert "no estimate of GPU memory" in lines
 
 
+def test_the_columns_of_a_row_add_up_to_its_total() -> None:
+    groups = ["objective.advantages=group", "rollout.samples_per_prompt=4"]
+    _, lines = check(*GOOD, *groups, "learner.share_prompts=true")
+    header = next(number for number, line in enumerate(lines) if line.split()[:1] == ["weights"])
+    assert "shared_keys" in lines[header]
+    rows = [line.split() for line in lines[header + 1 :]]
+    learner = next(row for row in rows if row[0] == "learner")
+    *parts, total = (float(cell) for cell in learner[1:] if cell != "-")
+    assert sum(parts) == pytest.approx(total, abs=0.5)
+
+
 @pytest.mark.parametrize(
     ("overrides", "gpu", "words"),
     [

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from tests.configs import ROOT
 
 from jobs import deploy
 from t2g.config import PolicyJob, loading
 from t2g.deploy.image_contents import image_warnings
-from tests.configs import ROOT
 
 CONFIG = ROOT / "configs" / "slf5k" / "policy.yaml"
 

@@ -211,6 +211,10 @@ class Untyped:
         self.tools = [lambda town: town]
 
 
+class Builtin:
+    tools = (max,)
+
+
 class Twice:
     tools = (weather, weather)
 
@@ -231,6 +235,7 @@ class NoFunction:
     ("name", "message"),
     [
         ("Untyped", "the tool <lambda> has no schema: DocstringParsingException"),
+        ("Builtin", "the tool max has no schema: ValueError"),
         ("Twice", "has two tools with the name weather"),
         ("NoList", "its tools are 'weather'; they need to be a list"),
         ("NoSchema", "the schema of the tool weather is"),

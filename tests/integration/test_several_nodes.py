@@ -118,6 +118,8 @@ def test_what_no_node_will_ever_have_is_refused_at_once(nodes: Cluster) -> None:
 def test_every_node_reaches_the_ports_of_those_with_ranks(nodes: Cluster) -> None:
     roles = {"learner": RoleConfig(labels={"rl/role": "learner"}), "rollout": engine(1, labels={"rl/role": "rollout"})}
     assert find_unreachable(roles, timeout_s=60) == []
+    assert find_unreachable({"sft": RoleConfig(workers=2)}, timeout_s=60) == []
+    assert find_unreachable({"feedback.engine": engine(1)}, timeout_s=60) == []
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,31 @@ def stranger(port: int) -> Iterator[None]:
         threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
         yield
         other.shutdown()
+
+
+@contextmanager
+def stranger_without_http(port: int) -> Iterator[None]:
+    """Another server, of this process, which greets as an SSH server does."""
+
+    def greet() -> None:
+        with suppress(OSError):  # the socket is closed
+            while True:
+                connection, _ = other.accept()
+                connection.sendall(b"SSH-2.0-other\r\n")
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", port)) as other:
+        threading.Thread(target=greet, daemon=True).start()
+        yield
+        other.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_without_http_does_not_answer() -> None:
+    port = free_port()
+    with stranger_without_http(port):
+        assert not server.answers(f"http://127.0.0.1:{port}/health")
+    with stranger(port):
+        assert server.answers(f"http://127.0.0.1:{port}/health")
 
 
 @pytest.mark.parametrize("start", ["before the job", "before its server"])

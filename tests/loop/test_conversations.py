@@ -30,7 +30,7 @@ from t2g.loop.step_metrics import step_metrics
 from t2g.loop.steps import make_train_samples, step_kl, token_staleness
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.text.thinking import NO_ANSWER
-from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample
+from t2g.types import JudgedResponse, Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample
 
 FEEDBACK = SpanFeedback(critique="", spans=(), status="ok", source="s", version="v")
 POISON = 1e4  # of inserted tokens
@@ -183,7 +183,7 @@ def test_metrics_and_versions_count_sampled_tokens_only() -> None:
     assert kl == pytest.approx(np.mean(by_hand), rel=1e-5)
     prompt = Prompt(prompt_id="p", prompt_text="", task="t")
     metrics = step_metrics(
-        [(prompt, r, FEEDBACK) for r in rollouts], scored, stats, ObjectiveConfig(), kl=kl, kl_coef=0
+        [JudgedResponse(prompt, r, FEEDBACK) for r in rollouts], scored, stats, ObjectiveConfig(), kl=kl, kl_coef=0
     )
     assert metrics["response/length_mean"] == 5
     assert metrics["policy/entropy"] == pytest.approx(0.5)
@@ -343,7 +343,11 @@ def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() 
         scored, stats = score(rollout)
         by_turn = dict(zip(names, map(float, rewards), strict=True))
         lines.append(
-            (replace(scored, feedback=feedback, criterion_rewards=by_turn), stats, (prompt, rollout, feedback))
+            (
+                replace(scored, feedback=feedback, criterion_rewards=by_turn),
+                stats,
+                JudgedResponse(prompt, rollout, feedback),
+            )
         )
     scored, stats, pairs = map(list, zip(*lines, strict=True))
     metrics = step_metrics(pairs, scored, stats, ObjectiveConfig(), kl=0, kl_coef=0)
@@ -361,7 +365,10 @@ def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:
     scored, stats = score(rollout)
     prompt = Prompt(prompt_id="p", prompt_text="", task="t")
     feedback = replace(FEEDBACK, spans=spans)
-    pairs = [(prompt, rollout, feedback), (prompt, replace(rollout, is_window_full=True), FEEDBACK)]
+    pairs = [
+        JudgedResponse(prompt, rollout, feedback),
+        JudgedResponse(prompt, replace(rollout, is_window_full=True), FEEDBACK),
+    ]
     metrics = step_metrics(pairs, [scored], [stats], ObjectiveConfig(), kl=0, kl_coef=0)
     shares = {name: metrics[f"turns/{name}"] for name in ("mean", "window_share", "unpaid_share")}
     assert shares == {"mean": 2, "window_share": 0.5, "unpaid_share": 0.25}

@@ -19,7 +19,7 @@ from t2g.loop.steps import make_train_samples, next_kl_coef, sampling_seed, sele
 from t2g.metrics import CRITERION_FAILED, CRITERION_REWARD
 from t2g.tasks.tiny.task import TinyTask
 from t2g.text.thinking import NO_ANSWER
-from t2g.types import CriterionResult, Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
+from t2g.types import CriterionResult, JudgedResponse, Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
 
 
 @given(num_prompts=st.integers(1, 30), per_step=st.integers(1, 30), seed=st.integers(0, 5))
@@ -208,7 +208,7 @@ def test_what_the_feedback_sees_of_known_faults() -> None:
 def test_metrics_of_a_function_are_averaged_over_the_responses_that_have_them() -> None:
     prompt, scored = scored_pair([1.0])
     numbers = ({"tone": 1.0, "facts/right": 0.25}, {"tone": 0.0}, {})
-    pairs = [(prompt, scored.rollout, replace(scored.feedback, metrics=row)) for row in numbers]
+    pairs = [JudgedResponse(prompt, scored.rollout, replace(scored.feedback, metrics=row)) for row in numbers]
     metrics = step_metrics(pairs, [scored] * 3, [stats(1)] * 3, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
     averages = {name: value for name, value in metrics.items() if name.startswith("feedback/metrics/")}
     assert averages == {"feedback/metrics/tone": 0.5, "feedback/metrics/facts/right": 0.25}
@@ -220,10 +220,10 @@ def test_judgements_without_a_span_are_counted_and_responses_without_an_answer_a
     with_reason = replace(empty, reason="style: the request failed")  # of one of two criteria
     without_answer = replace(scored.rollout, answer_start=None)
     pairs = [
-        (prompt, scored.rollout, scored.feedback),
-        (prompt, scored.rollout, empty),
-        (prompt, scored.rollout, with_reason),
-        (prompt, without_answer, replace(empty, reason=NO_ANSWER)),
+        JudgedResponse(prompt, scored.rollout, scored.feedback),
+        JudgedResponse(prompt, scored.rollout, empty),
+        JudgedResponse(prompt, scored.rollout, with_reason),
+        JudgedResponse(prompt, without_answer, replace(empty, reason=NO_ANSWER)),
     ]
     metrics = step_metrics(pairs, [scored] * 4, [stats(1)] * 4, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
     assert metrics["feedback/empty_share"] == 3 / 4
@@ -241,7 +241,7 @@ def test_quotes_of_responses_that_are_dropped_count_and_so_do_answers_at_max_spa
         text = json.dumps(answer)
         feedback = parse_answer(text, "x", source="reward_model", version="v", max_spans=2)
         assert feedback.status == status
-        pairs.append((prompt, scored.rollout, feedback))
+        pairs.append(JudgedResponse(prompt, scored.rollout, feedback))
     metrics = step_metrics(pairs, [scored] * 2, [stats(1)] * 2, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
     assert metrics["feedback/located_rate"] == 1 / 4
     assert metrics["feedback/metrics/at_max_spans"] == 1 / 3
@@ -261,7 +261,7 @@ def test_a_response_without_an_answer_has_no_criteria_and_earns_0(order: int) ->
         criterion_rewards={"facts": 0.0, "style": 3.0},
     )
     rows = [judged, scored][::order]
-    pairs = [(prompt, row.rollout, row.feedback) for row in rows]
+    pairs = [JudgedResponse(prompt, row.rollout, row.feedback) for row in rows]
     metrics = step_metrics(pairs, rows, [stats(1)] * 2, ObjectiveConfig(), kl=0.0, kl_coef=0.1)
     assert {name: metrics[f"{CRITERION_REWARD}{name}"] for name in results} == {"facts": 0.0, "style": 1.5}
     assert {name: metrics[f"{CRITERION_FAILED}{name}"] for name in results} == {"facts": 1.0, "style": 0.0}
@@ -272,7 +272,9 @@ def test_step_metrics_by_hand() -> None:
     one = replace(one, feedback=replace(one.feedback, outcomes={"task": 1.0, "m:f": -0.5}))
     _, two = scored_pair([1.0, 1.0])
     two = replace(two, feedback=replace(two.feedback, outcomes={"task": 0.0}))  # m:f does not apply
-    pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
+    pairs = [
+        JudgedResponse(prompt, s.rollout, s.feedback) for s in (one, two, two)
+    ]  # the last one's feedback was dropped
     learner_stats = [stats(4), stats(2, old=-1.2)]
     objective = ObjectiveConfig(outcome_rewards=[{"source": "task", "weight": 0.5}], span_coef=2.0)
     metrics = step_metrics(pairs, [one, two], learner_stats, objective, kl=0.4, kl_coef=0.1)
@@ -299,7 +301,7 @@ def test_step_metrics_by_hand() -> None:
     assert metrics["response/truncated_share"] == 0
 
     cut = replace(one, rollout=replace(one.rollout, finish_reason="length"), truncation_penalty=-0.5)
-    pairs = [(prompt, s.rollout, s.feedback) for s in (cut, two, two)]
+    pairs = [JudgedResponse(prompt, s.rollout, s.feedback) for s in (cut, two, two)]
     penalized = step_metrics(pairs, [cut, two], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert penalized["response/truncated_share"] == pytest.approx(1 / 3)
     weighted = step_metrics(pairs, [cut, two], learner_stats, objective, kl=0.4, kl_coef=0.1)

@@ -355,6 +355,8 @@ def test_a_teacher_that_scales_trains_the_rewards() -> None:
         policy_job(objective={"teacher": {"use": "scale", "weight": 0.5}})
     with pytest.raises(ValidationError, match=r"objective\.teacher\.bound=4 bounds the weights of use=scale"):
         policy_job(objective={"teacher": {"bound": 4}})
+    with pytest.raises(ValidationError, match=r"objective\.teacher\.top_k=5 is for the KL of use=distill"):
+        policy_job(objective={"teacher": {"use": "scale", "top_k": 5}})
     for bound in (1, 0.5, math.nan, math.inf):
         with pytest.raises(ValidationError, match="bound"):
             policy_job(objective={"teacher": {"use": "scale", "bound": bound}})

@@ -38,7 +38,7 @@ from t2g.text.policy_chat import set_template_defaults
 from t2g.text.thinking import NO_ANSWER, find_answer_start
 from t2g.text.tokenizer import encode_chat
 from t2g.text.transcript import find_answer_tokens
-from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats
+from t2g.types import JudgedResponse, Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats
 
 TAGS = (OPEN, CLOSE)
 CHAT = [{"role": "user", "content": "why?"}]
@@ -159,7 +159,7 @@ def test_no_span_quote_or_measure_touches_the_thinking(
     task = Measuring()
     prompt = letter_prompts(1)[0]
     feedback = asyncio.run(judge_answer(source, prompt, rollout))
-    recall = fault_recall(task, [(prompt, rollout, feedback)])
+    recall = fault_recall(task, [JudgedResponse(prompt, rollout, feedback)])
     if is_cut:
         assert rollout.answer_start is None and rollout.is_unfinished
         assert (source.texts, task.texts, feedback.spans, feedback.status) == ([], [], (), "empty")
@@ -306,7 +306,7 @@ def scored_answer() -> tuple[Rollout, ScoredRollout]:
 
 def test_label_shares_are_of_answer_tokens() -> None:
     rollout, scored = scored_answer()
-    pairs = [(letter_prompts(1)[0], rollout, scored.feedback)]
+    pairs = [JudgedResponse(letter_prompts(1)[0], rollout, scored.feedback)]
     metrics = step_metrics(pairs, [scored], [stats_of(scored)], ObjectiveConfig(), kl=0, kl_coef=0)
     assert [metrics[f"tokens/{name}_share"] for name in ("good", "poor", "neutral")] == [0.5, 0.5, 0.0]
 
@@ -317,7 +317,7 @@ def test_responses_without_an_answer_are_counted_for_models_that_think(
 ) -> None:
     prompt = letter_prompts(1)[0]
     (judged, scored) = scored_answer()
-    pairs = [(prompt, replace(judged, answer_start=start), scored.feedback) for start in starts]
+    pairs = [JudgedResponse(prompt, replace(judged, answer_start=start), scored.feedback) for start in starts]
     metrics = step_metrics(pairs, [scored], [stats_of(scored)], ObjectiveConfig(), kl=0, kl_coef=0)
     assert metrics.get("response/unanswered_share") == share
 

@@ -133,7 +133,7 @@ def test_recipes_with_a_teacher_keep_it_whatever_the_teacher_of_the_job() -> Non
             rule = objective.teacher
             teachers[name] = None if rule is None else (rule.use, rule.weight, rule.critique)
         assert teachers == TEACHER_RECIPES
-        assert objectives["rlsd_span"].scaling is not None and objectives["rlsd_span"].scaling.bound == 2
+        assert objectives["rlsd_span"].teacher.use == "scale" and objectives["rlsd_span"].teacher.bound == 2
         assert objectives["opsa"].advantages == "unlikely" and not objectives["opsa"].trains_rewards
 
 

@@ -26,6 +26,19 @@ def test_texts_for_retention(tmp_path: Path) -> None:
         read_texts(DataConfig(path=str(file)), tokenizer, 8)
 
 
+def test_texts_that_no_window_holds_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = letter_tokenizer(tmp_path)
+    file = tmp_path / "texts.jsonl"
+    rows = [{"prompt": "ab", "response": "cab"}, {"prompt": "a" * 9, "response": "b"}]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = DataConfig(path=str(file))
+    assert len(read_texts(data, tokenizer, 10)) == 2 and not caplog.text
+    assert len(read_texts(data, tokenizer, 9)) == 1
+    assert "1 of 2 texts are longer than rollout.max_model_len=9" in caplog.text
+    with pytest.raises(UserError, match=r"rollout\.max_model_len=4 is shorter .*: the shortest has 5 tokens"):
+        read_texts(data, tokenizer, 4)
+
+
 def test_retention_is_a_mean_over_all_tokens() -> None:
     def stats(policy: list[float], reference: list[float]) -> TokenStats:
         numbers = {"old_logprobs": policy, "ref_logprobs": reference, "values": [], "entropy": []}

@@ -7,6 +7,7 @@ import pytest
 from t2g.config import StyleConfig
 from t2g.errors import UserError
 from t2g.sandbox import Refused, SandboxConfig
+from t2g.tasks import code
 from t2g.tasks.base import get_task
 from t2g.tasks.references import check_references
 from t2g.types import Prompt
@@ -62,9 +63,12 @@ def test_a_machine_that_cannot_isolate_is_an_error_of_the_user(monkeypatch: pyte
     def refuse(*_: object, **__: object) -> str:
         raise Refused("network cannot be isolated")
 
-    monkeypatch.setattr(type(TASK), "reference_mode", refuse)
+    monkeypatch.setattr(code, "choose_mode", refuse)
+    monkeypatch.setattr(code, "run_solution", refuse)
     with pytest.raises(UserError, match="network cannot be isolated"):
         check_references([prompt("plain")], TASK, LIMITS, tmp_path)
+    with pytest.raises(UserError, match="network cannot be isolated"):
+        TASK.measure(prompt("plain"), "x = 1", sandbox=LIMITS)
 
 
 def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:

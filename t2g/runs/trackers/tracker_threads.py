@@ -93,7 +93,7 @@ class TrackerThread:
     def _warn(self, reason: str) -> None:
         if reason not in self._reasons and len(self._reasons) < MAX_REASONS:
             self._reasons.add(reason)
-            logger.warning("log.trackers: %s %s; the run goes on without it", self.name, reason)
+            logger.warning("log.trackers: %s %s; the run goes on", self.name, reason)
 
 
 class Trackers(Sink):
