@@ -16,7 +16,7 @@ import torch
 from actors.weights.buckets import Bucket, hash_arrays
 from t2g.config import LoRAConfig
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank in vLLM 0.32
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank in vLLM 0.32
 ADAPTER_ID = 1  # id of the only adapter: a running request continues with the adapter that is next loaded under this id
 
 
@@ -75,7 +75,7 @@ def engine_arguments(lora: LoRAConfig, model: str, revision: str | None) -> dict
     """
     paths = find_targets(load_empty(model, revision))
     names = {path.rpartition(".")[2] for path in paths}
-    max_rank = min((rank for rank in RANKS if rank >= lora.r), default=lora.r)
+    max_rank = min((rank for rank in MAX_LORA_RANKS if rank >= lora.r), default=lora.r)
     return {
         "enable_lora": True,
         "max_loras": 1,

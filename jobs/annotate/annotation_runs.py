@@ -316,6 +316,7 @@ def print_token_estimate(config: AnnotateJob, samples: Sequence[Sample]) -> None
         if source.source == "human":
             human = _human(source, config.task)
             items = [item for item in items if human.needs_aligner(*item)]
-        items *= [source.source, source.aligner].count("llm")
+        requests_per_item = [source.source, source.aligner].count("llm")
+        items *= requests_per_item
         estimate = estimate_cost(items, source, task)
         print(estimate)

@@ -18,12 +18,12 @@ from jobs.compare.comparison_report import TARGETING_FILE
 from jobs.train_policy.policy_data import PolicyData
 from jobs.train_policy.policy_training import learner_spec, make_rollout_source
 from t2g.config import PolicyJob, with_overrides
+from t2g.config.run_values import POLICY
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import make_sampling
 from t2g.study import targeting
-from t2g.study.baselines import POLICY
 from t2g.study.choices import choice_accuracy, read_questions
 from t2g.study.methods import ComparisonPlan
 from t2g.study.retention import measure_retention, read_texts

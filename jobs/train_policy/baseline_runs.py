@@ -21,6 +21,7 @@ from jobs.train_policy.policy_data import PolicyData
 from jobs.train_policy.policy_results import write_summary
 from jobs.train_sft.supervised import MODEL, supervise
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
+from t2g.config.run_values import POLICY
 from t2g.data.batching import count_steps
 from t2g.errors import Stopped
 from t2g.interfaces import FeedbackSource, RolloutSource
@@ -30,7 +31,7 @@ from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import RunLog
 from t2g.runs.progress import show_progress
 from t2g.study import baselines
-from t2g.study.baselines import METHODS, POLICY, BaselineRun, Metrics, PreferencePair
+from t2g.study.baselines import METHODS, BaselineRun, Metrics, PreferencePair
 from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.types import TrainSequence
 

@@ -6,6 +6,7 @@ from typing import Any
 from actors.learner.export import EXPORT_FILE
 from jobs.common import run_folder
 from t2g.config import PolicyJob, with_overrides
+from t2g.config.run_values import POLICY
 from t2g.files import read_regular, write_json
 from t2g.metrics import EVAL_S, NEUTRAL_SHARE, SAMPLES, STEP, STEP_S, select_held_out
 from t2g.report.model_card import write_model_card
@@ -14,7 +15,6 @@ from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.runs.versions import collect_versions
-from t2g.study.baselines import POLICY
 
 TIMES = {"steps_s": STEP_S, "evaluations_s": EVAL_S}  # in the summary: sums of metrics
 

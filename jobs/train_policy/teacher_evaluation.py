@@ -20,8 +20,9 @@ from t2g.config import PolicyJob
 from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import RunStopped
 from t2g.feedback import token_offsets, token_rewards
+from t2g.feedback.outcome_rewards import measure
 from t2g.interfaces import FeedbackSource
-from t2g.loop.sampling import make_sampling, measure
+from t2g.loop.sampling import make_sampling
 from t2g.loop.teacher import split_teacher_gap, teacher_contrast, teacher_critiques
 from t2g.study.paired import Draws, compare, mean_of, with_interval
 from t2g.study.targeting import sample_and_judge

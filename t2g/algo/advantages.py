@@ -1,14 +1,13 @@
 """Token rewards to advantages: the reward mix, GAE, group baselines, whitening (arXiv 2505.22338, section 3.3)."""
 
 from math import ceil
-from typing import Literal
 
 import torch
 
 from t2g.algo.group_values import constant_groups, extend_returns, position_values, starts_state, state_values
 from t2g.algo.kl import kl_k1
+from t2g.config.learning import Whitening
 
-Whitening = Literal["full", "scale_only", "none"]
 TOKENS_PER_UNLIKELY = 5  # one of so many tokens is among the least likely
 
 

@@ -2,16 +2,14 @@
 
 import math
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
 
+from t2g.config.learning import RolloutCorrection
 from t2g.metrics import IMPORTANCE_MEAN, IMPORTANCE_OUTSIDE, IMPORTANCE_P95, IMPORTANCE_TRUNCATED
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: a larger ratio would swamp all other tokens in a float32 sum
-
-ImportanceMode = Literal["token", "sequence", "masked", "none"]
 
 
 def ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
@@ -25,7 +23,7 @@ def importance_weights(
     rollout_logprobs: torch.Tensor,
     sequence_ids: torch.Tensor,
     weights: torch.Tensor,
-    mode: ImportanceMode,
+    mode: RolloutCorrection,
     cap: float,
 ) -> torch.Tensor:
     """Return bounded importance weights of learner to engine, with r_t = exp(old_t - rollout_t).
@@ -57,7 +55,7 @@ def importance_metrics(
     old_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     sequence_ids: torch.Tensor,
-    mode: ImportanceMode,
+    mode: RolloutCorrection,
     cap: float,
 ) -> dict[str, float]:
     """Return mean and 95th percentile of r, its share outside [.9, 1.1], and the share of weights the bound changed.

@@ -6,16 +6,14 @@ exceptions are metrics whose name ends in _max: the global value is their maximu
 value nor gradient, even if its numbers are not finite; `dpo_loss` alone counts every token.
 """
 
-from typing import Literal
-
 import torch
 
 from t2g import metrics as m
 from t2g.algo.corrections import ratio
 from t2g.algo.kl import kl_k3
+from t2g.config.learning import Surrogate
 
 Metrics = dict[str, float]
-Surrogate = Literal["ppo", "gspo", "cispo"]
 
 KL_RATIO_CAP = 5.0  # a token that became 5 times as likely, or more, has the weight of 5 tokens
 

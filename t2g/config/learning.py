@@ -11,6 +11,8 @@ from t2g.config.field_marks import ResumeMutable
 Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
 Surrogate = Literal["ppo", "gspo", "cispo"]
+Whitening = Literal["full", "scale_only", "none"]
+RolloutCorrection = Literal["token", "sequence", "masked", "none"]
 Placement = Literal["span", "step", "scalar", "shuffled"]
 Advantages = Literal["gae", "group", "group_normalised", "unlikely"]
 DEFAULT_WHITENING = {"group_normalised": "none", "unlikely": "scale_only"}  # others: full
@@ -193,7 +195,7 @@ class ObjectiveConfig(FollowingSection):
         description="the reference that reads the critique, to distil it or to scale the advantages by it; none: the "
         "rewards alone",
     )
-    whiten: Literal["full", "scale_only", "none"] = Field(
+    whiten: Whitening = Field(
         default_factory=lambda data: DEFAULT_WHITENING.get(data.get("advantages"), "full"),
         description="normalization over the tokens of the step; default full, with group_normalised none, with "
         "unlikely scale_only",
@@ -239,7 +241,7 @@ class ObjectiveConfig(FollowingSection):
         description="samples over which the coefficient adapts: N samples change it by at most a factor of "
         "exp(0.2 N / kl_horizon)",
     )
-    rollout_correction: Literal["token", "sequence", "masked", "none"] = Field(
+    rollout_correction: RolloutCorrection = Field(
         "token",
         description="importance weight for the difference between engine and learner, r = exp(old - rollout). token: "
         "min(r, cap); sequence: min(product of r, cap); masked: r, and 0 outside [1 / cap, cap]",

@@ -24,7 +24,7 @@ ENCODED_AT_ONCE = 1000  # prompts
 
 
 class PromptTooLongError(ValueError):
-    """A prompt that does not fit into the window, even cut."""
+    """A prompt that does not fit into the window, even truncated."""
 
 
 class PromptDraft(NamedTuple):
@@ -86,7 +86,7 @@ def make_prompts(
 
     Args:
         tokenizer: None makes prompts without ids.
-        max_prompt_tokens: A longer prompt loses input text, if the task can cut it.
+        max_prompt_tokens: A longer prompt loses input text, if the task can truncate it.
         too_long: The policy for prompts that are still too long, see `DataConfig`.
         key: The config's section, for error messages.
 
@@ -103,8 +103,8 @@ def make_prompts(
     for (prompt_id, draft), ids in zip(drafts.by_id.items(), encoded, strict=True):
         try:
             if len(ids) > max_prompt_tokens:
-                cut = too_long == "truncate"
-                ids = encode_policy_prompt(draft.record, task, tokenizer, max_prompt_tokens, cut=cut)
+                truncate = too_long == "truncate"
+                ids = encode_policy_prompt(draft.record, task, tokenizer, max_prompt_tokens, truncate=truncate)
             prompts.append(_make_prompt(prompt_id, draft, ids, task))
         except ValueError as error:
             if too_long == "skip" and isinstance(error, PromptTooLongError):
@@ -169,13 +169,13 @@ def encode_policy_prompt(
     tokenizer: Any,
     max_prompt_tokens: int,
     *,
-    cut: bool = False,
+    truncate: bool = False,
     window_name: str = "rollout.max_model_len",
 ) -> np.ndarray:
     """Return the policy's prompt for sampling and supervised training, [P] int32, P <= max_prompt_tokens.
 
     Args:
-        cut: Whether a prompt that the task cannot shorten enough loses the end of its longest message.
+        truncate: Whether a prompt that the task cannot shorten enough loses the end of its longest message.
         window_name: What sets the window, for the message.
 
     Raises:
@@ -184,24 +184,24 @@ def encode_policy_prompt(
     """
     build = partial(task.policy_messages, record)
     ids = fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(task.prompt_text(record)))
-    if ids is None and cut:
+    if ids is None and truncate:
         messages = task.policy_messages(record)
         longest = max(messages, key=lambda message: len(message["content"]))
         shorter = partial(_shorten, messages, longest)
         ids = fit_chat(shorter, tokenizer, max_prompt_tokens, input_chars=len(longest["content"]))
     if ids is None:
         shortest = encode_chat(tokenizer, build(0))
-        other_policies = "skip" if cut else "skip or truncate"
+        other_policies = "skip" if truncate else "skip or truncate"
         raise PromptTooLongError(
             f"the shortest form of the prompt has {len(shortest)} tokens and the window "
-            f"holds {max_prompt_tokens} beside the response; shorten it, raise {window_name}, or set "
+            f"holds {max_prompt_tokens} before the response; shorten it, raise {window_name}, or set "
             f"data.too_long to {other_policies}"
         )
     return ids
 
 
 def _shorten(messages: Sequence[Message], longest: Message, limit: int | None) -> list[Message]:
-    """Return the messages with the longest one cut to its first `limit` characters."""
+    """Return the messages with the longest one truncated to its first `limit` characters."""
     shorter: list[Message] = []
     for message in messages:
         if message is longest:
@@ -215,7 +215,7 @@ def encode_revision(
 ) -> np.ndarray | None:
     """Return the prompt of a model that revises a response by its critique, [P] int32, or None if it does not fit.
 
-    A prompt that is too long loses input text; response and critique are never cut.
+    A prompt that is too long loses input text; response and critique are never truncated.
     """
     build = partial(task.revise_messages, prompt, response_text, critique)
     return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))
@@ -226,7 +226,7 @@ def encode_teacher_prompt(
 ) -> np.ndarray | None:
     """Return the prompt of `objective.teacher`, [P] int32, or None if it does not fit.
 
-    Nothing is cut: a teacher that does not see what the policy sees would teach the policy to ignore it.
+    Nothing is truncated: a teacher that does not see what the policy sees would teach the policy to ignore it.
     """
     messages = task.teacher_messages(prompt, critique)
     ids = np.asarray(encode_chat(tokenizer, messages), np.int32)

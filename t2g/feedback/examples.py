@@ -94,8 +94,8 @@ def make_policy_examples(
                     f"task {task.name} finds no reference to learn from in it, only {', '.join(record)}; data.columns "
                     "renames a field, as in {reference: completion}"
                 )
-            cut = too_long == "truncate"
-            build = partial(encode_policy_prompt, record, task, tokenizer, cut=cut, window_name=WINDOW_KEY)
+            truncate = too_long == "truncate"
+            build = partial(encode_policy_prompt, record, task, tokenizer, truncate=truncate, window_name=WINDOW_KEY)
             example = make_sft_example(build, reference, tokenizer, max_length=max_example_length)
             examples.append(end_thinking(example, tokenizer, tags))
         except ValueError as error:

@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import describe_unserializable
-from t2g.feedback.cut_answers import load_cut_object
 from t2g.feedback.judge_json import MAX_ANSWER_CHARS
 from t2g.feedback.sentences import claim_sentence
+from t2g.feedback.truncated_answers import load_truncated_object
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate
 from t2g.text.segments import printable
@@ -166,8 +166,9 @@ def parse_answer(
     the response, counts in num_quotes and not in num_located. In a style without a critique, a critique in the answer
     is ignored.
 
-    The complete quotes of an answer that was cut at its length limit are kept. Good quotes come first: an answer that
-    was cut before its first poor quote was complete is unparsable, because it would pay for what is good alone.
+    The complete quotes of an answer that was truncated at its length limit are kept. Good quotes come first: an answer
+    that was truncated before its first poor quote was complete is unparsable, because it would pay for what is good
+    alone.
 
     Args:
         max_spans: The grammar's bound. The metric AT_MAX_SPANS is 1 if the good or the poor quotes reached it, else 0.
@@ -178,7 +179,7 @@ def parse_answer(
     kinds["good"] = list
     kinds["poor"] = list
 
-    load = load_answer if finish_reason == "stop" else _load_cut_answer
+    load = load_answer if finish_reason == "stop" else _load_truncated_answer
     answer = load(text, kinds)
     if isinstance(answer, str):
         return make_failed_feedback("unparsable", source=source, version=version, reason=answer)
@@ -193,14 +194,14 @@ def parse_answer(
     return replace(feedback, metrics={AT_MAX_SPANS: float(is_at_limit)})
 
 
-def _load_cut_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
-    """Return `load_answer` of an answer that was cut at its length limit, see `parse_answer`."""
+def _load_truncated_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
+    """Return `load_answer` of an answer that was truncated at its length limit, see `parse_answer`."""
     if len(text) > MAX_ANSWER_CHARS:
         return load_answer(text, kinds)
-    answer, cut_key = load_cut_object(text)
+    answer, truncated_key = load_truncated_object(text)
     is_complete = _find_wrong_key(answer, kinds) is None
-    if not is_complete or (cut_key == "poor" and not answer["poor"]):
-        return "the answer was cut at its length limit, before its first poor quote was complete"
+    if not is_complete or (truncated_key == "poor" and not answer["poor"]):
+        return "the answer was truncated at its length limit, before its first poor quote was complete"
     return answer
 
 

@@ -9,7 +9,7 @@ from t2g.types import Rollout
 
 
 def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of calls of tools; {} if no policy called one."""
+    """Return the metrics of calls of tools; {} if the policy called no tool."""
     statuses: list[str] = []
     for rollout in rollouts:
         for turn in rollout.turns:

@@ -56,7 +56,7 @@ class Marks:
         if not self.samples:
             raise UserError(f"no record can be judged; {samples[0].problem}")
         self.by = by
-        self._all = folder
+        self._root = folder
         self._folder = folder / by
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marks = self._read_marks(by)
@@ -104,11 +104,13 @@ class Marks:
     def agreement_messages(self) -> list[str]:
         """Return a sentence for each other person who finished some of the same responses, or has a broken journal."""
         messages = []
-        for person in sorted({file.parent.name for file in self._all.glob(f"*/{JOURNAL_FILE}")} - {self.by}):
+        for person in sorted({file.parent.name for file in self._root.glob(f"*/{JOURNAL_FILE}")} - {self.by}):
             try:
-                messages += [message] if (message := self._agreement(person)) else []
+                message = self._agreement(person)
             except (UserError, OSError) as error:
-                messages.append(f"with {person}: not compared, because {error}")
+                message = f"with {person}: not compared, because {error}"
+            if message:
+                messages.append(message)
         return [printable(message) for message in messages]
 
     def close(self) -> None:
@@ -135,8 +137,8 @@ class Marks:
             return None
         own_characters = np.concatenate(own_labels)
         other_characters = np.concatenate(other_labels)
-        by_kappa = kappa(own_characters, other_characters)
-        chance = "" if by_kappa is None else f", kappa {by_kappa:.2f}"
+        agreement = kappa(own_characters, other_characters)
+        chance = "" if agreement is None else f", kappa {agreement:.2f}"
         share = np.mean(own_characters == other_characters)
         return (
             f"with {person}: {len(own_labels)} responses that both marked, the same label on {share:.0%} "
@@ -144,7 +146,7 @@ class Marks:
         )
 
     def _read_marks(self, name: str) -> dict[str, Mark]:
-        return {mark.key: mark for mark in read_journal(self._all / name / JOURNAL_FILE, Mark)}
+        return {mark.key: mark for mark in read_journal(self._root / name / JOURNAL_FILE, Mark)}
 
     def _record(self, index: int, mark: Mark) -> AnnotatedRecord:
         sample = self.samples[index]
@@ -162,5 +164,5 @@ class Marks:
 
 
 def _labels(response: str, spans: Sequence[Span]) -> np.ndarray:
-    is_written = np.array([not character.isspace() for character in response], bool)
-    return label_characters(spans, len(response))[is_written]
+    is_nonblank = np.array([not character.isspace() for character in response], bool)
+    return label_characters(spans, len(response))[is_nonblank]

@@ -14,7 +14,6 @@ from t2g.text.model_limits import check_vocabulary
 Message = dict[str, str]  # role: system, user or assistant; content
 CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 5.0
-Check = Callable[[], bool]
 
 
 def check_model(key: str, model: str, revision: str | None = None) -> None:
@@ -39,7 +38,9 @@ def check_model(key: str, model: str, revision: str | None = None) -> None:
     check_hub(key, model, revision, "model", is_cached)
 
 
-def check_hub(key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], cached: Check) -> None:
+def check_hub(
+    key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], is_cached: Callable[[], bool]
+) -> None:
     """Check that a name is in the hub's cache or on the hub.
 
     Raises:
@@ -52,7 +53,7 @@ def check_hub(key: str, name: str, revision: str | None, kind: Literal["model", 
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # a name on the hub is `name` or `owner/name`
     if is_path:
         raise MissingLocally(not_found)
-    if cached():
+    if is_cached():
         return
     try:
         HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT_S)

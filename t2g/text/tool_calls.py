@@ -91,9 +91,8 @@ def read_json_call(text: str, start: int, end: int, *, characters: Characters) -
         return ToolCall(characters=characters, problem=f"the call is no JSON: {error!s:.80}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(characters=characters, problem="the call needs to be an object with a name and arguments")
-    for field_name in ARGUMENT_FIELDS:
-        if field_name in call:
-            break
+    present = [name for name in ARGUMENT_FIELDS if name in call]
+    field_name = present[0] if present else ARGUMENT_FIELDS[-1]
     name = call["name"]
     arguments = call.get(field_name, {})
     if not isinstance(arguments, dict):

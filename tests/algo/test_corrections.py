@@ -5,13 +5,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.algo.corrections import ImportanceMode, importance_metrics, importance_weights
+from t2g.algo.corrections import importance_metrics, importance_weights
+from t2g.config.learning import RolloutCorrection
 
-MODES: list[ImportanceMode] = ["token", "sequence", "masked", "none"]
+MODES: list[RolloutCorrection] = ["token", "sequence", "masked", "none"]
 
 
 def weights_of(
-    ratios: list[float], mode: ImportanceMode, cap: float = 2.0, sequences: list[int] | None = None, **changes: object
+    ratios: list[float],
+    mode: RolloutCorrection,
+    cap: float = 2.0,
+    sequences: list[int] | None = None,
+    **changes: object,
 ) -> list[float]:
     """Return the weights of tokens with these ratios; by default all are in one response."""
     old = torch.tensor(ratios, dtype=torch.float64).log()
@@ -52,7 +57,7 @@ EDGE = math.log(2)  # in float64 exp gives 2 and .5 exactly
         ("sequence", EDGE / 2 - 1e-6, 2 * math.exp(-2e-6)),
     ],
 )
-def test_the_bound_holds_exactly_at_its_edge(mode: ImportanceMode, log_ratio: float, weight: float) -> None:
+def test_the_bound_holds_exactly_at_its_edge(mode: RolloutCorrection, log_ratio: float, weight: float) -> None:
     old = torch.full((2,), log_ratio, dtype=torch.float64)
     weights = weights_of([1.0, 1.0], mode, old_logprobs=old)
     assert weights == pytest.approx([weight] * 2, rel=1e-14, abs=0)
@@ -71,7 +76,7 @@ def test_a_cap_of_one_masks_all_but_agreement() -> None:
     data=st.data(),
 )
 def test_weights_equal_a_loop_and_never_pass_the_cap(
-    log_ratios: list[float], cap: float, mode: ImportanceMode, data: st.DataObject
+    log_ratios: list[float], cap: float, mode: RolloutCorrection, data: st.DataObject
 ) -> None:
     n = len(log_ratios)
     sequences = sorted(data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))
@@ -99,7 +104,7 @@ def test_weights_equal_a_loop_and_never_pass_the_cap(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_token_that_does_not_count_spoils_no_other(mode: ImportanceMode, poison: float) -> None:
+def test_a_token_that_does_not_count_spoils_no_other(mode: RolloutCorrection, poison: float) -> None:
     old = torch.tensor([0.5, poison, 0.125], requires_grad=True)
     weights = importance_weights(old, torch.zeros(3), torch.zeros(3).long(), torch.tensor([0.5, 0.0, 0.5]), mode, 3.0)
     one, two = {"sequence": (math.exp(0.625),) * 2, "none": (1, 1)}.get(mode, (math.exp(0.5), math.exp(0.125)))
@@ -119,7 +124,7 @@ RATIOS = [1.0, 1.05, 1.2, 0.4, 4.0]
         ("none", 0.0),
     ],
 )
-def test_metrics_are_of_the_ratios_and_of_what_the_bound_changed(mode: ImportanceMode, changed: float) -> None:
+def test_metrics_are_of_the_ratios_and_of_what_the_bound_changed(mode: RolloutCorrection, changed: float) -> None:
     sequences = torch.tensor([0, 0, 0, 1, 1])
     cap = 1.5 if mode == "sequence" else 2.0
     metrics = importance_metrics(torch.tensor(RATIOS).log(), torch.zeros(5), sequences, mode, cap)

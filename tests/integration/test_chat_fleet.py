@@ -113,7 +113,7 @@ def test_an_annotation_that_is_cut_is_unparsable_with_a_reason(fleets: Fleets, m
 
     for feedback in asyncio.run(run()):
         assert (feedback.source, feedback.status) == ("llm", "unparsable")
-        assert "cut after 48 tokens" in feedback.reason and feedback.version.startswith(str(model))
+        assert "truncated after 48 tokens" in feedback.reason and feedback.version.startswith(str(model))
 
 
 def test_a_window_too_small_is_reported_before_an_engine_starts(model: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_new_folder_makes_three_steps(folder: Path, tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"model.policy": "/no/such/model"}, "/no/such/model"),
-    ({"rollout.max_model_len": 20}, "tokens and the window holds 4 beside the response"),
+    ({"rollout.max_model_len": 20}, "tokens and the window holds 4 before the response"),
 ]
 
 

@@ -26,11 +26,11 @@ PAYLOAD = {"test": TESTS, "imports": IMPORTS}
 def test_a_line_keeps_its_text_and_number(code: str, line_end: str) -> None:
     code = code.replace("\n", line_end)
     program = add_imports(code, {"imports": IMPORTS.replace("\n", line_end)})
-    found = {}
+    texts = {}
     for number, text in enumerate(program.code.splitlines(), start=1):
         if line := program.original_line(number):
-            found[line] = text
-    assert found == dict(enumerate(code.splitlines(), start=1))
+            texts[line] = text
+    assert texts == dict(enumerate(code.splitlines(), start=1))
     assert set(IMPORTS.splitlines()) <= set(program.code.splitlines())
 
 

@@ -16,7 +16,6 @@ from pydantic import ConfigDict, ValidationError, model_validator
 
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
-from t2g.feedback.cut_answers import load_cut_object
 from t2g.feedback.escapes import correct_escapes
 from t2g.feedback.judge_json import OPENING_TAG, find_last_object, find_thinking_end, load_judge_answer
 from t2g.feedback.parse import (
@@ -28,6 +27,7 @@ from t2g.feedback.parse import (
     replace_surrogates,
 )
 from t2g.feedback.sources.chat_client import ChatCompletion
+from t2g.feedback.truncated_answers import load_truncated_object
 from t2g.tasks.base import Review, Task
 from t2g.text.quotes import cuts_word, locate
 from t2g.text.tokenizer import Message
@@ -188,15 +188,15 @@ def read_answer(completion: ChatCompletion, request: AnnotationRequest, *, sourc
 
     A quote that is invalid, blank, not in the response, or overlaps an earlier one counts in num_quotes and not in
     num_located; poor quotes come first. A span is kept if its phrase is not found. Equal spans with one label are
-    merged. The complete spans of an answer that was cut are kept, if one of them is poor: the good ones alone would pay
-    too much.
+    merged. The complete spans of an answer that was truncated are kept, if one of them is poor: the good ones alone
+    would pay too much.
     """
     answer = _load(completion, request)
     faults: list[str] = []
     if isinstance(answer, str):
         reason = answer
         faults.append(f"{reason[0].upper()}{reason[1:]}.")
-        answer = _load_cut(completion, request)
+        answer = _load_truncated(completion, request)
         if not answer:
             unusable = make_failed_feedback("unparsable", source=source, version=version, reason=reason)
             return ParsedAnswer(feedback=unusable, faults=tuple(faults))
@@ -260,14 +260,14 @@ def _find_overlapping(span: Span, spans: Sequence[Span]) -> Span | None:
 def _load(completion: ChatCompletion, request: AnnotationRequest) -> dict[str, Any] | str:
     """Return the answer's object, or a sentence why there is none. See `load_judge_answer`."""
     if completion.finish_reason == "length":
-        return f"the answer was cut after {completion.output_tokens} tokens; it must be shorter"
+        return f"the answer was truncated after {completion.output_tokens} tokens; it must be shorter"
     return load_judge_answer(completion.text, _get_kinds(request))
 
 
-def _load_cut(completion: ChatCompletion, request: AnnotationRequest) -> dict[str, Any]:
-    """Return what is complete of an answer that was cut after its first poor span, else {}.
+def _load_truncated(completion: ChatCompletion, request: AnnotationRequest) -> dict[str, Any]:
+    """Return what is complete of an answer that was truncated after its first poor span, else {}.
 
-    It is the last object of the answer that counts, and none of thinking that was cut: those are drafts.
+    It is the last object of the answer that counts, and none of thinking that was truncated: those are drafts.
     """
     if completion.finish_reason != "length":
         return {}
@@ -276,7 +276,7 @@ def _load_cut(completion: ChatCompletion, request: AnnotationRequest) -> dict[st
     start = find_last_object(text, next(iter(kinds)))
     if OPENING_TAG.search(text) or start is None:
         return {}
-    answer = load_cut_object(text[start : start + MAX_ANSWER_CHARS]).values
+    answer = load_truncated_object(text[start : start + MAX_ANSWER_CHARS]).values
     is_complete = all(isinstance(answer.get(key), kind) for key, kind in kinds.items())
     items = answer.get("spans")
     has_poor = isinstance(items, list) and any(map(_is_poor, items))

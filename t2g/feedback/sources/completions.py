@@ -55,8 +55,8 @@ class _Body(BaseModel):
 def read_completion(body: bytes, *, prompt: str) -> ChatCompletion:
     """Return the first choice of a chat completion.
 
-    Without content the text is that of the reasoning: some servers put an answer there. Reasoning that was cut has no
-    answer. Tokens that the server does not report are estimated from `prompt` and the answer.
+    Without content the text is that of the reasoning: some servers put an answer there. Reasoning that was truncated
+    has no answer. Tokens that the server does not report are estimated from `prompt` and the answer.
 
     Raises:
         ValueError: The body is no chat completion. The message has the whole body: the caller masks the key, and a key

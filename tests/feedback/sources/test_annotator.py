@@ -285,7 +285,10 @@ def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> N
         (json.dumps({"critique": "c"}), "spans is missing or no list"),
         (json.dumps({"critique": "c", "spans": {}}), "spans is missing or no list"),
         (answer("  "), "The critique is empty."),
-        (ChatCompletion(text=GOOD, finish_reason="length", prompt_tokens=1, output_tokens=99), "cut after 99 tokens"),
+        (
+            ChatCompletion(text=GOOD, finish_reason="length", prompt_tokens=1, output_tokens=99),
+            "truncated after 99 tokens",
+        ),
     ],
 )
 def test_answers_that_cannot_be_read(text: str | ChatCompletion, fault: str) -> None:
@@ -300,7 +303,7 @@ def test_the_complete_spans_of_a_cut_answer_are_kept_if_one_is_poor() -> None:
     whole = answer("It is a phone.", span("phone", "poor", phrase="phone"), span("A", "good", phrase="It"))
     shortened = ChatCompletion(text=whole[:-4], finish_reason="length", prompt_tokens=1, output_tokens=99)
     feedback, chat = ask(shortened, max_tries=2)
-    assert "cut after 99 tokens" in chat.requests[1][-1]["content"]  # it is asked again first
+    assert "truncated after 99 tokens" in chat.requests[1][-1]["content"]  # it is asked again first
     assert (feedback.status, spans(feedback)) == ("ok", [("phone", -1)])
 
 

@@ -1,4 +1,4 @@
-"""Read a JSON object that was cut at a length limit: its complete values, and the complete items of a cut list."""
+"""Read a JSON object that was truncated at a length limit: complete values, and complete items of the last list."""
 
 import json
 import re
@@ -8,18 +8,18 @@ _BLANKS = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(strict=False)  # allows line ends in strings
 
 
-class CutObject(NamedTuple):
+class TruncatedObject(NamedTuple):
     """The complete values of a JSON object."""
 
     values: dict[str, Any]
-    cut_key: str | None  # the last key of `values`, if its list was cut; None: that value is complete
+    truncated_key: str | None  # the last key of `values`, if its list was truncated; None: that value is complete
 
 
-def load_cut_object(text: str) -> CutObject:
+def load_truncated_object(text: str) -> TruncatedObject:
     """Return what is complete of the JSON object that `text` begins with. No text raises.
 
-    >>> load_cut_object('{"critique": "It says phone.", "good": ["by Ann"], "poor": ["phone", "lap')
-    CutObject(values={'critique': 'It says phone.', 'good': ['by Ann'], 'poor': ['phone']}, cut_key='poor')
+    >>> load_truncated_object('{"critique": "It says phone.", "good": ["by Ann"], "poor": ["phone", "lap')
+    TruncatedObject(values={'critique': 'It says phone.', 'good': ['by Ann'], 'poor': ['phone']}, truncated_key='poor')
     """
     values: dict[str, Any] = {}
     at = _skip(text, 0, "{")
@@ -34,18 +34,18 @@ def load_cut_object(text: str) -> CutObject:
             items, at = _decode_items(text, at + 1)
             values[key] = items
             if at is None:
-                return CutObject(values, key)
+                return TruncatedObject(values, key)
         else:
             value, at = _decode(text, at)
             if at is None:
                 break
             values[key] = value
         at = _skip(text, at, ",")
-    return CutObject(values, None)
+    return TruncatedObject(values, None)
 
 
 def _decode_items(text: str, at: int) -> tuple[list[Any], int | None]:
-    """Return the complete items of a list that begins before `at`, and its end; None if it was cut."""
+    """Return the complete items of a list that begins before `at`, and its end; None if it was truncated."""
     items: list[Any] = []
     end = _skip(text, at, "]")
     while end is None:
