@@ -263,15 +263,20 @@ def test_help_lists_every_section_with_the_defaults_that_hold(capsys: pytest.Cap
     assert sections["learner.critic_ranks"].endswith("(off by default)")
 
 
-def test_help_answers_within_a_second_of_processor_time() -> None:
-    code = "from jobs.common.cli import main; from t2g.config import PolicyJob; main(PolicyJob, None, None, ['--help'])"
-    spent = []
-    for _ in range(3):  # the best of three: a busy machine makes processor time dearer, too
-        before = os.times()
-        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
-        after = os.times()
-        spent.append(after.children_user - before.children_user + after.children_system - before.children_system)
-    assert min(spent) < 1
+def test_help_loads_no_large_package() -> None:
+    """Each of these takes seconds to load."""
+    code = """
+import sys
+from jobs.common.cli import main
+from t2g.config import PolicyJob
+try:
+    main(PolicyJob, None, None, ["--help"])
+finally:
+    print(sorted({"torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "pandas"} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "learner.policy.lr" in done.stdout
 
 
 def child(code: str) -> subprocess.Popen[str]:
