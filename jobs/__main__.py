@@ -29,12 +29,16 @@ TEMPLATES = ("feedback", "repair", "tools")
 
 
 def init(folder: Path, template: str = "feedback") -> int:
-    """Write an example folder; return exit code 2 if the folder is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        print(f"t2g init: {folder} is not an empty folder; name another one", file=sys.stderr)
-        return 2
+    """Write an example folder; return exit code 2 if the folder is not empty, or cannot be written."""
     source = STARTER if template == TEMPLATES[0] else STARTER / template
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__*", *TEMPLATES), dirs_exist_ok=True)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            print(f"t2g init: {folder} is not an empty folder; name another one", file=sys.stderr)
+            return 2
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__*", *TEMPLATES), dirs_exist_ok=True)
+    except OSError as error:
+        print(f"t2g init: {folder} cannot be written: {error.strerror or error}; name another one", file=sys.stderr)
+        return 2
     names = sorted(file.name for file in folder.iterdir())
     print(f"{folder}: {', '.join(names)}; README.md says how to go on")
     return 0

@@ -1,7 +1,7 @@
 """Ask a trained span reward model about one prompt and response.
 
     python -m jobs.score --config configs/tiny/score.yaml --prompt "I bought a phone ..." --text "about a laptop."
-    python -m jobs.score --config configs/tiny/score.yaml feedback.reward_model=runs/own-reward/model \
+    python -m jobs.score --config configs/own/score.yaml feedback.reward_model=runs/own-reward/model \
         --prompt @post.txt --text @summary.txt
 
 Good spans are green and poor ones red; without a terminal, or with NO_COLOR set, they are [+good+] and [-poor-].

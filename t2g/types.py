@@ -18,13 +18,11 @@ from t2g.config.validation_errors import format_first_error
 
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
-Severity = Annotated[int, Field(strict=True, ge=1, le=3)]
-# In a table of records, a span without a confidence has null.
-Confidence = Annotated[
-    float,
-    Field(strict=True, ge=0, le=1, allow_inf_nan=False),
-    BeforeValidator(lambda confidence: 1.0 if confidence is None else confidence),
-]
+# In a table of records, a span without one of these has null.
+_NULL_IS_ONE = BeforeValidator(lambda value: 1 if value is None else value)
+Severity = Annotated[int, Field(strict=True, ge=1, le=3), _NULL_IS_ONE]
+Occurrence = Annotated[int, Field(strict=True, ge=1), _NULL_IS_ONE]
+Confidence = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), _NULL_IS_ONE]
 MAX_FIX_CHARS = 4000
 USABLE = ("ok", "empty")
 LABELS: dict[str, Literal[-1, 1]] = {"good": 1, "poor": -1}

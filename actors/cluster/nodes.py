@@ -132,11 +132,11 @@ class Listener:
 
 def _nodes_of(nodes: Sequence[Mapping[str, Any]], roles: Sequence[ProcessConfig]) -> list[Mapping[str, Any]]:
     """Return the nodes on which a process of one of the roles may run."""
-    matching = []
-    for node in nodes:
-        if any(satisfies(node["Labels"], role.labels) for role in roles):
-            matching.append(node)
-    return matching
+
+    def has_role(node: Mapping[str, Any]) -> bool:
+        return any(satisfies(node["Labels"], role.labels) for role in roles)
+
+    return [node for node in nodes if has_role(node)]
 
 
 def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Unreachable]:

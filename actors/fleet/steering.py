@@ -57,6 +57,12 @@ class Steering:
             metrics |= {f"{role}/{name}": value for name, value in values.items()}
         return metrics
 
+    def resume(self, step: int, num_samples: int) -> None:
+        """Take over the progress of an earlier start, for status.json, unless a step of this one is known."""
+        if self._step == 0:
+            self._step = step
+            self._metrics = {m.SAMPLES: float(num_samples)}
+
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
         self._metrics = metrics

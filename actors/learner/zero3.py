@@ -299,13 +299,15 @@ def export(engine: Engine, tokenizer: Any, folder: Path, source: ModelConfig) ->
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
     merged = _copy_weights(FullWeights(engine), dtype)
     adapter = _copy_weights(FullWeights(engine, adapters=True), dtype)
-    if engine.global_rank == 0:
-        write_model(engine.module, tokenizer, merged, folder, source)
-        if adapter:
-            lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
-            tokenizer.save_pretrained(folder / lora.FOLDER)
-        match_folder_permissions(folder)
-    torch.distributed.barrier()
+    try:
+        if engine.global_rank == 0:
+            write_model(engine.module, tokenizer, merged, folder, source)
+            if adapter:
+                lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
+                tokenizer.save_pretrained(folder / lora.FOLDER)
+            match_folder_permissions(folder)
+    finally:  # without it a full disk would leave the other ranks in the barrier, and no checkpoint could follow
+        torch.distributed.barrier()
 
 
 def _copy_weights(weights: FullWeights, dtype: Dtype) -> dict[str, torch.Tensor]:

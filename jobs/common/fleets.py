@@ -86,6 +86,11 @@ class Fleets(ExitStack):
             return model
         return make_local_source(config, task, aligner=model, folder=job.run.folder, section=section)
 
+    def end_rollouts(self) -> None:
+        """End the engines of policies, to give their GPUs to others; the next run starts them again."""
+        for key in [key for key in self._fleets if key[0] == "rollout"]:
+            self._fleets.pop(key).close()
+
     def forget_answers(self) -> None:
         """Clear the caches of all fleets."""
         for fleet in self._fleets.values():

@@ -73,6 +73,8 @@ def write_published(source: Path, target: Path, *, adapter: bool = False, base: 
     folder = find_published(source, adapter=adapter)
     if not target.name:
         raise UserError(f"{target} is the current folder; name a new one")
+    if not any(file.suffix == ".safetensors" for file in folder.iterdir()):
+        raise UserError(f"{folder} has no weights in safetensors: write them by save_pretrained of transformers")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not an empty folder; name another one")
     part = target.with_name(f"{target.name}.part")

@@ -22,7 +22,7 @@ def load_run(method_job: PolicyJob) -> RunCurve:
     folder = method_job.run.folder
     path = folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
-    records = read_records(folder / METRICS_FILE)
+    records = list(read_records(folder / METRICS_FILE))
     try:
         return read_run(records, targeting, every=method_job.eval.every)
     except UserError as error:

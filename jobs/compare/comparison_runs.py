@@ -75,6 +75,7 @@ class Session:
         is_measured = targeting_file.exists()
         if references and method.is_trained and not is_measured:
             feedback = self.fleets.feedback(method_job.feedback, self.data.task, method_job)
+            self._free_gpus(method_job)
             references.measure_exported(method_job, feedback)
         if (references or has_other_prompts) and self.plan.job.compare.results:
             seconds = summary["timing"]["wall_s"]
@@ -92,6 +93,7 @@ class Session:
         self.fleets.forget_answers()
         if is_baseline:
             feedback = self.fleets.feedback(method_job.feedback, self.data.task, method_job)
+            self._free_gpus(method_job)
             summary = run_baseline(method_job, data, feedback, self.stop, **identity_extras)
         else:
             rollouts, feedback = self.fleets.for_policy(method_job, self.data.task)
@@ -108,6 +110,11 @@ class Session:
         checkpoints = method_job.run.folder / "checkpoints"
         shutil.rmtree(checkpoints, ignore_errors=True)  # tens of runs; the numbers stay
         return summary
+
+    def _free_gpus(self, method_job: PolicyJob) -> None:
+        """End engines that hold GPUs: those that a baseline or its exported policy needs would find no place."""
+        if method_job.rollout.gpus:
+            self.fleets.end_rollouts()
 
     def score(self, name: str, method_job: PolicyJob) -> float | None:
         """Make a run and return its score; None if it diverged."""

@@ -96,7 +96,8 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
         show_last_response(folder)
     else:
         held_out = [f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None]
-        print(f"held out: {', '.join(held_out) or 'not measured, eval_data is not given'}")
+        reason = "eval_data is not given" if job.eval_data is None else "the last evaluation failed"
+        print(f"held out: {', '.join(held_out) or f'not measured, {reason}'}")
     print_outputs(policy=policy_run.policy, report=policy_run.report, numbers=folder / "summary.json")
     return policy_run
 

@@ -1,6 +1,7 @@
 """What a run that trains a policy has done so far, and the summary of a finished one."""
 
 import json
+import logging
 from typing import Any
 
 from actors.learner.export import EXPORT_FILE
@@ -16,6 +17,7 @@ from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.runs.versions import collect_versions
 
+logger = logging.getLogger(__name__)
 TIMES = {"steps_s": STEP_S, "evaluations_s": EVAL_S}  # in the summary: sums of metrics
 
 
@@ -92,9 +94,13 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     lines = list(read_records(folder / METRICS_FILE))
     evaluated = [metrics for metrics in map(select_held_out, lines) if metrics]
     base = evaluated[0] if evaluated else {}
-    policy = evaluated[-1] if evaluated else {}
-
     last = lines[-1]
+    policy = select_held_out(last)
+    if evaluated and not policy:
+        logger.warning(
+            "step %d has no evaluation, because the run was stopped in it: `t2g evaluate %s` measures the policy",
+            last[STEP], folder
+        )  # fmt: skip
     trained = [line for line in lines if line[STEP] > 0]
     timing = {"wall_s": seconds}
     for name, metric in TIMES.items():

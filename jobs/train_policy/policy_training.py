@@ -138,7 +138,9 @@ class PolicyTraining:
                 gpu_time_sharing=gpu_sharing,
                 lost_at=lost_at,
             )
-            done = trainer.resume().step
+            resumed = trainer.resume()
+            done = resumed.step
+            steering.resume(done, resumed.num_samples)
             journaled.start_file(done)
             with progress.show_bar(done):
                 background = steering.make_background_tasks()

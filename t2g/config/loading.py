@@ -27,6 +27,7 @@ from t2g.config.secrets import mask_secrets, text_problems
 from t2g.config.validation_errors import (
     Keys,
     dotted_key,
+    find_fields,
     format_errors,
     format_value,
     section_type,
@@ -82,7 +83,7 @@ def load(
         values = _check_texts(file, lambda keys: "config")
     values = upgrade_config(without_removed_defaults(values))
 
-    merged, parsed = _apply_overrides(values, overrides, origin)
+    merged, parsed = _apply_overrides(schema, values, overrides, origin)
 
     resources: Mapping[str, float] = {}
     chosen_keys = list(auto_keys(merged))
@@ -117,10 +118,12 @@ def load(
     return config
 
 
-def _apply_overrides(values: Any, overrides: Sequence[str], origin: str) -> tuple[Any, list[tuple[Keys, Any]]]:
+def _apply_overrides(
+    schema: type[BaseModel], values: Any, overrides: Sequence[str], origin: str
+) -> tuple[Any, list[tuple[Keys, Any]]]:
     """Return the values with the overrides, and keys and value of each override."""
     try:
-        parsed = [_override(text) for text in overrides]
+        parsed = [_override(text, schema) for text in overrides]
         for keys, value in parsed:
             values = with_value_at(values, keys, value)
     except UserError as error:
@@ -363,8 +366,13 @@ def _key_lines(prefix: Keys, node: yaml.Node | None) -> Iterator[tuple[Keys, int
             yield from _key_lines(keys, value)
 
 
-def _override(text: str) -> tuple[Keys, Any]:
-    """Parse "rollout.temperature=0.6" as (("rollout", "temperature"), 0.6)."""
+def _is_text(schema: type[BaseModel], keys: Keys) -> bool:
+    fields = find_fields(schema, keys)
+    return len(fields) == len(keys) and fields[-1].annotation in (str, str | None)
+
+
+def _override(text: str, schema: type[BaseModel]) -> tuple[Keys, Any]:
+    """Parse "rollout.temperature=0.6" as (("rollout", "temperature"), 0.6), and "run.name=2026" as a text."""
     name, equals, value = text.partition("=")
     keys = tuple(name.split("."))
     if not equals or not all(keys):
@@ -374,6 +382,9 @@ def _override(text: str) -> tuple[Keys, Any]:
         node, parsed = _parse(value)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"{name}: {mask_secrets(value)!r} is not valid YAML{QUOTES}") from None
+    is_other_scalar = isinstance(node, yaml.ScalarNode) and parsed is not None and not isinstance(parsed, str)
+    if is_other_scalar and _is_text(schema, keys):  # YAML makes numbers, dates and booleans of some names
+        parsed = value.strip()
     counts = Counter(inner for inner, _ in _key_lines(keys, node))
     for inner, number in counts.items():
         if number > 1:

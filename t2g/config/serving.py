@@ -1,8 +1,9 @@
 """Schema of jobs.serve: the policy, its engine, the address, and the command that uses it."""
 
+import shlex
 from collections.abc import Iterator
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from t2g.config.base_jobs import AnyJob
 from t2g.config.common import ModelConfig, RunConfig, Section
@@ -20,6 +21,17 @@ class ServeConfig(Section):
         description="command to run when the server is ready, with {url}, {model} and {tokenizer} in it; the server "
         "ends with the command and its exit code. none: the server runs until it is stopped",
     )
+
+    @field_validator("command")
+    @classmethod
+    def check_command(cls, command: str | None) -> str | None:
+        try:
+            arguments = shlex.split(command or "none")
+        except ValueError as error:
+            raise ValueError(f"serve.command={command!r} is no command of a shell: {error}") from None
+        if not arguments:
+            raise ValueError("serve.command is blank; leave it out, and the server runs until it is stopped")
+        return command
 
 
 class ServeJob(AnyJob):

@@ -23,8 +23,8 @@ MAX_PROBLEMS = 3  # invalid records that an error message describes
 ENCODED_AT_ONCE = 1000  # prompts
 
 
-class PromptTooLongError(ValueError):
-    """A prompt that does not fit into the window, even truncated."""
+class PromptTooLongError(UserError):
+    """A prompt that does not fit into the window, even truncated, or beside the target of an example."""
 
 
 class PromptDraft(NamedTuple):

@@ -81,7 +81,7 @@ def make_policy_examples(
         tags: Tags of a model that thinks, see `end_thinking`.
 
     Raises:
-        UserError: A record cannot be used; with its number (from 1).
+        UserError: A record cannot be used; with its number (from 1). Or no record is left.
     """
     closing_ids = encode_closing(tokenizer, tags)
     max_example_length = max_length - len(closing_ids)
@@ -103,8 +103,10 @@ def make_policy_examples(
             if not is_skipped:
                 raise UserError(f"{describe_record(record, number)}: {error}") from error
     num_skipped = len(records) - len(examples)
+    if records and not examples:
+        raise UserError(f"all {len(records)} records are too long for {WINDOW_KEY}={max_length}: raise it")
     if num_skipped:
-        logger.warning("%d of %d prompts are too long and are left out", num_skipped, len(records))
+        logger.warning("%d of %d prompts or references are too long and are left out", num_skipped, len(records))
     return examples
 
 
@@ -155,12 +157,13 @@ def make_sft_example(
             UserError if the instructions do not fit.
 
     Raises:
-        UserError: The target leaves no room for a prompt.
+        PromptTooLongError: The target leaves no room for a prompt.
     """
     ids = encode_target(target, tokenizer)
     max_prompt_tokens = max_length - len(ids)
     if max_prompt_tokens < 1:
-        raise UserError(f"a target of {len(ids)} tokens leaves no room for its prompt in {WINDOW_KEY}={max_length}")
+        reason = f"a target of {len(ids)} tokens leaves no room for its prompt in {WINDOW_KEY}={max_length}"
+        raise PromptTooLongError(reason)
     prompt_ids = np.asarray(build_prompt(max_prompt_tokens), np.int32)
     assert 1 <= len(prompt_ids) <= max_prompt_tokens, f"{len(prompt_ids)} prompt tokens, limit {max_prompt_tokens}"
     weights = np.ones(len(ids), np.float32)

@@ -82,19 +82,22 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     label = span.get("label", span.get("labels"))
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
-    if isinstance(label, int | float):
-        if label == 1:
-            return 1
-        if label == -1:
-            return -1
-
-    text = label if isinstance(label, str) else ""
+    text = _label_text(label)
     meaning = labels.get(text) or _SYNONYMS.get(text.strip().lower())
     if meaning is None:
         raise ValueError(
             f"{name} has the label {label!r:.80}; it needs to be good or poor, or with source=human one of human_labels"
         )
     return LABELS[meaning]
+
+
+def _label_text(label: Any) -> str:
+    """Return a label as a config names it: the text, or a class id such as 2 (or 2.0) as "2"; "" for others."""
+    if isinstance(label, bool):
+        return str(int(label))
+    if isinstance(label, int | float) and float(label).is_integer():
+        return str(int(label))
+    return label if isinstance(label, str) else ""
 
 
 def _locate_text(text: str, bounds: tuple[int, int], name: str, response: str, offsets: OffsetUnit) -> tuple[int, int]:

@@ -27,7 +27,16 @@ from t2g.feedback.truncated_answers import load_truncated_object
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate
 from t2g.text.segments import printable
-from t2g.types import MAX_FIX_CHARS, Confidence, FeedbackStatus, FinishReason, Severity, Span, SpanFeedback
+from t2g.types import (
+    MAX_FIX_CHARS,
+    Confidence,
+    FeedbackStatus,
+    FinishReason,
+    Occurrence,
+    Severity,
+    Span,
+    SpanFeedback,
+)
 
 MAX_QUOTES = 256  # quotes of each label that are located; further ones count as not located
 MAX_METRICS = 32  # metrics of a judgement
@@ -47,7 +56,7 @@ class Quote(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     quote: str
-    occurrence: int = Field(1, strict=True, ge=1)  # 1: first occurrence in the response
+    occurrence: Occurrence = 1  # 1: first occurrence in the response
     severity: Severity = 1
     confidence: Confidence = 1.0  # as `Span.confidence`
     fix: str | None = Field(None, max_length=MAX_FIX_CHARS)  # replacement of a poor piece, as `Span.fix`

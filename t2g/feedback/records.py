@@ -11,6 +11,7 @@ prompt, response and critique are required. Spans have priority over quotes: `re
 record without spans, and sets the quotes to those of the spans. `t2g.data.published` reads published data sets.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -32,6 +33,7 @@ from t2g.tasks.base import SPARSE, Task, describe_record, stable_id
 from t2g.text.quotes import locate
 from t2g.types import USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
+MARKS = ("good", "poor", "spans")  # fields that hold lists
 MIN_LEARNED_CONFIDENCE = 0.5  # a less likely span is rather wrong than right
 
 logger = logging.getLogger(__name__)
@@ -185,8 +187,9 @@ def _read_values(
     row: Mapping[str, Any], task: Task | None, offsets: OffsetUnit, labels: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the values of the record's fields, which are not validated yet."""
+    row = parse_cells(row)
     values, extra = translate_row(row, AnnotatedRecord.model_fields)
-    if task is not None and row.get("prompt") is None:
+    if task is not None and not isinstance(row.get("prompt"), str):
         values["prompt"] = task.prompt_text(row)
 
     spans = values.get("spans")
@@ -204,6 +207,24 @@ def _read_values(
     else:
         prompt = str(values.get("prompt"))
         values["prompt_id"] = stable_id(prompt)
+    return values
+
+
+def parse_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with the lists that a cell of a CSV has in JSON.
+
+    Raises:
+        ValueError: A text of good, poor or spans is no JSON.
+    """
+    values = dict(row)
+    for name in MARKS:
+        cell = row.get(name)
+        if not isinstance(cell, str):
+            continue
+        try:
+            values[name] = json.loads(cell)
+        except (ValueError, RecursionError):
+            raise ValueError(f"field {name} is {cell!r:.80}; it needs to be a list in JSON") from None
     return values
 
 

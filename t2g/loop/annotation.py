@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, get_args
@@ -28,6 +28,7 @@ from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.feedback.tool_spans import TOOL_RESULTS, write_results
 from t2g.interfaces import FeedbackSource
+from t2g.sandbox import MODES
 from t2g.tasks.base import Record, Task, describe_record, stable_id
 from t2g.tasks.prompts_only import format_chat
 from t2g.text.thinking import NO_ANSWER
@@ -122,16 +123,26 @@ class _RecordFields:
 def _read_record(record: Record, number: int, task: Task) -> _RecordFields:
     fields = _RecordFields()
     try:
-        text = task.prompt_text(record)
-        fields.payload = task.payload(record)
-        fields.text = text
-        fields.messages = tuple(task.policy_messages(record))
+        if _is_annotated(record, task):
+            fields.text = record["prompt"]
+            fields.payload = dict(record["payload"])
+        else:
+            text = task.prompt_text(record)
+            fields.payload = task.payload(record)
+            fields.text = text
+            fields.messages = tuple(task.policy_messages(record))
         fields.response = task.response(record)
         if fields.response is None:
             fields.problem = f"{describe_record(record, number)} has no response; it has {', '.join(record)}"
     except ValueError as error:
         fields.problem = f"{describe_record(record, number)}: {error}"
     return fields
+
+
+def _is_annotated(record: Record, task: Task) -> bool:
+    """Return whether a record is a line of annotated.jsonl, whose prompt and payload the task has read before."""
+    has_text = isinstance(record.get("prompt"), str) and isinstance(record.get("payload"), Mapping)
+    return has_text and record.get("task") == task.name and "sample_index" in record
 
 
 def merge_judgements(samples: Sequence[Sample]) -> list[Sample]:
@@ -341,8 +352,9 @@ def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) 
         statuses[record.status] += 1
         num_quotes += record.num_quotes
         num_located += record.num_located
-        if "mode" in record.execution:
-            modes[record.execution["mode"]] += 1
+        mode = record.execution.get("mode")
+        if mode in MODES:  # a feedback function may have a mode of its own
+            modes[mode] += 1
         if not record.usable:
             reasons.append(record.reason or f"status {record.status}")
             continue
@@ -354,7 +366,7 @@ def summarize(records: Sequence[AnnotatedRecord], left_out: Iterable[str] = ()) 
     summary: dict[str, Any] = {"records": len(records)}
     for status in STATUSES:
         summary[status] = statuses[status]
-    summary["failed_share"] = 1 - num_usable / len(records)
+    summary["failed_share"] = (len(records) - num_usable) / len(records)
     summary["spans_per_response"] = _divide(num_spans, num_usable)
     summary["located_share"] = _divide(num_located, num_quotes)
     summary["agreement"] = _divide(sum(agreements), len(agreements))

@@ -75,6 +75,10 @@ class Producer:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self.cancel()
+
+    async def cancel(self) -> None:
+        """Abandon unfinished responses; `collect_finished` still returns the finished ones."""
         tasks = chain.from_iterable(work.tasks for work in self._steps.values())
         await cancel_all([*tasks])
 

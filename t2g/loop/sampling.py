@@ -80,7 +80,7 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int) -> list[J
     usable = [response for response in judged.responses if response.feedback.usable]
     num_requested = len(judged.all_responses) + judged.num_unsampled
     num_usable = sum(response.feedback.usable for response in judged.all_responses)
-    lost_share = 1 - num_usable / num_requested
+    lost_share = (num_requested - num_usable) / num_requested  # 1 - 19/20 would exceed 0.05
     max_share = config.feedback.max_failed_share
     if usable and lost_share <= max_share:
         return usable

@@ -12,6 +12,7 @@ from t2g.feedback.rewards import compute_label_shares
 from t2g.loop.sampling import JudgedStep
 from t2g.loop.step_advantages import zero_variance_share
 from t2g.loop.tool_metrics import tool_metrics
+from t2g.sandbox import MODES
 from t2g.tasks.base import Task
 from t2g.types import (
     JudgedResponse,
@@ -109,8 +110,9 @@ def _source_metrics(responses: Sequence[JudgedResponse]) -> dict[str, float]:
     for response in responses:
         feedback = response.feedback
         sources[feedback.source] += 1
-        if "mode" in feedback.execution:
-            modes[feedback.execution["mode"]] += 1
+        mode = feedback.execution.get("mode")
+        if mode in MODES:  # a feedback function may have a mode of its own
+            modes[mode] += 1
         own_metrics.append(feedback.metrics)
 
     metrics: dict[str, float] = {}

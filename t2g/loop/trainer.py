@@ -179,9 +179,11 @@ class Trainer:
             except (RunStopped, UserError, asyncio.CancelledError) as error:
                 can_save = self._learner_is_at_state and not isinstance(error, LearnerLost)
                 if can_save and self.state.step > saved:
+                    await producer.cancel()
                     await self._checkpoint(producer)
                 raise
             if self.state.step > saved:
+                await producer.cancel()  # an engine that time-shares its GPU would finish all responses first
                 await self._checkpoint(producer)
         await self._give_gpus_to("engines")  # the caller expects engines that serve
         return self.state

@@ -34,6 +34,7 @@ def rank_bytes(
     row: int,
     logits: float,
     shared_keys: float = 0.0,
+    ranks: int | None = None,
 ) -> dict[str, float]:
     """Return the peak memory of a rank on a CPU by its parts; backward pass and optimizer step do not add up.
 
@@ -46,9 +47,10 @@ def rank_bytes(
         row: Tokens of the longest sequence; 0 if attention saves no weights.
         logits: See `logits_bytes`.
         shared_keys: See `shared_keys_bytes`.
+        ranks: In place of `options.workers`.
     """
     itemsize = BYTES[options.dtype]
-    ranks = options.workers
+    ranks = ranks or options.workers
     numel = sum(count for count, _ in models)
     trained = sum(count for _, count in models)
     activations = eager_activation_bytes(
@@ -94,11 +96,10 @@ def learner_parts(
     learner: LearnerConfig,
     objective: ObjectiveConfig,
     longest: int,
-    models: Models | None = None,
     *,
     shared_keys: float = 0.0,
 ) -> dict[str, float]:
-    """Return `rank_bytes` of a rank of PPO, of other models than the learner's if they are given.
+    """Return `rank_bytes` of a rank of PPO that has the policy.
 
     Args:
         longest: Tokens of the longest sequence. If it has more than tokens_per_microbatch it is a microbatch by itself.
@@ -106,7 +107,7 @@ def learner_parts(
     """
     tokens = max(learner.tokens_per_microbatch, longest)
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
-    models = models or learner_models(shape, learner, objective)
+    models = learner_models(shape, learner, objective)
     row = 0 if learner.share_prompts else longest  # the attention for shared prompts saves no weights
     return rank_bytes(shape, models, learner, tokens=tokens, row=row, logits=logits, shared_keys=shared_keys)
 

@@ -82,10 +82,17 @@ class PolicyRanks(JobRanks):
         return host_bytes(shape, self.options, self.job.objective, sharing=self.job.cluster.gpu_sharing)
 
     def count_host_bytes(self, shape: ModelShape, section: str) -> float:
-        models = critic_models(shape) if section == CRITIC_RANKS else None
         longest = self.job.rollout.max_model_len
         shared_keys = self._count_shared_keys(shape)
-        parts = learner_parts(shape, self.options, self.job.objective, longest, models, shared_keys=shared_keys)
+        critic_ranks = self.options.critic_ranks
+        if section != CRITIC_RANKS or critic_ranks is None:
+            parts = learner_parts(shape, self.options, self.job.objective, longest, shared_keys=shared_keys)
+            return sum(parts.values())
+        row = 0 if self.options.share_prompts else longest
+        parts = rank_bytes(
+            shape, critic_models(shape), self.options,
+            tokens=self._microbatch_tokens, row=row, logits=0.0, shared_keys=shared_keys, ranks=critic_ranks.workers,
+        )  # fmt: skip
         return sum(parts.values())
 
     def _count_shared_keys(self, shape: ModelShape) -> float:

@@ -24,6 +24,13 @@ def find_mirror_problem(job: AnyJob) -> str | None:
     return None
 
 
+def find_absent_scorer(job: AnyJob) -> list[str]:
+    """Return a sentence if the package of `bertscore` is needed and not installed."""
+    if getattr(job, "bertscore", None) and find_spec("bert_score") is None:
+        return ["bertscore is set, and its package is not installed: install the extra `eval`, or take it out"]
+    return []
+
+
 def find_absent_trackers(job: AnyJob) -> list[str]:
     """Return a sentence for each tracker whose package is not installed."""
     absent = [name for name in job.log_options.trackers if find_spec(name) is None]

@@ -32,7 +32,7 @@ from t2g.resources.job_memory import JobRanks, find_ranks
 from t2g.resources.memory import BYTES, GIB
 from t2g.resources.model_files import check_model_files
 from t2g.resources.model_shape import find_shape
-from t2g.resources.packages import find_absent_trackers, find_mirror_problem
+from t2g.resources.packages import find_absent_scorer, find_absent_trackers, find_mirror_problem
 from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
 from t2g.sandbox import available
@@ -121,6 +121,7 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     if problem := find_mirror_problem(job):
         findings.missing.append(problem)
     findings.missing.extend(find_absent_trackers(job))
+    findings.missing.extend(find_absent_scorer(job))
     return findings
 
 
@@ -261,13 +262,14 @@ def _check_weights_fit(model: JobModel, section: str, engine: EngineConfig) -> N
 
 
 def _check_data(key: str, data: DataConfig) -> bool:
-    """Check that the first record can be read and has the columns. Only the name of data on the hub is checked."""
+    """Check that the first record can be read. Only the name of data on the hub is checked."""
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
     for name in reversed(data.paths):
         check_path(key, name, data)
     if Path(name).is_file():  # the first one
-        load_records(data.model_copy(update={"limit": 1}), key)
+        # A row lacks the columns that are empty in it: `read_inputs` checks the columns in all records.
+        load_records(data.model_copy(update={"limit": 1, "columns": {}}), key)
     elif not Path(name).exists():
         prepared_folder = os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets")
         prepared = Path(prepared_folder, name.replace("/", "___"))

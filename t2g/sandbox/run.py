@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -29,6 +29,7 @@ from t2g.sandbox.config import SandboxConfig
 from t2g.sandbox.fork_server import PACKAGES, SandboxFailed, fork_sandbox
 
 Mode = Literal["separate", "together"]
+MODES: tuple[str, ...] = get_args(Mode)
 MAX_VERDICT_BYTES = 2**22
 MAX_TESTS = 100  # results that an outcome keeps
 MAX_TEXT = 300  # characters of one text in a result

@@ -73,7 +73,7 @@ class RunCurve:
 
 
 def read_run(
-    records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None, *, every: int | None = None
+    records: Sequence[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None, *, every: int | None = None
 ) -> RunCurve:
     """Return a run from the lines of its metrics.jsonl.
 
@@ -104,7 +104,8 @@ def read_run(
             num_steps = record[STEP] - last_step
             step_durations.append(record[STEP_S] / num_steps)
         last_step = record[STEP]
-        if every and last_step % every == 0 and HELD_OUT_SCORE not in record:
+        is_last = record is records[-1]
+        if every and (is_last or last_step % every == 0) and HELD_OUT_SCORE not in record:
             raise UserError(
                 f"a run was stopped in the evaluation of step {last_step} and lacks it, so that its score would be a "
                 "mean of fewer evaluations than others: remove its folder, and the same command makes it again"

@@ -10,9 +10,11 @@ from itertools import combinations, product
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from t2g.config import LLMConfig
+from t2g.feedback.judge_json import load_judge_answer
+from t2g.feedback.parse import replace_surrogates
 from t2g.feedback.sources.chat_client import ChatRequest
 from t2g.study.paired import Draws, mean_of, with_interval
 from t2g.study.policy_eval import Answers
@@ -20,6 +22,7 @@ from t2g.tasks.base import Task
 
 POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}  # points of the first response
 MAX_REASON = 1000  # characters
+_VERDICTS: dict[str, Literal["A", "B", "tie"]] = {"a": "A", "b": "B", "tie": "tie"}
 LENGTH_TOLERANCE = 0.1  # a smaller relative difference in word count counts as equal length
 
 
@@ -73,11 +76,13 @@ def read_verdict(text: str) -> dict[str, str]:
     >>> read_verdict("B!")
     {'reason': 'B!', 'verdict': 'unparsable'}
     """
-    try:
-        answer = Verdict.model_validate_json(text[text.find("{") : text.rfind("}") + 1])
-    except ValidationError:
-        return {"reason": text[:MAX_REASON], "verdict": "unparsable"}
-    return {"reason": answer.reason[:MAX_REASON], "verdict": answer.verdict}
+    answer = load_judge_answer(text, {"reason": str, "verdict": str})
+    if isinstance(answer, dict):
+        verdict = _VERDICTS.get(answer["verdict"].strip().lower())
+        if verdict is not None:
+            reason = replace_surrogates(answer["reason"])
+            return {"reason": reason[:MAX_REASON], "verdict": verdict}
+    return {"reason": text[:MAX_REASON], "verdict": "unparsable"}
 
 
 def win_rates(

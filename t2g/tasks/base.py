@@ -142,12 +142,10 @@ class Task:
         None unless the response is the record's own: notes about another response would mislead.
         """
         try:
-            record_response = self.response(prompt.payload)
-        except ValueError:  # the record's response is invalid; `response_text` may be sampled
+            is_own = self.response(prompt.payload) == response_text
+            return self.own_notes(prompt.payload) if is_own else None
+        except ValueError:  # the record's response or its notes are no text; `response_text` may be sampled
             return None
-        if record_response != response_text:
-            return None
-        return self.own_notes(prompt.payload)
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
         """Return the record's notes about its own response, for `notes`."""

@@ -692,6 +692,25 @@ def test_a_derived_config_is_checked_whole(tmp_path: Path) -> None:
         PolicyJob(model=job.model, data=job.data, feedback=job.feedback, rollout=unchecked)
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("run.name=2026-11-28", "run.name"),
+        ("run.name=20261128", "run.name"),
+        ("run.name=on", "run.name"),
+        ("data.revision=0123456", "data.revision"),
+    ],
+)
+def test_a_text_of_the_command_line_is_a_text(tmp_path: Path, override: str, key: str) -> None:
+    """YAML would make a date, a number or a boolean of it."""
+    file = tmp_path / "job.yaml"
+    file.write_text("model: {policy: base}\ndata: {path: owner/prompts}\nfeedback: {source: program}\n")
+    config = loading.load(PolicyJob, file, [override, "num_steps=7", "data.subset=null"])
+    values = loading.flatten(config.model_dump(mode="json"))
+    assert values[key] == override.partition("=")[2]
+    assert (values["num_steps"], values["data.subset"]) == (7, None)
+
+
 def test_defaults_of_the_objective_follow_its_advantages() -> None:
     """Alone, under an override of a job that was read, and through a method file's dotted keys."""
 

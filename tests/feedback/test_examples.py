@@ -1,5 +1,6 @@
 """Supervised examples."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_policy_examples_name_the_record_that_is_wrong(tokenizer: Any) -> None:
         make_policy_examples(records, PromptsTask(), tokenizer, max_length=64)
     with pytest.raises(UserError, match=r"data record 1: .*max_length=5"):
         make_policy_examples(records, PromptsTask(), tokenizer, max_length=5)
+
+
+def test_references_that_are_too_long_are_skipped(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    records = [{"prompt": "Why?", "reference": reference} for reference in ("x", "x" * 400)]
+    make = partial(make_policy_examples, task=PromptsTask(), tokenizer=tokenizer, max_length=100)
+    assert len(make(records, too_long="skip")) == 1
+    assert "1 of 2 prompts or references are too long" in caplog.text
+    with pytest.raises(UserError, match=r"record 2: a target of .* tokens leaves no room"):
+        make(records, too_long="error")
+    with pytest.raises(UserError, match=r"all 1 records are too long for sft\.max_length=100"):
+        make(records[1:], too_long="skip")
 
 
 def test_reward_examples_learn_the_answer_and_cut_input_text_only(tokenizer: Any) -> None:

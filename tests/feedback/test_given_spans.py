@@ -85,6 +85,12 @@ def test_labels(given_label: Any, expected: int) -> None:
     assert read["label"] == expected
 
 
+@pytest.mark.parametrize(("class_id", "expected"), [(0, 1), (1, -1), (2.0, -1), ("1", -1), (-1, -1)])
+def test_class_ids_have_the_meaning_that_the_config_gives(class_id: Any, expected: int) -> None:
+    labels = {"0": "good", "1": "poor", "2": "poor"}
+    assert read_one({"start": 0, "end": 1, "label": class_id}, "ab", labels=labels)[2] == expected
+
+
 def test_what_is_no_object_or_range_is_left_to_the_records_validation() -> None:
     given_spans = [3, {"start": None, "end": float("nan"), "label": 1}]
     assert read_spans(given_spans, "ab") == given_spans

@@ -139,6 +139,27 @@ def test_spans_in_a_form_that_is_not_read_are_no_empty_judgement(field: dict[str
     assert read_record(ROW | {name: {"rating": {"end": 5}}}).status == "empty"
 
 
+def test_null_in_a_table_is_a_missing_value() -> None:
+    quote = {"quote": "phone", "occurrence": None, "severity": None, "confidence": None}
+    span = {"start": 2, "end": 7, "label": -1, "severity": None, "confidence": None}
+    for marks in ({"poor": [quote]}, {"spans": [span]}):
+        (read,) = read_record(ROW | marks).spans
+        assert (read.start, read.end, read.severity, read.confidence) == (2, 7, 1, 1.0)
+
+
+def test_a_cell_of_a_csv_holds_a_list_in_json() -> None:
+    record = read_record(ROW | {"good": '["a"]', "poor": '[{"quote": "phone", "occurrence": 2}]'})
+    assert [(span.start, span.label) for span in record.spans] == [(0, 1), (11, -1)]
+    with pytest.raises(ValueError, match="poor is 'phone'; it needs to be a list in JSON"):
+        read_record(ROW | {"poor": "phone"})
+
+
+def test_a_chat_is_a_prompt_of_the_task() -> None:
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]
+    record = read_record(ROW | {"prompt": chat, "poor": ["phone"]}, get_task("prompts"))
+    assert "Be short." in record.prompt and "Why?" in record.prompt
+
+
 def test_a_task_writes_the_prompt_of_a_published_row() -> None:
     row = {"question": "Add.", "test": "from solution import add\n", "solution": "x", "code_feedback": "Wrong."}
     assert read_record(row).prompt == "Add."

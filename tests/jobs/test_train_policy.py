@@ -58,6 +58,13 @@ def test_a_smoke_run_says_what_the_whole_run_takes(tmp_path: Path) -> None:
     assert "will take about 1 min 17 s" in format_smoke_summary(often, summary)
 
 
+def test_an_earlier_evaluation_is_not_that_of_the_policy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    last = {name: value for name, value in LINES[2].items() if not name.startswith("eval/")}
+    _, summary = summary_of(tmp_path, [*LINES[:2], last])
+    assert (summary["base"], summary["policy"]) == ({"fact_f1": 0.25}, {})
+    assert "step 2 has no evaluation" in caplog.text
+
+
 def test_the_gap_of_the_export_stands_in_the_summary(tmp_path: Path) -> None:
     exported = {"probe_gap": {"largest": 2e-6, "p95": 1e-6, "median": 1e-7}, "probe_tokens": 64}
     job, summary = summary_of(tmp_path, LINES)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from t2g.data.load import FileRecord
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback
-from t2g.feedback.records import AnnotatedRecord, read_record
+from t2g.feedback.records import AnnotatedRecord, make_annotated_record, read_record
 from t2g.interfaces import Sampling
 from t2g.loop.annotation import (
     Annotator,
@@ -29,10 +29,12 @@ from t2g.loop.annotation import (
     select_heldout_prompts,
     summarize,
 )
+from t2g.tasks.base import get_task
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.tasks.tiny.task import TinyTask
 from t2g.types import Prompt
 
+NOTHING = make_feedback("c", [], [], "x", source="s", version="v")
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4, seed=3)
 ROWS = [
     {"id": "a", "prompt": "Why?", "response": "a b"},
@@ -77,6 +79,23 @@ def test_a_sample_for_each_record_and_a_problem_that_names_it() -> None:
     failed = make_refused_record(samples[3], "llm")
     assert (failed.prompt_id, failed.response, failed.status, failed.source) == ("d", "", "failed", "llm")
     assert failed.reason == samples[3].problem
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("summarization", {"post": "It rains.", "response": "Rain.", "subreddit": "weather"}),
+        ("code", {"question": "Add.", "response": "x = 1", "test": "def test(): pass"}),
+    ],
+)
+def test_an_annotated_record_is_a_sample_again(task: str, row: dict[str, Any]) -> None:
+    """`t2g mark` writes such records, and `annotate.source=human` reads them."""
+    (first,) = make_samples([row], get_task(task))
+    marked = make_annotated_record(first.prompt, str(first.response), NOTHING)
+    (again,) = make_samples([marked.model_dump(mode="json")], get_task(task))
+    assert not again.problem
+    assert (again.prompt.prompt_id, again.prompt.prompt_text) == (first.prompt.prompt_id, first.prompt.prompt_text)
+    assert (again.prompt.payload, again.response) == (first.prompt.payload, first.response)
 
 
 def test_the_file_of_a_record_is_kept_beside_its_payload_and_identifies_nothing() -> None:
@@ -286,6 +305,15 @@ def test_a_summary_counts_and_groups() -> None:
     nothing = summarize([record("failed")])
     assert (nothing["spans_per_response"], nothing["located_share"], nothing["agreement"]) == (None, None, None)
     assert format_summary(nothing) == "1 records: 1 failed\n  1 x status failed"
+
+
+def test_only_the_sandboxes_modes_are_counted() -> None:
+    """A user's function may have a mode of its own."""
+    records = [record("ok", execution={"mode": mode}) for mode in (["fast"], None, "strict", "together")]
+    summary = summarize(records)
+    assert {name: value for name, value in summary.items() if name.startswith("sandbox_")} == {
+        "sandbox_together_share": 1.0
+    }
 
 
 def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:

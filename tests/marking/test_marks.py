@@ -54,6 +54,25 @@ def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_
     assert third[1].spans == ()
 
 
+def test_a_save_that_met_a_full_disk_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal has the change, and the file of records does not."""
+    marks = Marks(tmp_path, "ann", samples())
+    records = tmp_path / "ann" / RECORDS_FILE
+
+    def write_nothing(*_: object) -> None:
+        raise UserError("No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Marks, "_write", write_nothing)
+        with pytest.raises(UserError):
+            marks.put(0, mark((0, 2, 1)))
+    assert records.read_text() == ""
+    assert marks.put(0, mark((0, 2, 1))) == 1
+    assert len(records.read_text().splitlines()) == 1
+    with pytest.raises(StaleMark):
+        marks.put(0, mark((0, 1, 1)))
+
+
 def test_what_is_finished_no_more_is_no_record(tmp_path: Path) -> None:
     marks = Marks(tmp_path, "ann", samples())
     path = tmp_path / "ann" / RECORDS_FILE

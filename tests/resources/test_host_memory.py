@@ -156,6 +156,22 @@ def test_a_job_promises_the_estimate_and_not_a_constant(tmp_path: Path, caplog: 
     assert with_estimated_memory(on_gpus) == on_gpus
 
 
+def test_critic_ranks_share_their_own_number_and_have_no_head(tmp_path: Path) -> None:
+    def critic_bytes(workers: int, critic_workers: int) -> float:
+        section = "learner.critic_ranks"
+        overrides = [
+            f"learner.workers={workers}",
+            "objective.advantages=gae",
+            f"{section}={{workers: {critic_workers}}}",
+        ]
+        return estimate_roles(policy_job(tmp_path, SHAPES["135M"], *overrides))[section]
+
+    assert critic_bytes(1, 1) == critic_bytes(4, 1)
+    states = critic_bytes(1, 1) - critic_bytes(1, 2)
+    numel = SHAPES["135M"].backbone_numel
+    assert states == pytest.approx((4 + 4 + 12) * numel / 2)
+
+
 def test_supervised_training_has_an_estimate_too(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", SHAPES["135M"])
     values = {"model": {"policy": str(model)}, "data": {"path": "a.jsonl"}, "eval_data": {"path": "b.jsonl"}}

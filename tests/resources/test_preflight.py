@@ -92,6 +92,13 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
         assert all_of(preflight(policy(model, data, feedback=function(name)), ROOMY)) == []
 
 
+def test_a_first_row_may_lack_a_column(model: Path, data: str, tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("q,ref\nWhy?,\nHow?,x\n")
+    sections = {"data": {"path": str(table), "columns": {"prompt": "q", "reference": "ref"}}}
+    assert all_of(preflight(policy(model, data, feedback=function("judge"), **sections), ROOMY)) == []
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

@@ -60,6 +60,8 @@ def test_a_run_that_lacks_an_evaluation_is_refused() -> None:
     assert read_run(records, every=4).scores == (0.1, 0.5)
     with pytest.raises(UserError, match="step 2 and lacks it"):
         read_run(records, every=2)
+    with pytest.raises(UserError, match="step 3 and lacks it"):
+        read_run(records[:4], every=4)
 
 
 def test_an_evaluation_without_a_score_does_not_shift_the_curve() -> None:

@@ -88,16 +88,21 @@ def test_two_judges_agree_on_outcomes() -> None:
     [
         ('{"reason": "r", "verdict": "tie"}', "tie"),
         ('```json\n{"reason": "r", "verdict": "A"}\n```', "A"),
+        ('<think>f() { return 1; }</think>\n{"reason": "r", "verdict": "A"}', "A"),
+        ('{"reason": "r\nr", "verdict": "B",}', "B"),
+        ('{"reason": "r", "verdict": "Tie"} as {this} shows', "tie"),
         ('{"verdict": "A"}', "unparsable"),
         ('{"reason": "r", "verdict": "C"}', "unparsable"),
         ('{"reason": "cut', "unparsable"),
         ("", "unparsable"),
         ("}{", "unparsable"),
-        ('{"reason": "\\ud800", "verdict": "A"}', "unparsable"),
+        ('{"reason": "\\ud800", "verdict": "A"}', "A"),
     ],
 )
 def test_what_a_judge_answers(text: str, verdict: str) -> None:
-    assert read_verdict(text)["verdict"] == verdict
+    read = read_verdict(text)
+    assert read["verdict"] == verdict
+    assert read["reason"].encode() is not None, "no file can hold a surrogate"
 
 
 def test_a_long_answer_is_bounded() -> None:

@@ -30,7 +30,7 @@ from t2g.data.published import translate_row
 from t2g.errors import MissingLocally, UserError
 from t2g.feedback.given_spans import NO_LABELS
 from t2g.feedback.parse import make_failed_feedback, make_feedback
-from t2g.feedback.records import AnnotatedRecord, read_record, shorten_list
+from t2g.feedback.records import MARKS, AnnotatedRecord, parse_cells, read_record, shorten_list
 from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.chat_client import FailureLog
 from t2g.feedback.sources.votes import vote
@@ -41,7 +41,6 @@ from t2g.types import Prompt, SpanFeedback
 logger = logging.getLogger(__name__)
 
 FIELDS = ("prompt_id", "prompt", "response", "critique", "good", "poor", "spans")
-MARKS = ("good", "poor", "spans")
 Key = tuple[str | None, str | None, str]  # prompt_id and prompt (None: not in the line), response
 
 
@@ -271,22 +270,9 @@ def _try_read(read: Callable[[Record], str | None], row: Record) -> str | None:
 
 def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
     """Return the critique, and those of good, poor and spans that the row has; None if it has none."""
-    cells = dict(row)
-    for name, value in row.items():
-        if name in MARKS and value is not None:
-            cells[name] = _parse_cell(name, value)
-    fields, rest = translate_row(cells, FIELDS)
+    fields, rest = translate_row(parse_cells(row), FIELDS)
     critique = fields.get("critique", rest.get("feedback"))  # the field of SLF5K
     if not isinstance(critique, str) or not critique.strip():
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
     marks = {name: fields[name] for name in MARKS if name in fields}
     return critique, marks or None
-
-
-def _parse_cell(name: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{name} is {value!r:.80}; it needs to be a list in JSON") from None

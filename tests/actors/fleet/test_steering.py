@@ -139,6 +139,15 @@ def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:
         asyncio.run(run())
 
 
+def test_a_resumed_run_keeps_its_step_in_the_status(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    steered = Steering(config, FakeFleet("rollout", 1), SimpleNamespace(fleet=None))  # type: ignore[arg-type]
+    steered.resume(50, 3200)
+    steered.write_status()
+    status = read_status(config.run.folder)
+    assert (status.step, status.samples) == (50, 3200)
+
+
 def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

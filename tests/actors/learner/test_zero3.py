@@ -1,5 +1,8 @@
+import errno
 import math
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +28,27 @@ from t2g.config import OptimConfig, RoleConfig
 def test_schedule_over_four_steps(options: dict[str, object], expected: list[float]) -> None:
     optim = OptimConfig(lr=1, **options)
     assert [lr_factor(step, optim, 4) for step in range(5)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_meets_the_others_after_the_export(
+    rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise its next collective, that of a checkpoint, would meet theirs of the export."""
+    barriers = list[str]()
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(zero3, "FullWeights", lambda engine, adapters=False: None)
+    monkeypatch.setattr(zero3, "_copy_weights", lambda weights, dtype: {})
+    monkeypatch.setattr(zero3, "write_model", fail)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append("export"))
+    engine: Any = SimpleNamespace(global_rank=rank, module=None, bfloat16_enabled=lambda: False)
+    failure = pytest.raises(OSError, match="No space left") if rank == 0 else nullcontext()
+    with failure:
+        zero3.export(engine, None, tmp_path, None)  # type: ignore[arg-type]
+    assert barriers == ["export"]
 
 
 def test_cosine_after_a_warm_up() -> None:

@@ -107,7 +107,7 @@ def test_a_table_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
     assert spans(judge(source, prompt("1", "Who?"), "Ann did.")) == [(0, 3, 1, 2)]
     assert judge(source, prompt("1", "How?"), "With care.").status == "empty"
     broken = judge(source, prompt("1", "When?"), "Now.")
-    assert broken.reason == f"{path}:7: good is 'nothing'; it needs to be a list in JSON"
+    assert broken.reason == f"{path}:7: field good is 'nothing'; it needs to be a list in JSON"
 
 
 @pytest.mark.parametrize(
