@@ -73,6 +73,13 @@ def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(
     assert (folder / "policy.yaml").read_text() == "mine"
 
 
+def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("mine")
+    assert console.main(["init", str(file / "sub")]) == 2
+    assert f"t2g init: {file / 'sub'} cannot be written: Not a directory" in capsys.readouterr().err
+
+
 def test_the_starter_function_blames_what_says_nothing_and_what_was_said() -> None:
     text = "It is very old. It hums. It hums."
     critique, good, poor = judge("Why?", text)

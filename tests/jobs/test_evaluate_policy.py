@@ -129,6 +129,13 @@ def test_a_policy_truncated_to_8_words_is_worse(tmp_path: Path, models: Path) ->
     assert first == {"instruction": "post 0", "output": " ".join(SENTENCES[0].split()[:8]), "generator": "cut"}
 
 
+def test_a_reference_that_is_no_text_is_for_the_feedback_function_alone(tmp_path: Path, models: Path) -> None:
+    records = [{"prompt": f"{n} * 7?", "reference": 7 * n} for n in range(4)]
+    config = job(tmp_path, models, records, task="prompts")
+    result = run(config, {"whole": Engine(1, says=lambda *_: "42"), "cut": Engine(1, says=lambda *_: "4")})
+    assert result["policies"]["whole"]["words"]["value"] == 1
+
+
 class Thinking(Engine):
     """Thinks before it copies the reference."""
 

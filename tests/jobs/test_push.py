@@ -16,7 +16,9 @@ from models import random_model
 
 from jobs import export_model, push
 from jobs.common.hub import check_encryption
+from jobs.common.published_model import write_published
 from t2g.config import SFTJob, loading
+from t2g.errors import UserError
 from t2g.report.model_card import write_model_card
 
 CARD_LINE = "Its output was not evaluated"
@@ -81,6 +83,16 @@ def test_a_policy_is_pushed_whole_in_one_commit_and_is_private(run: Path, hub: F
     assert torch.equal(logits(repository.write(tmp_path / "clone")), logits(run / "model"))
     assert CARD_LINE in repository.files["README.md"].decode()
     assert str(run.parent) not in texts(repository), "no folder of this machine"
+
+
+def test_weights_in_another_format_are_not_left_out_silently(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "binary"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(UserError, match="has no weights in safetensors"):
+        write_published(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_is_pushed_with_the_name_of_its_base(run: Path, hub: FakeHub, tmp_path: Path) -> None:

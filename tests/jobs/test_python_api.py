@@ -121,6 +121,14 @@ def test_the_same_call_goes_on_and_another_function_is_refused(
     assert "annotate.source=__main__:judge" in sentence and "start that program again" in sentence
 
 
+def test_records_that_people_judged_are_their_own_feedback(config: dict[str, Any]) -> None:
+    """`annotate.human_file` follows `data.path`, which is the file that the call has written."""
+    rows = [{**row, "critique": "Too long.", "poor": [row["response"][:2]]} for row in PROMPTS]
+    records = annotate(config | {"annotate": {"heldout_share": 0.4, "source": "human"}}, prompts=rows)
+    assert [record["critique"] for record in records] == ["Too long."] * len(PROMPTS)
+    assert all(record["spans"][0]["label"] == -1 for record in records)
+
+
 def test_a_dataset_is_read_as_a_list(config: dict[str, Any], tmp_path: Path) -> None:
     from datasets import Dataset
 

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from heads import free_port
 from models import SENTENCES, SHARED
+from pydantic import ValidationError
 from safetensors.numpy import save_file
 from stub_server import Answers
 
@@ -28,6 +29,7 @@ from actors.engines import server
 from jobs.common.cli import main
 from jobs.serve import run
 from t2g.config import ServeJob
+from t2g.config.serving import ServeConfig
 from t2g.tasks.tiny.assets import build_tokenizer
 
 TESTS = Path(__file__).parents[1]
@@ -109,6 +111,12 @@ def stranger_without_http(port: int) -> Iterator[None]:
         threading.Thread(target=greet, daemon=True).start()
         yield
         other.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(("command", "problem"), [("echo it's {url}", "No closing quotation"), ("  ", "is blank")])
+def test_a_command_that_no_shell_reads_is_refused_before_the_start(command: str, problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        ServeConfig(command=command)
 
 
 def test_a_server_without_http_does_not_answer() -> None:

@@ -493,6 +493,34 @@ def test_the_coefficient_goes_where_the_penalty_is(tokenizer: Any, tmp_path: Pat
         assert in_loss == (used if estimator == "k3" else [0.0] * NUM_STEPS)
 
 
+def test_engines_that_give_their_gpus_to_a_last_checkpoint_finish_no_response(tokenizer: Any, tmp_path: Path) -> None:
+    """A stop meets the sampling of step 2: vLLM would finish all responses before it sleeps."""
+    sampling = 0
+    is_stopped = False
+
+    class Sleepy:
+        async def switch_to(self, user: str) -> None:
+            assert user == "engines" or sampling == 0
+
+    bench = Bench(tmp_path, tokenizer, job(), gpu_time_sharing=Sleepy(), stop=lambda: is_stopped)
+    sample = bench.rollouts.sample
+
+    async def sample_slowly(prompt: Prompt, *options: Any) -> Any:
+        nonlocal sampling, is_stopped
+        if bench.trainer.state.step == 0:
+            return await sample(prompt, *options)
+        sampling += 1
+        is_stopped = True
+        try:
+            await asyncio.sleep(60)
+        finally:
+            sampling -= 1
+
+    bench.rollouts.sample = sample_slowly
+    assert bench.run().step == 1
+    assert bench.trainer.checkpoints.latest() is not None
+
+
 @pytest.mark.parametrize("loss_aggregation", ["token", "sequence"])
 def test_minibatches_are_weighted_by_the_config(tokenizer: Any, tmp_path: Path, loss_aggregation: str) -> None:
     bench = Bench(tmp_path, tokenizer, job(loss_aggregation=loss_aggregation))
