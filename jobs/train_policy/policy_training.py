@@ -139,10 +139,8 @@ class PolicyTraining:
                 lost_at=lost_at,
             )
             resumed = trainer.resume()
-            done = resumed.step
-            steering.resume(done, resumed.num_samples)
-            journaled.start_file(done)
-            with progress.show_bar(done):
+            journaled.start_file(resumed.step)
+            with progress.show_bar(resumed):
                 background = steering.make_background_tasks()
                 state = asyncio.run(run_with_background(trainer.run(), *background))
 
@@ -208,10 +206,11 @@ class StepProgress:
         self._steering = steering
 
     @contextmanager
-    def show_bar(self, done: int) -> Iterator[None]:
-        """Show the bar while the block runs, which begins after step `done`."""
+    def show_bar(self, resumed: TrainerState) -> Iterator[None]:
+        """Show the bar while the block runs, which continues the state `resumed`."""
         config = self._config
-        with show_progress(f"PPO {config.run.name}", config.num_steps, done=done) as self._bar:
+        self._steering.resume(resumed.step, resumed.num_samples)
+        with show_progress(f"PPO {config.run.name}", config.num_steps, done=resumed.step) as self._bar:
             yield
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:

@@ -72,6 +72,18 @@ class RunCurve:
         return None
 
 
+def _check_evaluations(records: Sequence[Mapping[str, Any]], every: int) -> None:
+    """Raise UserError if a step, each `every`-th or the last one, lacks its evaluation."""
+    for record in records:
+        step = record[STEP]
+        is_evaluated = step % every == 0 or record is records[-1]
+        if is_evaluated and HELD_OUT_SCORE not in record:
+            raise UserError(
+                f"a run was stopped in the evaluation of step {step} and lacks it, so that its score would be a mean "
+                "of fewer evaluations than others: remove its folder, and the same command makes it again"
+            )
+
+
 def read_run(
     records: Sequence[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None, *, every: int | None = None
 ) -> RunCurve:
@@ -87,6 +99,8 @@ def read_run(
         UserError: The run has no held-out score, or lacks an evaluation.
         Diverged: An evaluation has none.
     """
+    if every:
+        _check_evaluations(records, every)
     samples: list[int] = []
     scores: list[float] = []
     times: list[float] = []
@@ -104,12 +118,6 @@ def read_run(
             num_steps = record[STEP] - last_step
             step_durations.append(record[STEP_S] / num_steps)
         last_step = record[STEP]
-        is_last = record is records[-1]
-        if every and (is_last or last_step % every == 0) and HELD_OUT_SCORE not in record:
-            raise UserError(
-                f"a run was stopped in the evaluation of step {last_step} and lacks it, so that its score would be a "
-                "mean of fewer evaluations than others: remove its folder, and the same command makes it again"
-            )
         if HELD_OUT_SCORE in record:
             if record[HELD_OUT_SCORE] is None:  # without it the run would have fewer evaluations than others
                 raise Diverged(
