@@ -58,7 +58,7 @@ class Steering:
         return metrics
 
     def resume(self, step: int, num_samples: int) -> None:
-        """Take over the progress of an earlier start, for status.json, unless a step of this one is known."""
+        """Set the step and samples in status.json to those of the checkpoint, if no step has ended since the start."""
         if self._step == 0:
             self._step = step
             self._metrics = {m.SAMPLES: float(num_samples)}

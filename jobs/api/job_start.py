@@ -17,7 +17,7 @@ import xxhash
 from pydantic import BaseModel
 
 from jobs.common.cli import Config, Result, StopFlag, check_job, find_resources, run_checked
-from t2g.config import AnyJob, loading
+from t2g.config import AnyJob, loading, with_overrides
 from t2g.config.python_functions import forget_functions, name_function
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import write_atomic
@@ -126,19 +126,22 @@ def _load(schema: type[Config], config: GivenConfig, inputs: Mapping[str, Any], 
             records[key] = value
         else:
             values[key] = _plain(value)
-
-    def load(have: Callable[[str | None], Mapping[str, float]]) -> Config:
-        overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
-        origin = ", ".join(f"{ARGUMENTS.get(key, 'feedback')}=" for key in values)
-        return loading.load(schema, source, overrides, have=have, origin=origin)
-
-    if records:  # the folder of their files is known once the config is loaded, and the config names their files
-        values |= dict.fromkeys(records, "records")
-        loaded = load(lambda address: {})
-        folder = loaded.run.root / loaded.run.name  # a smoke run empties the one inside
-        for key, rows in records.items():
-            values[key] = _write_records(folder, key, rows, new_files)
-    return load(find_resources)
+    placeholders = {
+        key: f"records of {key}" for key in records
+    }  # the folder of a file is known once the config is loaded
+    values |= placeholders
+    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+    origin = ", ".join(f"{ARGUMENTS.get(key, 'feedback')}=" for key in values)
+    loaded = loading.load(schema, source, overrides, have=find_resources, origin=origin)
+    loaded_values = loading.flatten(loaded.model_dump(mode="json"))
+    folder = loaded.run.root / loaded.run.name  # a smoke run empties the one inside
+    files: dict[str, str] = {}
+    for key, rows in records.items():
+        path = _write_records(folder, key, rows, new_files)
+        for field, value in loaded_values.items():  # annotate.human_file follows data.path
+            if value == placeholders[key]:
+                files[field] = path
+    return with_overrides(loaded, files)
 
 
 def _plain(value: Any) -> Any:

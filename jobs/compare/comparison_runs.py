@@ -112,7 +112,7 @@ class Session:
         return summary
 
     def _free_gpus(self, method_job: PolicyJob) -> None:
-        """End engines that hold GPUs: those that a baseline or its exported policy needs would find no place."""
+        """End the policy's engines. A baseline starts its own, which need these GPUs."""
         if method_job.rollout.gpus:
             self.fleets.end_rollouts()
 

@@ -185,9 +185,10 @@ class ClusterConfig(Section):
     )
     gpu_sharing: GpuSharing = Field(
         "none",
-        description="one engine and one rank on each GPU. split: each has its share of the memory (rollout.gpus, "
-        "learner.gpus); alternate: engines sleep while ranks train, and the ranks' optimizer state is offloaded while "
-        "engines sample, with rollout.max_staleness=0 only; none: neither",
+        description="split and alternate put one engine and one rank on each GPU. split: each has its share of the "
+        "memory (rollout.gpus, learner.gpus); alternate: engines sleep while ranks train, and the ranks' optimizer "
+        "state is offloaded while engines sample, with rollout.max_staleness=0 only; none: engines and ranks are "
+        "placed by their gpus alone",
     )
 
     @field_validator("env", mode="before")

@@ -299,6 +299,14 @@ class SourceConfig(Section):
         "proportionally more",
     )  # fmt: skip
 
+    @field_validator("human_labels", mode="before")
+    @classmethod
+    def check_human_labels(cls, labels: Any) -> Any:
+        """Name class ids as texts: YAML reads {1: poor} with a number."""
+        if not isinstance(labels, dict):
+            return labels
+        return {str(label) if type(label) is int else label: meaning for label, meaning in labels.items()}
+
     @model_validator(mode="after")
     def check_source(self) -> Self:
         if "" not in self.named_sources:

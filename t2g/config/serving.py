@@ -25,8 +25,10 @@ class ServeConfig(Section):
     @field_validator("command")
     @classmethod
     def check_command(cls, command: str | None) -> str | None:
+        if command is None:
+            return None
         try:
-            arguments = shlex.split(command or "none")
+            arguments = shlex.split(command)
         except ValueError as error:
             raise ValueError(f"serve.command={command!r} is no command of a shell: {error}") from None
         if not arguments:

@@ -1,4 +1,4 @@
-"""What a config names and the image of `docker/Dockerfile` lacks: warnings, because another image can have it."""
+"""Warn of files and modules that a config names and t2g's image lacks. Another image may have them."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,6 +10,7 @@ from t2g.deploy.manifests import HOME
 from t2g.runs.contents import OWN_PACKAGES
 
 CONFIGS = "configs"  # the only folder of config files in the image
+CODE_FIELDS = ("task", "environment", "source", "align")  # fields that may hold an import path
 IMPORT_PATH = re.compile(r"(?!metric:)([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 
 
@@ -22,7 +23,8 @@ def image_warnings(config: JobConfig, config_path: Path) -> Iterator[str]:
     if not config_path.is_absolute() and config_path.parts[0] != CONFIGS:
         yield f"--config is {config_path}: t2g's image has only {CONFIGS}/; --image needs one with this file in {HOME}"
     for key, text in _texts(config.model_dump(mode="json")):
-        match = IMPORT_PATH.fullmatch(text)
+        is_code = key.rpartition(".")[2] in CODE_FIELDS
+        match = IMPORT_PATH.fullmatch(text) if is_code else None
         if match and match[1] not in OWN_PACKAGES:
             yield f"{key} is {text}: t2g's image has no module {match[1]}; --image needs one that has it in {HOME}"
 

@@ -87,8 +87,7 @@ class Marks:
         with self._lock:
             stored = self[index]
             if mark.model_copy(update={"version": stored.version}) == stored:  # the disk was full behind the journal
-                if self._records:
-                    self._write()
+                self._write()
                 return stored.version
             if mark.version != stored.version + 1:
                 raise StaleMark("another tab changed this response: reload this page; its last change is not saved")

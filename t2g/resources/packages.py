@@ -6,7 +6,7 @@ import fsspec
 
 from t2g.config import AnyJob
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # kind of URL -> extra that brings its package
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # by kind of URL
 
 
 def find_mirror_problem(job: AnyJob) -> str | None:
@@ -18,8 +18,8 @@ def find_mirror_problem(job: AnyJob) -> str | None:
     try:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
-        extra = EXTRAS.get(protocol)
-        remedy = f"install the extra `{extra}`" if extra else "fsspec has no other package for it"
+        package = PACKAGES.get(protocol)
+        remedy = f"uv pip install {package}" if package else "fsspec has no other package for it"
         return f"run.mirror={url}: {error} ({remedy})"
     return None
 
@@ -27,7 +27,9 @@ def find_mirror_problem(job: AnyJob) -> str | None:
 def find_absent_scorer(job: AnyJob) -> list[str]:
     """Return a sentence if the package of `bertscore` is needed and not installed."""
     if getattr(job, "bertscore", None) and find_spec("bert_score") is None:
-        return ["bertscore is set, and its package is not installed: install the extra `eval`, or take it out"]
+        return [
+            "bertscore is set, and its package is not installed: `uv pip install bert-score==0.3.13`, or take it out"
+        ]
     return []
 
 
@@ -35,6 +37,6 @@ def find_absent_trackers(job: AnyJob) -> list[str]:
     """Return a sentence for each tracker whose package is not installed."""
     absent = [name for name in job.log_options.trackers if find_spec(name) is None]
     return [
-        f"log.trackers has {name}, whose package is not installed: install the extra `{name}`, or take it out"
+        f"log.trackers has {name}, whose package is not installed: `uv pip install {name}`, or take it out"
         for name in absent
     ]

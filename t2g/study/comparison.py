@@ -73,7 +73,7 @@ class RunCurve:
 
 
 def _check_evaluations(records: Sequence[Mapping[str, Any]], every: int) -> None:
-    """Raise UserError if a step, each `every`-th or the last one, lacks its evaluation."""
+    """Raise UserError if the last step, or a multiple of `every`, has no evaluation."""
     for record in records:
         step = record[STEP]
         is_evaluated = step % every == 0 or record is records[-1]

@@ -36,7 +36,12 @@ def test_modules_of_the_users_own_are_named_with_their_key() -> None:
 
 
 def test_the_projects_own_modules_are_in_the_image() -> None:
-    assert keys_of_warnings("configs/a.yaml", "feedback.source=t2g.tasks.findings_feedback:feedback_function") == []
+    overrides = [
+        "feedback.source=t2g.tasks.findings_feedback:feedback_function",
+        "run.accept=[feedback:a3f1c2d4e5a69788]",
+        "feedback.llm.model=llama3:latest",
+    ]
+    assert keys_of_warnings("configs/a.yaml", *overrides) == []
 
 
 def test_render_warns_for_a_rayjob_only(

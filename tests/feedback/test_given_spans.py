@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config.feedback import OffsetUnit
+from t2g.config.feedback import AnnotateConfig, OffsetUnit
 from t2g.feedback.given_spans import NEARBY, read_spans
 from t2g.feedback.records import read_record
 
@@ -87,7 +87,7 @@ def test_labels(given_label: Any, expected: int) -> None:
 
 @pytest.mark.parametrize(("class_id", "expected"), [(0, 1), (1, -1), (2.0, -1), ("1", -1), (-1, -1)])
 def test_class_ids_have_the_meaning_that_the_config_gives(class_id: Any, expected: int) -> None:
-    labels = {"0": "good", "1": "poor", "2": "poor"}
+    labels = AnnotateConfig.model_validate({"human_labels": {0: "good", 1: "poor", "2": "poor"}}).human_labels
     assert read_one({"start": 0, "end": 1, "label": class_id}, "ab", labels=labels)[2] == expected
 
 

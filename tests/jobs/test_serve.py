@@ -113,7 +113,9 @@ def stranger_without_http(port: int) -> Iterator[None]:
         other.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize(("command", "problem"), [("echo it's {url}", "No closing quotation"), ("  ", "is blank")])
+@pytest.mark.parametrize(
+    ("command", "problem"), [("echo it's {url}", "No closing quotation"), ("  ", "is blank"), ("", "is blank")]
+)
 def test_a_command_that_no_shell_reads_is_refused_before_the_start(command: str, problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         ServeConfig(command=command)

@@ -62,13 +62,16 @@ def test_a_save_that_met_a_full_disk_can_be_repeated(tmp_path: Path, monkeypatch
     def write_nothing(*_: object) -> None:
         raise UserError("No space left on device")
 
-    with monkeypatch.context() as full:
-        full.setattr(Marks, "_write", write_nothing)
-        with pytest.raises(UserError):
-            marks.put(0, mark((0, 2, 1)))
-    assert records.read_text() == ""
-    assert marks.put(0, mark((0, 2, 1))) == 1
-    assert len(records.read_text().splitlines()) == 1
+    changes = {1: mark((0, 2, 1)), 0: mark((0, 2, 1), done=False, version=1)}  # finished, and finished no more
+    for num_finished, change in changes.items():
+        before = records.read_text()
+        with monkeypatch.context() as full:
+            full.setattr(Marks, "_write", write_nothing)
+            with pytest.raises(UserError):
+                marks.put(0, change)
+        assert records.read_text() == before
+        assert marks.put(0, change) == change.version + 1
+        assert len(records.read_text().splitlines()) == num_finished
     with pytest.raises(StaleMark):
         marks.put(0, mark((0, 1, 1)))
 

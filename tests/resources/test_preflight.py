@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from jobs.train_policy.policy_data import read_data
 from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
 from t2g.errors import UserError
+from t2g.resources import packages
 from t2g.resources.preflight import Findings, emulated_dtypes, preflight, read_inputs
 
 GIB = 2**30
@@ -92,6 +93,16 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
         assert all_of(preflight(policy(model, data, feedback=function(name)), ROOMY)) == []
 
 
+def test_a_missing_scorer_is_a_finding_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"policies": {"a": {"policy": "m"}}, "data": {"path": "d.jsonl"}, "bertscore": "encoder"}
+    job = PolicyEvaluationJob.model_validate(values)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    (problem,) = packages.find_absent_scorer(job)
+    assert "bertscore" in problem and "bert-score" in problem
+    monkeypatch.setattr(packages, "find_spec", lambda name: object())
+    assert packages.find_absent_scorer(job) == []
+
+
 def test_a_first_row_may_lack_a_column(model: Path, data: str, tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text("q,ref\nWhy?,\nHow?,x\n")
@@ -144,7 +155,7 @@ def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any
         ({"feedback": {"source": "reward_model", "reward_model": "/no/reward"}}, "feedback.reward_model=/no/reward"),
         pytest.param(
             {"log": {"trackers": ["tensorboard", "wandb"]}},
-            "log.trackers has wandb, whose package is not installed: install the extra `wandb`",
+            "log.trackers has wandb, whose package is not installed: `uv pip install wandb`",
             marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed"),
         ),
     ],
