@@ -130,7 +130,7 @@ class Listener:
         return host, self._socket.getsockname()[1]
 
 
-def _nodes_of(nodes: Sequence[Mapping[str, Any]], roles: Sequence[ProcessConfig]) -> list[Mapping[str, Any]]:
+def _select_nodes(nodes: Sequence[Mapping[str, Any]], roles: Sequence[ProcessConfig]) -> list[Mapping[str, Any]]:
     """Return the nodes on which a process of one of the roles may run."""
 
     def has_role(node: Mapping[str, Any]) -> bool:
@@ -145,8 +145,8 @@ def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) ->
     Nodes that do not answer are left out: `inspect_nodes` reports them.
     """
     alive = _list_alive()
-    ranks = _nodes_of(alive, [role for role in roles.values() if isinstance(role, RoleConfig)])
-    engines = _nodes_of(alive, [role for role in roles.values() if isinstance(role, EngineConfig)])
+    ranks = _select_nodes(alive, [role for role in roles.values() if isinstance(role, RoleConfig)])
+    engines = _select_nodes(alive, [role for role in roles.values() if isinstance(role, EngineConfig)])
     names = {node["NodeID"]: node["NodeName"] for node in [*ranks, *engines]}
     deadline = time.monotonic() + timeout_s
     if not ranks or len(names) <= 1:

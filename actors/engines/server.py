@@ -108,7 +108,7 @@ def _wait_for_server(
     timeout_s = job.engine.start_timeout_s
     deadline = time.monotonic() + timeout_s
     server = f"the server of {job.model.policy}"
-    while not answers(f"{url}/health"):
+    while not is_answering(f"{url}/health"):
         if process.poll() is not None:
             lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
             raise UserError(f"{server} ended before it answered: {lines[-1]}; see {log}")
@@ -168,7 +168,7 @@ def is_listening(pid: int, port: int) -> bool:
     return False
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     """Return whether the server of this machine answers; http_proxy is not for it."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

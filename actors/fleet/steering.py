@@ -57,7 +57,7 @@ class Steering:
             metrics |= {f"{role}/{name}": value for name, value in values.items()}
         return metrics
 
-    def resume(self, step: int, num_samples: int) -> None:
+    def set_progress(self, step: int, num_samples: int) -> None:
         """Set the step and samples in status.json to those of the checkpoint, if no step has ended since the start."""
         if self._step == 0:
             self._step = step

@@ -126,9 +126,8 @@ def _load(schema: type[Config], config: GivenConfig, inputs: Mapping[str, Any], 
             records[key] = value
         else:
             values[key] = _plain(value)
-    placeholders = {
-        key: f"records of {key}" for key in records
-    }  # the folder of a file is known once the config is loaded
+    # The folder of the files is known once the config is loaded.
+    placeholders = {key: f"records of {key}" for key in records}
     values |= placeholders
     overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
     origin = ", ".join(f"{ARGUMENTS.get(key, 'feedback')}=" for key in values)

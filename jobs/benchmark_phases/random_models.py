@@ -32,7 +32,7 @@ class Models:
     def fixed(self) -> Path:
         """Return a model whose responses end with max_new_tokens."""
         run = self._config.run
-        return make_model(self._config.shape, run.folder / "model", seed=run.seed, positions=self._positions)
+        return make_model(self._config.shape, run.folder / "model", seed=run.seed, positions=self._max_positions)
 
     @cached_property
     def exponential(self) -> Path:
@@ -40,10 +40,10 @@ class Models:
         length = self._config.rollout.max_new_tokens / 2
         run = self._config.run
         folder = run.folder / "model-exponential"
-        return make_model(self._config.shape, folder, seed=run.seed, mean_length=length, positions=self._positions)
+        return make_model(self._config.shape, folder, seed=run.seed, mean_length=length, positions=self._max_positions)
 
     @property
-    def _positions(self) -> int:
+    def _max_positions(self) -> int:
         return max(MIN_POSITIONS, self._config.rollout.max_model_len, self._config.reward_engine.max_model_len)
 
     @cached_property

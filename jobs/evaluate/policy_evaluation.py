@@ -266,7 +266,7 @@ class Evaluation:
             prompt, texts = item
             scores = [self.task.measure(prompt, text, sandbox=config.sandbox) or {} for text in texts]
             if config.bertscore:
-                reference = self._reference(prompt) or ""
+                reference = self._read_reference(prompt) or ""
                 for text, score in zip(texts, scores, strict=True):
                     score["bertscore"] = bert_score(text, reference, config.bertscore, config.bertscore_layer)
             return Scores(prompt_id=prompt.prompt_id, key=key, scores=tuple(scores))
@@ -276,7 +276,7 @@ class Evaluation:
         limits = Limits(config.concurrency, DRAIN_S)
         return _make_rows(path, Scores, f"scores of {name}", items, make_row, limits, stop)
 
-    def _reference(self, prompt: Prompt) -> str | None:
+    def _read_reference(self, prompt: Prompt) -> str | None:
         """Return the reference of a prompt; None if it is no text, which only its feedback function understands."""
         try:
             return self.task.reference(self._records[prompt.prompt_id])
@@ -338,7 +338,7 @@ class Evaluation:
         """Write the report of all policies. scores and feedback: policy -> by prompt."""
         config = self.config
         seed = config.run.seed
-        references = [self._reference(prompt) for prompt in self.prompts]
+        references = [self._read_reference(prompt) for prompt in self.prompts]
         answers = {name: self.answers(name) for name in config.names}
         measured = {name: columns(rows, scores[name], references, config.pass_at) for name, rows in answers.items()}
         if self._feedback is not None:

@@ -209,7 +209,7 @@ class StepProgress:
     def show_bar(self, resumed: TrainerState) -> Iterator[None]:
         """Show the bar while the block runs, which continues the state `resumed`."""
         config = self._config
-        self._steering.resume(resumed.step, resumed.num_samples)
+        self._steering.set_progress(resumed.step, resumed.num_samples)
         with show_progress(f"PPO {config.run.name}", config.num_steps, done=resumed.step) as self._bar:
             yield
 

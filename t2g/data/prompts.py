@@ -24,7 +24,7 @@ ENCODED_AT_ONCE = 1000  # prompts
 
 
 class PromptTooLongError(UserError):
-    """A prompt that does not fit into the window, even truncated, or beside the target of an example."""
+    """A prompt that does not fit into the window, even truncated, or not together with the target of an example."""
 
 
 class PromptDraft(NamedTuple):

@@ -21,21 +21,21 @@ def image_warnings(config: JobConfig, config_path: Path) -> Iterator[str]:
         config_path: Relative to the working directory of the image, or absolute on the volume.
     """
     if not config_path.is_absolute() and config_path.parts[0] != CONFIGS:
-        yield f"--config is {config_path}: t2g's image has only {CONFIGS}/; --image needs one with this file in {HOME}"
-    for key, text in _texts(config.model_dump(mode="json")):
+        yield f"--config is {config_path}: t2g's image has only {CONFIGS}/; --image needs one with it in {HOME}"
+    for key, text in _find_texts(config.model_dump(mode="json")):
         is_code = key.rpartition(".")[2] in CODE_FIELDS
         match = IMPORT_PATH.fullmatch(text) if is_code else None
         if match and match[1] not in OWN_PACKAGES:
-            yield f"{key} is {text}: t2g's image has no module {match[1]}; --image needs one that has it in {HOME}"
+            yield f"{key} is {text}: t2g's image has no module {match[1]}; --image needs an image with it in {HOME}"
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _find_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted key and the value of each text in JSON values."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _texts(item, f"{key}.{name}" if key else name)
+            yield from _find_texts(item, f"{key}.{name}" if key else name)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item, key)
+            yield from _find_texts(item, key)

@@ -82,7 +82,7 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     label = span.get("label", span.get("labels"))
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
-    text = _label_text(label)
+    text = _format_label(label)
     meaning = labels.get(text) or _SYNONYMS.get(text.strip().lower())
     if meaning is None:
         raise ValueError(
@@ -91,10 +91,8 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     return LABELS[meaning]
 
 
-def _label_text(label: Any) -> str:
+def _format_label(label: Any) -> str:
     """Return a label as a config names it: the text, or a class id such as 2 (or 2.0) as "2"; "" for others."""
-    if isinstance(label, bool):
-        return str(int(label))
     if isinstance(label, int | float) and float(label).is_integer():
         return str(int(label))
     return label if isinstance(label, str) else ""

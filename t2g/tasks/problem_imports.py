@@ -23,7 +23,7 @@ class CompleteProgram(NamedTuple):
     before: int = 0  # lines of the program before the imports
     added: int = 0  # lines of the imports
 
-    def original_line(self, line: int) -> int:
+    def to_original_line(self, line: int) -> int:
         """Return the line, from 1, of the program without the imports; 0 for a line of the imports."""
         if line <= self.before:
             return line
@@ -60,13 +60,13 @@ def run_with_imports(
         return outcome
     tests_of_code = []
     for test in outcome.tests:
-        trace = _original_lines(program, test.trace)
-        lines = _original_lines(program, test.lines)
-        returned = program.original_line(test.returned)
+        trace = _to_original_lines(program, test.trace)
+        lines = _to_original_lines(program, test.lines)
+        returned = program.to_original_line(test.returned)
         tests_of_code.append(replace(test, trace=trace, lines=lines, returned=returned))
     return replace(outcome, tests=tuple(tests_of_code))
 
 
-def _original_lines(program: CompleteProgram, lines: Iterable[int]) -> tuple[int, ...]:
-    originals = (program.original_line(line) for line in lines)
+def _to_original_lines(program: CompleteProgram, lines: Iterable[int]) -> tuple[int, ...]:
+    originals = (program.to_original_line(line) for line in lines)
     return tuple(line for line in originals if line)

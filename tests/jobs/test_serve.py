@@ -124,9 +124,9 @@ def test_a_command_that_no_shell_reads_is_refused_before_the_start(command: str,
 def test_a_server_without_http_does_not_answer() -> None:
     port = free_port()
     with stranger_without_http(port):
-        assert not server.answers(f"http://127.0.0.1:{port}/health")
+        assert not server.is_answering(f"http://127.0.0.1:{port}/health")
     with stranger(port):
-        assert server.answers(f"http://127.0.0.1:{port}/health")
+        assert server.is_answering(f"http://127.0.0.1:{port}/health")
 
 
 @pytest.mark.parametrize("start", ["before the job", "before its server"])

@@ -498,11 +498,11 @@ def test_engines_that_give_their_gpus_to_a_last_checkpoint_finish_no_response(to
     sampling = 0
     is_stopped = False
 
-    class Sleepy:
+    class CheckedTimeSharing:
         async def switch_to(self, user: str) -> None:
             assert user == "engines" or sampling == 0
 
-    bench = Bench(tmp_path, tokenizer, job(), gpu_time_sharing=Sleepy(), stop=lambda: is_stopped)
+    bench = Bench(tmp_path, tokenizer, job(), gpu_time_sharing=CheckedTimeSharing(), stop=lambda: is_stopped)
     sample = bench.rollouts.sample
 
     async def sample_slowly(prompt: Prompt, *options: Any) -> Any:

@@ -59,14 +59,14 @@ def test_a_save_that_met_a_full_disk_can_be_repeated(tmp_path: Path, monkeypatch
     marks = Marks(tmp_path, "ann", samples())
     records = tmp_path / "ann" / RECORDS_FILE
 
-    def write_nothing(*_: object) -> None:
+    def fail_to_write(*_: object) -> None:
         raise UserError("No space left on device")
 
     changes = {1: mark((0, 2, 1)), 0: mark((0, 2, 1), done=False, version=1)}  # finished, and finished no more
     for num_finished, change in changes.items():
         before = records.read_text()
         with monkeypatch.context() as full:
-            full.setattr(Marks, "_write", write_nothing)
+            full.setattr(Marks, "_write", fail_to_write)
             with pytest.raises(UserError):
                 marks.put(0, change)
         assert records.read_text() == before

@@ -28,7 +28,7 @@ def test_a_line_keeps_its_text_and_number(code: str, line_end: str) -> None:
     program = add_imports(code, {"imports": IMPORTS.replace("\n", line_end)})
     texts = {}
     for number, text in enumerate(program.code.splitlines(), start=1):
-        if line := program.original_line(number):
+        if line := program.to_original_line(number):
             texts[line] = text
     assert texts == dict(enumerate(code.splitlines(), start=1))
     assert set(IMPORTS.splitlines()) <= set(program.code.splitlines())
@@ -37,7 +37,7 @@ def test_a_line_keeps_its_text_and_number(code: str, line_end: str) -> None:
 def test_without_imports_the_program_is_as_it_was() -> None:
     program = add_imports("a\nb", {"imports": None})
     assert program.code == "a\nb"
-    assert [program.original_line(line) for line in (1, 2)] == [1, 2]
+    assert [program.to_original_line(line) for line in (1, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize("opening", ["", "from __future__ import annotations\n"])

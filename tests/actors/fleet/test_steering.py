@@ -142,7 +142,7 @@ def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:
 def test_a_resumed_run_keeps_its_step_in_the_status(tmp_path: Path) -> None:
     config = job(tmp_path)
     steered = Steering(config, FakeFleet("rollout", 1), SimpleNamespace(fleet=None))  # type: ignore[arg-type]
-    steered.resume(50, 3200)
+    steered.set_progress(50, 3200)
     steered.write_status()
     status = read_status(config.run.folder)
     assert (status.step, status.samples) == (50, 3200)

@@ -303,7 +303,7 @@ def test_the_complete_spans_of_a_cut_answer_are_kept_if_one_is_poor() -> None:
     whole = answer("It is a phone.", span("phone", "poor", phrase="phone"), span("A", "good", phrase="It"))
     shortened = ChatCompletion(text=whole[:-4], finish_reason="length", prompt_tokens=1, output_tokens=99)
     feedback, chat = ask(shortened, max_tries=2)
-    assert "truncated after 99 tokens" in chat.requests[1][-1]["content"]  # it is asked again first
+    assert "truncated after 99 tokens" in chat.requests[1][-1]["content"]  # the second request begins with it
     assert (feedback.status, spans(feedback)) == ("ok", [("phone", -1)])
 
 
