@@ -8,7 +8,7 @@ name that the run defines, such as a criterion.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -73,17 +73,6 @@ def fill(name: str, choice: str) -> str:
     'reward/workers'
     """
     return _PLACEHOLDER.sub(choice, name)
-
-
-def list_names() -> Iterator[str]:
-    """Yield every name, one for each choice of a placeholder that has choices."""
-    for name in METRICS:
-        placeholder = _PLACEHOLDER.search(name)
-        choices = CHOICES.get(placeholder[1]) if placeholder else None
-        if choices:
-            yield from (fill(name, choice) for choice in choices)
-        else:
-            yield name
 
 
 STEP = _add("step", "steps", "number of the step, from 1; step 0 is the policy before any update")
