@@ -247,7 +247,7 @@ class CriterionRewards:
     """The spans' rewards of one criterion of a response, before its weight; see `ScoredRollout` for the arrays."""
 
     token_rewards: np.ndarray  # [R] float32
-    per_token_rewards: np.ndarray  # [R] float32
+    span_values: np.ndarray  # [R] float32
     weight: float
 
 
@@ -255,19 +255,19 @@ class CriterionRewards:
 class ScoredRollout:
     """A rollout with its feedback projected onto the sampled tokens.
 
-    `token_rewards` are what `objective.rewards` pays, by default a span once, at its last token. `per_token_rewards`
+    `token_rewards` are what `objective.rewards` pays, by default a span once, at its last token. `span_values`
     say which tokens are good or poor: each token of a span has the span's value.
 
         response "so good, so bad", spans good "so good", poor "bad", tokens "so" " good" "," " so" " bad"
-        token_rewards [0, 1, 0, 0, -1], per_token_rewards [1, 1, 0, 0, -1]
+        token_rewards [0, 1, 0, 0, -1], span_values [1, 1, 0, 0, -1]
     """
 
     rollout: Rollout
     feedback: SpanFeedback
     token_rewards: np.ndarray  # [R] float32, paid by objective.rewards; before placement, span_coef, KL
-    per_token_rewards: np.ndarray  # [R] float32, the paper's delta, whatever unit objective.rewards pays
+    span_values: np.ndarray  # [R] float32, the paper's delta, whatever unit objective.rewards pays
     sentence_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
-    answer_tokens: np.ndarray  # [R] bool, whether the token belongs to an answer: no thinking, nothing inserted
+    answer_mask: np.ndarray  # [R] bool, whether the token belongs to an answer: no thinking, nothing inserted
     outcome_reward: float = 0.0  # sum of the feedback's `outcomes`, times the weights of objective.outcome_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of an unfinished response
     criterion_rewards: dict[str, float] = field(default_factory=dict)  # sum of token_rewards by criterion, if several

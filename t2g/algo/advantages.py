@@ -13,7 +13,7 @@ TOKENS_PER_UNLIKELY = 5  # one of so many tokens is among the least likely
 
 def combine_rewards(
     token_rewards: torch.Tensor,
-    outcome_rewards: torch.Tensor,
+    final_rewards: torch.Tensor,
     logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor,
     mask: torch.Tensor,
@@ -23,7 +23,7 @@ def combine_rewards(
 ) -> torch.Tensor:
     """Return r_t = span_coef * place(d)_t + [t = T] * R_end - kl_coef * k1_t, 0 where mask is 0.
 
-    outcome_rewards is [B] and is paid at each row's last token with mask 1; the other tensors are [B, R]. k1 is the KL
+    final_rewards is [B] and is paid at each row's last token with mask 1; the other tensors are [B, R]. k1 is the KL
     estimate of `t2g.algo.kl.kl_k1` to the reference.
     """
     kl = kl_k1(logprobs, ref_logprobs)
@@ -31,7 +31,7 @@ def combine_rewards(
     keep = mask.bool()
     num_left = keep.long().flip(1).cumsum(1).flip(1)  # unmasked tokens from t to the end
     is_last = num_left == 1
-    rewards = rewards + outcome_rewards[:, None] * is_last
+    rewards = rewards + final_rewards[:, None] * is_last
     return torch.where(keep, rewards, 0)
 
 

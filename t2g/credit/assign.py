@@ -12,7 +12,7 @@ from t2g.config import ObjectiveConfig, RewardRuleConfig
 from t2g.errors import UserError
 from t2g.feedback import decode, token_offsets, token_rewards
 from t2g.feedback.parse import read_judgement
-from t2g.feedback.rewards import apply_placement, compute_sentence_ids, count_paid_spans, per_token_rule
+from t2g.feedback.rewards import apply_placement, compute_sentence_ids, count_paid_spans, span_value_rule
 from t2g.loop.step_advantages import StepRewards, add_span_credit, compare_with_group, pad_rows, sentence_states
 from t2g.tasks.base import Task
 from t2g.types import SpanFeedback
@@ -36,8 +36,8 @@ class Credit:
 class _ResponseRewards(NamedTuple):
     """The rewards of a response's tokens, [R] each."""
 
-    paid: np.ndarray  # at the tokens where objective.rewards pays them
-    per_token: np.ndarray  # the value of the spans that cover a token
+    token_rewards: np.ndarray  # at the tokens where objective.rewards pays them
+    span_values: np.ndarray  # the value of the spans that cover a token
     sentence_states: np.ndarray
     is_judged: bool
 
@@ -88,16 +88,15 @@ def assign_credit(
         except ValueError as error:
             raise UserError(f"response {number}: {error}") from None
 
-    token_rewards = pad_rows([row.paid for row in rows])
-    mask = pad_rows([np.full(len(row.paid), row.is_judged) for row in rows])
+    token_rewards = pad_rows([row.token_rewards for row in rows])
+    mask = pad_rows([np.full(len(row.token_rewards), row.is_judged) for row in rows])
     numbers = _number_groups(groups, rows)
-    paid = token_rewards
-    span_values = pad_rows([row.per_token for row in rows])
+    span_values = pad_rows([row.span_values for row in rows])
     if objective.normalize_criteria:
-        normalized = normalize_criterion(paid, mask, numbers, objective.gamma, mask.any(1))
-        paid = normalized.rewards.float()
+        normalized = normalize_criterion(token_rewards, mask, numbers, objective.gamma, mask.any(1))
+        token_rewards = normalized.rewards.float()
         span_values = normalized.scales[:, None].float() * span_values
-    step = StepRewards(mask=mask, rewards=objective.span_coef * paid, gamma=objective.gamma)
+    step = StepRewards(mask=mask, rewards=objective.span_coef * token_rewards, gamma=objective.gamma)
     compared = compare_with_group(step, numbers, _pad_states(rows, objective), mask, objective)
     advantages = add_span_credit(compared.advantages, span_values, mask, objective)
     return Credit(token_rewards=token_rewards, advantages=advantages)
@@ -147,7 +146,7 @@ def _pad_states(rows: Sequence[_ResponseRewards], objective: ObjectiveConfig) ->
         case "sentence":
             states = [row.sentence_states for row in rows]
         case "span":
-            states = [count_paid_spans(row.paid, objective.rewards.unit) for row in rows]
+            states = [count_paid_spans(row.token_rewards, objective.rewards.unit) for row in rows]
     return pad_rows(states).long()
 
 
@@ -181,8 +180,8 @@ def _reward_tokens(
     sentence_ids = compute_sentence_ids(offsets, response, sentence_end)
     ends_without_text = len(ids) > 0 and bool(offsets[-1][0] == offsets[-1][1])  # EOS
     return _ResponseRewards(
-        paid=apply_placement(rewards, rule.placement, sentence_ids=sentence_ids),
-        per_token=token_rewards(offsets, moved, text=response, rule=per_token_rule(rule)),
+        token_rewards=apply_placement(rewards, rule.placement, sentence_ids=sentence_ids),
+        span_values=token_rewards(offsets, moved, text=response, rule=span_value_rule(rule)),
         sentence_states=sentence_states(sentence_ids, has_end=ends_without_text),
         is_judged=feedback is not None,
     )

@@ -14,10 +14,10 @@ from t2g.config import Placement, RewardRuleConfig
 from t2g.tasks.base import stable_id
 from t2g.types import LABELS, CriterionRewards, Span, SpanFeedback
 
-PER_TOKEN = RewardRuleConfig(unit="token")
+SPAN_VALUES = RewardRuleConfig(unit="token")
 
 
-def per_token_rule(rule: RewardRuleConfig) -> RewardRuleConfig:
+def span_value_rule(rule: RewardRuleConfig) -> RewardRuleConfig:
     """Return the rule that pays every covered token. A validated copy would lose the values that a task derives."""
     return rule.model_copy(update={"unit": "token"})
 
@@ -27,7 +27,7 @@ def token_rewards(
     spans: Sequence[Span],
     *,
     text: str,
-    rule: RewardRuleConfig = PER_TOKEN,
+    rule: RewardRuleConfig = SPAN_VALUES,
     weights: Mapping[str | None, float] = MappingProxyType({}),
 ) -> np.ndarray:
     """Return the reward of every token: `rule.good` for a good span, `rule.poor[severity - 1]` for a poor span.
@@ -93,7 +93,7 @@ def reward_criteria(
         spans = [span for span in feedback.spans if not weights or span.criterion == name]
         by_criterion[str(name)] = CriterionRewards(
             token_rewards=reward_spans(spans, rule=rule),
-            per_token_rewards=reward_spans(spans, rule=per_token_rule(rule)),
+            span_values=reward_spans(spans, rule=span_value_rule(rule)),
             weight=weight,
         )
     return by_criterion

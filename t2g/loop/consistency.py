@@ -28,7 +28,7 @@ def consistency_metrics(
     scored: Sequence[ScoredRollout],
     samples: Sequence[TrainSample],
     stats: Sequence[TokenStats],
-    ages: np.ndarray,
+    staleness: np.ndarray,
     objective: ObjectiveConfig,
     *,
     tokenizer: Any,
@@ -36,10 +36,10 @@ def consistency_metrics(
     """Return the metrics of this module.
 
     Args:
-        ages: `steps.token_staleness` of the responses, [N] for their sampled tokens.
+        staleness: `steps.token_staleness` of the responses, [N] for their sampled tokens.
     """
     metrics = {m.UNNAMED_SHARE: _unnamed_share(scored, tokenizer)}
-    metrics |= _current_gap(scored, stats, ages)
+    metrics |= _current_gap(scored, stats, staleness)
     metrics |= _same_feedback(scored)
     if objective.trains_rewards:
         metrics |= _zero_advantage(samples)
@@ -101,14 +101,16 @@ def _unnamed_share(scored: Sequence[ScoredRollout], tokenizer: Any) -> float:
     return float(counts[~is_named].sum() / counts.sum())
 
 
-def _current_gap(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats], ages: np.ndarray) -> dict[str, float]:
+def _current_gap(
+    scored: Sequence[ScoredRollout], stats: Sequence[TokenStats], staleness: np.ndarray
+) -> dict[str, float]:
     """Return the gap of the tokens that were sampled with the weights of the update; {} without any."""
     gaps = []
     for response, token_stats in zip(scored, stats, strict=True):
         mask = response.rollout.policy_mask
         gap = token_stats.old_logprobs - response.rollout.rollout_logprobs
         gaps.append(gap[mask])
-    current = np.abs(np.concatenate(gaps))[ages == 0]
+    current = np.abs(np.concatenate(gaps))[staleness == 0]
     if current.size == 0:
         return {}
     return {m.GAP_CURRENT: float(current.mean())}

@@ -5,9 +5,9 @@ from typing import Any
 
 from t2g.config import PolicyJob
 from t2g.feedback import token_rewards
-from t2g.feedback.rewards import compute_sentence_ids, per_token_rule, reward_criteria, sum_criteria
+from t2g.feedback.rewards import compute_sentence_ids, reward_criteria, span_value_rule, sum_criteria
 from t2g.tasks.base import Task
-from t2g.text.transcript import find_answer_tokens, rollout_offsets
+from t2g.text.transcript import compute_answer_mask, rollout_offsets
 from t2g.types import CriterionRewards, Rollout, ScoredRollout, SpanFeedback
 
 
@@ -28,7 +28,7 @@ def score_response(
     reward_unweighted = partial(token_rewards, offsets, text=text)
     reward_weighted = partial(reward_unweighted, weights=weights)
     rewards = reward_weighted(feedback.spans, rule=rule)
-    per_token_rewards = reward_weighted(feedback.spans, rule=per_token_rule(rule))
+    span_values = reward_weighted(feedback.spans, rule=span_value_rule(rule))
     criterion_rewards = sum_criteria(feedback, reward_weighted, rule=rule)
     criteria: dict[str, CriterionRewards] = {}
     if objective.normalize_criteria:
@@ -44,11 +44,11 @@ def score_response(
         rollout=rollout,
         feedback=feedback,
         token_rewards=rewards,
-        per_token_rewards=per_token_rewards,
+        span_values=span_values,
         sentence_ids=sentence_ids,
         outcome_reward=outcome_reward,
         truncation_penalty=objective.truncation_penalty if rollout.is_unfinished else 0.0,
-        answer_tokens=find_answer_tokens(offsets, rollout),
+        answer_mask=compute_answer_mask(offsets, rollout),
         criterion_rewards=criterion_rewards,
         criteria=criteria,
     )

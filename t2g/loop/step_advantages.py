@@ -1,4 +1,4 @@
-"""The advantages of a step: rewards are placed and mixed, compared with other samples or a critic, and scaled.
+"""The advantages of a step: rewards are placed and combined, compared with other samples or a critic, and scaled.
 
 Pure functions of the scored responses; `t2g.loop.steps` makes training samples of the result.
 """
@@ -58,7 +58,7 @@ def compute_advantages(
     if objective.advantages == "unlikely":
         return _punish_unlikely(scored, objective)
     feedback_rewards = _collect_rewards(scored, objective, seed)
-    step = _mix_rewards(scored, feedback_rewards, stats, objective, kl_coef=kl_coef)
+    step = _combine_step_rewards(scored, feedback_rewards, stats, objective, kl_coef=kl_coef)
     is_trained = _pad_trained(scored, objective)
     if objective.uses_critic:
         values = pad_sampled(scored, [token_stats.values for token_stats in stats])
@@ -73,7 +73,7 @@ def compute_advantages(
 
 def trained_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarray:
     """Return whether the loss counts each token, [R] bool: sampled, and of the answer unless thinking is trained."""
-    return scored.rollout.policy_mask if objective.train_thinking else scored.answer_tokens
+    return scored.rollout.policy_mask if objective.train_thinking else scored.answer_mask
 
 
 def _pad_trained(scored: Sequence[ScoredRollout], objective: ObjectiveConfig) -> torch.Tensor:
@@ -139,7 +139,7 @@ def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveCon
     if num_groups == 0:
         return None
     feedback_rewards = _collect_rewards(scored, objective, seed)
-    step = _mix_rewards(scored, feedback_rewards, None, objective, kl_coef=0.0)
+    step = _combine_step_rewards(scored, feedback_rewards, None, objective, kl_coef=0.0)
     returns, _ = gae(step.rewards, torch.zeros_like(step.rewards), step.mask, step.gamma, 1.0)
     state_ids = _state_ids(scored, objective, seed)
     is_constant = constant_groups(returns, step.mask, groups, state_ids)
@@ -157,7 +157,7 @@ def _state_ids(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, seed
             counts = [_count_sentences(response) for response in scored]
         case "span":
             unit = objective.rewards.unit
-            placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
+            placed = [_place_rewards(response, response.token_rewards, objective, seed) for response in scored]
             counts = [count_paid_spans(rewards, unit) for rewards in placed]
     return pad_sampled(scored, _within_turns(scored, counts)).long()
 
@@ -182,7 +182,7 @@ def _count_sentences(scored: ScoredRollout) -> np.ndarray:
     The last token of a turn, which ends it, counts as a sentence of its own, unless the response was truncated.
     """
     is_first = np.diff(scored.sentence_ids, prepend=-1) > 0
-    is_answer = scored.answer_tokens
+    is_answer = scored.answer_mask
     begins_answer = is_answer & ~np.append(False, is_answer[:-1])
     begins = (is_first & is_answer) | begins_answer
     ends_turn = _ends_turn(scored.rollout)
@@ -216,11 +216,11 @@ def _turn_ids(rollout: Rollout) -> np.ndarray:
 def _collect_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, seed: int) -> _FeedbackRewards:
     if objective.normalize_criteria:
         return _normalize_rewards(scored, objective, seed)
-    placed = [_move_rewards(response, response.token_rewards, objective, seed) for response in scored]
-    values = [_move_values(response, response.per_token_rewards, objective, seed) for response in scored]
+    placed_rewards = [_place_rewards(response, response.token_rewards, objective, seed) for response in scored]
+    values = [_place_values(response, response.span_values, objective, seed) for response in scored]
     outcome_rewards = [response.outcome_reward for response in scored]
     return _FeedbackRewards(
-        spans=pad_sampled(scored, placed),
+        spans=pad_sampled(scored, placed_rewards),
         span_values=pad_sampled(scored, values),
         outcomes=torch.tensor(outcome_rewards, dtype=torch.float64),
     )
@@ -235,9 +235,9 @@ def _normalize_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConf
     span_values = torch.zeros_like(mask)
     names = dict.fromkeys(chain.from_iterable(response.criteria for response in scored))
     for name in names:
-        rows = [_move_criterion(response, name, objective, seed) for response in scored]
+        rows = [_place_criterion(response, name, objective, seed) for response in scored]
         rewards = pad_sampled(scored, [row.token_rewards for row in rows])
-        values = pad_sampled(scored, [row.per_token_rewards for row in rows])
+        values = pad_sampled(scored, [row.span_values for row in rows])
         is_judged = torch.tensor([name in response.criteria for response in scored])
         weights = torch.tensor([row.weight for row in rows])
         weight = weights[is_judged][0]
@@ -252,27 +252,27 @@ def _normalize_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConf
     return _FeedbackRewards(spans=spans, span_values=span_values, outcomes=outcomes)
 
 
-def _move_criterion(scored: ScoredRollout, name: str, objective: ObjectiveConfig, seed: int) -> CriterionRewards:
+def _place_criterion(scored: ScoredRollout, name: str, objective: ObjectiveConfig, seed: int) -> CriterionRewards:
     """Return the rewards of one criterion after `rewards.placement`; 0 for a response that lacks it."""
     criterion = scored.criteria.get(name)
     if criterion is None:
         zeros = np.zeros_like(scored.token_rewards)
-        return CriterionRewards(token_rewards=zeros, per_token_rewards=zeros, weight=0.0)
+        return CriterionRewards(token_rewards=zeros, span_values=zeros, weight=0.0)
     return CriterionRewards(
-        token_rewards=_move_rewards(scored, criterion.token_rewards, objective, seed),
-        per_token_rewards=_move_values(scored, criterion.per_token_rewards, objective, seed),
+        token_rewards=_place_rewards(scored, criterion.token_rewards, objective, seed),
+        span_values=_place_values(scored, criterion.span_values, objective, seed),
         weight=criterion.weight,
     )
 
 
-def _move_values(scored: ScoredRollout, values: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+def _place_values(scored: ScoredRollout, values: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
     """Return the values of the spans on their own tokens, [R]; the control "shuffled" moves them as well."""
     if objective.rewards.placement == "shuffled":
-        return _move_rewards(scored, values, objective, seed)
+        return _place_rewards(scored, values, objective, seed)
     return values
 
 
-def _mix_rewards(
+def _combine_step_rewards(
     scored: Sequence[ScoredRollout],
     feedback_rewards: _FeedbackRewards,
     stats: Sequence[TokenStats] | None,
@@ -280,7 +280,10 @@ def _mix_rewards(
     *,
     kl_coef: float,
 ) -> StepRewards:
-    """Return the step's rewards: spans, the final number, and k1; without `stats` there is no KL."""
+    """Return the step's rewards: the spans' rewards, the final ones (outcomes and truncation penalty) and the KL term.
+
+    Without `stats` there is no KL term.
+    """
     masks = []
     penalties = []
     discounts = []
@@ -316,10 +319,10 @@ def number_prompts(scored: Sequence[ScoredRollout]) -> torch.Tensor:
     return torch.tensor([last_index[prompt_id] for prompt_id in prompt_ids])
 
 
-def _move_rewards(scored: ScoredRollout, rewards: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+def _place_rewards(scored: ScoredRollout, rewards: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
     """Return token rewards after `rewards.placement`, which moves them among the tokens of the answers, [R]."""
     rollout = scored.rollout
-    is_answer = scored.answer_tokens
+    is_answer = scored.answer_mask
     placed = rewards.copy()
     placed[is_answer] = apply_placement(
         placed[is_answer],

@@ -28,7 +28,7 @@ from t2g.types import (
 class _TokenNumbers(NamedTuple):
     """Numbers of the step's sampled tokens, [N] each."""
 
-    per_token_rewards: np.ndarray  # rewards of answer tokens alone
+    span_values: np.ndarray  # rewards of answer tokens alone
     rewards: np.ndarray
     gaps: np.ndarray  # |learner - engine|, nats
     entropies: np.ndarray
@@ -49,7 +49,7 @@ def step_metrics(
         kl: `steps.step_kl` of the step.
     """
     tokens = _collect_tokens(scored, stats)
-    label_shares = compute_label_shares(tokens.per_token_rewards)
+    label_shares = compute_label_shares(tokens.span_values)
     metrics = {m.LABEL_SHARES[label]: share for label, share in label_shares.items()}
     metrics |= _source_metrics(judged)
     metrics |= _criterion_metrics(judged, scored)
@@ -83,19 +83,19 @@ def group_metrics(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *
 
 
 def _collect_tokens(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> _TokenNumbers:
-    per_token_rewards = []
+    span_values = []
     rewards = []
     gaps = []
     entropies = []
     for response, token_stats in zip(scored, stats, strict=True):
         mask = response.rollout.policy_mask
         gap = token_stats.old_logprobs - response.rollout.rollout_logprobs
-        per_token_rewards.append(response.per_token_rewards[response.answer_tokens])
+        span_values.append(response.span_values[response.answer_mask])
         rewards.append(response.rewards[mask])
         gaps.append(gap[mask])
         entropies.append(token_stats.entropy[mask])
     return _TokenNumbers(
-        per_token_rewards=np.concatenate(per_token_rewards),
+        span_values=np.concatenate(span_values),
         rewards=np.concatenate(rewards),
         gaps=np.abs(np.concatenate(gaps)),
         entropies=np.concatenate(entropies),
@@ -284,18 +284,18 @@ def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, floa
     return shares
 
 
-def sample_metrics(judged: JudgedStep, ages: np.ndarray, rollout: RolloutConfig) -> dict[str, float]:
-    """Return ages, numbers and times of a step's samples: dropped ones, and further prompts if they may be drawn.
+def sample_metrics(judged: JudgedStep, staleness: np.ndarray, rollout: RolloutConfig) -> dict[str, float]:
+    """Return staleness, counts and times of a step's samples: dropped ones, and further prompts if they may be drawn.
 
     Args:
-        ages: `steps.token_staleness` of the step, [N].
+        staleness: `steps.token_staleness` of the step, [N].
     """
     num_unusable = sum(not response.feedback.usable for response in judged.all_responses)
     failed_share = num_unusable / len(judged.all_responses)
     num_dropped = num_unusable + judged.num_unsampled
     metrics = {
-        m.STALENESS_MEAN: float(ages.mean()),
-        m.STALENESS_MAX: float(ages.max()),
+        m.STALENESS_MEAN: float(staleness.mean()),
+        m.STALENESS_MAX: float(staleness.max()),
         m.FAILED_SHARE: failed_share,
         m.DROPPED_SAMPLES: float(num_dropped),
         m.DROPPED_PROMPTS: float(len(judged.unsampled)),

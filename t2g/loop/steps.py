@@ -79,7 +79,7 @@ def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_sta
     Raises:
         RunStopped: A sample is older than `max_staleness`, or newer than the learner.
     """
-    ages = []
+    staleness = []
     allowed = set(range(policy_version - max_staleness, policy_version + 1))
     for rollout in rollouts:
         versions = {version for _, _, version in rollout.policy_versions}
@@ -90,8 +90,8 @@ def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_sta
                 "forbids it"
             )
         for start, end, version in rollout.policy_versions:
-            ages.append(np.full(end - start, policy_version - version))
-    return np.concatenate(ages)
+            staleness.append(np.full(end - start, policy_version - version))
+    return np.concatenate(staleness)
 
 
 def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:

@@ -36,17 +36,17 @@ def teacher_critiques(prompt_ids: Sequence[str], critiques: Sequence[str], *, sh
     return [next(critiques_of_others[prompt_id]) for prompt_id in prompt_ids]
 
 
-def split_teacher_gap(gap: np.ndarray, per_token_rewards: np.ndarray) -> dict[str, np.ndarray]:
+def split_teacher_gap(gap: np.ndarray, span_values: np.ndarray) -> dict[str, np.ndarray]:
     """Return the gaps of a response's good tokens, of its poor ones, and of the first token of each run of poor ones.
 
     Args:
         gap: Teacher's log-probability less the policy's of each sampled token, [R].
-        per_token_rewards: See `ScoredRollout.per_token_rewards`.
+        span_values: See `ScoredRollout.span_values`.
     """
-    is_poor = per_token_rewards < 0
+    is_poor = span_values < 0
     follows_poor = np.append(False, is_poor[:-1])
     return {
-        "good": gap[per_token_rewards > 0],
+        "good": gap[span_values > 0],
         "poor": gap[is_poor],
         "poor_first": gap[is_poor & ~follows_poor],
     }
@@ -84,7 +84,7 @@ def teacher_metrics(
             continue
         gap = teacher_stats.logprobs - token_stats.old_logprobs
         gaps_of_trained.append(gap[trained_tokens(response, objective)])
-        for kind, gaps in split_teacher_gap(gap, response.per_token_rewards).items():
+        for kind, gaps in split_teacher_gap(gap, response.span_values).items():
             gaps_by_kind.setdefault(kind, []).append(gaps)
 
     means: dict[str, float] = {}

@@ -205,16 +205,16 @@ class Trainer:
         usable = self._select_usable(step, judged)
         prompts = [response.prompt for response in usable]
         scored = [self._score(response.rollout, response.feedback) for response in usable]
-        ages = self._compute_ages([response.rollout for response in usable])
+        staleness = self._compute_staleness([response.rollout for response in usable])
 
         learned = await self._learn(step, scored, prompts)
         synced = await self._push_weights(learned.result.policy_version)
 
         self._advance(step, learned, scored, judged)
-        metrics = self._collect_metrics(judged.responses, scored, learned, synced, ages)
+        metrics = self._collect_metrics(judged.responses, scored, learned, synced, staleness)
         metrics |= recovered
         metrics |= await self.extra_metrics()
-        metrics |= sample_metrics(judged, ages, self.config.rollout)
+        metrics |= sample_metrics(judged, staleness, self.config.rollout)
         step_s = time.monotonic() - started
         busy_share = (self._busy_s + synced.seconds) / step_s
         metrics |= {
@@ -225,7 +225,7 @@ class Trainer:
         metrics |= {
             m.LEARN_S: learned.seconds,
             m.STEP_S: step_s,
-            m.SPEED: len(ages) / step_s,
+            m.SPEED: len(staleness) / step_s,
         }
         try:
             if self._is_evaluated(step):
@@ -234,7 +234,7 @@ class Trainer:
             self._write_step(step, metrics, judged, scored, learned)
         return True
 
-    def _compute_ages(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+    def _compute_staleness(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         version = self.state.policy_version
         max_staleness = self.config.rollout.max_staleness
         return steps.token_staleness(rollouts, policy_version=version, max_staleness=max_staleness)
@@ -291,14 +291,14 @@ class Trainer:
         scored: Sequence[ScoredRollout],
         learned: _StepUpdate,
         synced: WeightSyncResult,
-        ages: np.ndarray,
+        staleness: np.ndarray,
     ) -> dict[str, float]:
         """Return the metrics of the step's data, update and weight sync."""
         objective = self.config.objective
         metrics = step_metrics(responses, scored, learned.stats, objective, kl=learned.kl, kl_coef=learned.kl_coef)
         metrics |= group_metrics(scored, objective, seed=self.config.run.seed)
         metrics |= consistency_metrics(
-            scored, learned.samples, learned.stats, ages, objective, tokenizer=self.tokenizer
+            scored, learned.samples, learned.stats, staleness, objective, tokenizer=self.tokenizer
         )
         metrics |= fault_recall(self.task, responses)
         metrics |= learned.result.metrics

@@ -14,7 +14,7 @@ import numpy as np
 from t2g.feedback.rewards import token_rewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import judge_answer
-from t2g.text.transcript import find_answer_tokens, rollout_offsets
+from t2g.text.transcript import compute_answer_mask, rollout_offsets
 from t2g.types import JudgedResponse, Prompt, Rollout, SpanFeedback
 
 NUM_MATCHES = 10  # unmentioned tokens that a criticised token is compared with
@@ -87,7 +87,7 @@ def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.nda
     # Without the job's reward rule, under which some criticised spans may have no reward.
     rewards = token_rewards(offsets, feedback.spans, text=rollout.response_text)
     labels = np.sign(rewards).astype(np.int8)
-    labels[~find_answer_tokens(offsets, rollout)] = THINKING
+    labels[~compute_answer_mask(offsets, rollout)] = THINKING
     return labels
 
 

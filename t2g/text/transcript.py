@@ -62,7 +62,7 @@ def rollout_offsets(tokenizer: Any, rollout: Rollout) -> np.ndarray:
     return offsets
 
 
-def find_answer_tokens(offsets: np.ndarray, rollout: Rollout) -> np.ndarray:
+def compute_answer_mask(offsets: np.ndarray, rollout: Rollout) -> np.ndarray:
     """Return whether a token belongs to an answer, [R] bool; tokens of thinking and inserted ones do not.
 
     A token without characters where the answer starts belongs to it: it may be a call's tag, and a closing tag that is

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from t2g.config import Placement, PolicyJob, RewardRuleConfig
 from t2g.feedback import token_rewards
-from t2g.feedback.rewards import apply_placement, compute_label_shares, compute_sentence_ids, per_token_rule
+from t2g.feedback.rewards import apply_placement, compute_label_shares, compute_sentence_ids, span_value_rule
 from t2g.tasks.base import get_task
 from t2g.types import Span
 
@@ -80,7 +80,7 @@ def test_the_task_code_pays_nothing_for_what_works() -> None:
     job = {"model": {"policy": "p"}, "data": {"path": "d"}, "feedback": {"source": "program"}}
     rule = PolicyJob(**job, task="code").objective.rewards
     assert rule.poor == (0, -1, -1)
-    assert per_token_rule(rule).poor == (0, -1, -1) and per_token_rule(rule).unit == "token"
+    assert span_value_rule(rule).poor == (0, -1, -1) and span_value_rule(rule).unit == "token"
     assert PolicyJob(**job).objective.rewards.poor == (-1, -1, -1)
     uniform = {"rewards": {"poor": (-1, -1, -1)}}
     assert PolicyJob(**job, task="code", objective=uniform).objective.rewards.poor == (-1, -1, -1)

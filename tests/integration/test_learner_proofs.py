@@ -388,9 +388,9 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
         rollout=rollout,
         feedback=SpanFeedback(critique="", spans=(span,), status="ok", source="test", version="1"),
         token_rewards=rewards,
-        per_token_rewards=rewards,
+        span_values=rewards,
         sentence_ids=np.zeros(len(response_ids), np.int32),
-        answer_tokens=np.ones(len(response_ids), bool),
+        answer_mask=np.ones(len(response_ids), bool),
     )
     learner = learners["ranks"]
     learner.group.load(learner.folder)  # whose critic says 0

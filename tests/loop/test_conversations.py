@@ -42,8 +42,8 @@ def score(rollout: Rollout, *, seed: int = 0) -> tuple[ScoredRollout, TokenStats
     mask = rollout.policy_mask
     rewards = (rng.integers(-1, 2, size) * mask).astype(np.float32)
     scored = ScoredRollout(
-        rollout=rollout, feedback=FEEDBACK, token_rewards=rewards, per_token_rewards=rewards,
-        sentence_ids=np.zeros(size, np.int32), outcome_reward=float(rng.integers(0, 2)), answer_tokens=mask,
+        rollout=rollout, feedback=FEEDBACK, token_rewards=rewards, span_values=rewards,
+        sentence_ids=np.zeros(size, np.int32), outcome_reward=float(rng.integers(0, 2)), answer_mask=mask,
     )  # fmt: skip
     rows = {name: rng.normal(-1, 0.5, size).astype(np.float32) for name in ("old_logprobs", "ref_logprobs", "values")}
     stats = {name: np.where(mask, row, POISON).astype(np.float32) for name, row in rows.items()}
@@ -188,8 +188,8 @@ def test_metrics_and_versions_count_sampled_tokens_only() -> None:
     assert metrics["response/length_mean"] == 5
     assert metrics["policy/entropy"] == pytest.approx(0.5)
     assert metrics["gap/logprob_mean"] < 10 < POISON
-    ages = token_staleness(rollouts, policy_version=0, max_staleness=0)
-    assert ages.tolist() == [0] * 10
+    staleness = token_staleness(rollouts, policy_version=0, max_staleness=0)
+    assert staleness.tolist() == [0] * 10
 
 
 class Quoting(FeedbackSource):

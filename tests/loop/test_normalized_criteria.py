@@ -48,15 +48,15 @@ def make_scored(
         criterion_rewards = np.array(row, np.float32)
         total += WEIGHTS[name] * criterion_rewards
         criteria[name] = CriterionRewards(
-            token_rewards=criterion_rewards, per_token_rewards=criterion_rewards, weight=WEIGHTS[name]
+            token_rewards=criterion_rewards, span_values=criterion_rewards, weight=WEIGHTS[name]
         )
     return ScoredRollout(
         rollout=rollout,
         feedback=replace(FEEDBACK, outcomes=dict(outcomes or {})),
         token_rewards=total,
-        per_token_rewards=total,
+        span_values=total,
         sentence_ids=np.zeros(length, np.int32),
-        answer_tokens=rollout.policy_mask,
+        answer_mask=rollout.policy_mask,
         criteria=criteria,
     )
 

@@ -107,8 +107,8 @@ def test_the_learner_learns_while_the_next_steps_are_sampled(
     bench.rollouts.midway = once_the_learner_is_there
     bench.run()
     metrics = bench.metrics()[1:]
-    ages = [min(k, max_staleness) for k in range(NUM_STEPS)]  # all responses are made as early as allowed
-    assert [m["staleness/mean"] for m in metrics] == [m["staleness/max"] for m in metrics] == ages
+    staleness = [min(k, max_staleness) for k in range(NUM_STEPS)]  # all responses are made as early as allowed
+    assert [m["staleness/mean"] for m in metrics] == [m["staleness/max"] for m in metrics] == staleness
     waiting = [min(max_staleness, NUM_STEPS - k) for k in range(1, NUM_STEPS + 1)]  # steps ahead that are all there
     assert [m["buffer/samples"] for m in metrics] == [PER_STEP * 4 * steps for steps in waiting]
     for k, rollouts in enumerate(bench.learner.seen):

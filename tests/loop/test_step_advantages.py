@@ -49,9 +49,9 @@ def score(
         rollout=rollout,
         feedback=FEEDBACK,
         token_rewards=np.array(rewards, np.float32),
-        per_token_rewards=np.array(span_values, np.float32),
+        span_values=np.array(span_values, np.float32),
         sentence_ids=np.array(sentence_ids, np.int32),
-        answer_tokens=rollout.policy_mask,
+        answer_mask=rollout.policy_mask,
     )
 
 
@@ -240,7 +240,7 @@ def test_thinking_is_one_state() -> None:
     thinks = make_scored([0, 0, 0, 1, 0], sentences=[0, 1, 2, 3, 3], finish_reason="length")
     short = make_scored([0, 0, -1], sentences=[0, 1, 1], finish_reason="length")
     answers = [np.array([False, False, False, True, True]), np.array([False, True, True])]
-    scored = [replace(r, answer_tokens=a) for r, a in zip([thinks, short], answers, strict=True)]
+    scored = [replace(r, answer_mask=a) for r, a in zip([thinks, short], answers, strict=True)]
     rows = advantages_of(scored, values="sentence")
     assert rows[0] == pytest.approx([1 + 1, 1 + 1, 1 + 1, 1 + 1, 0 + 1])
 
@@ -262,7 +262,7 @@ def test_the_control_without_critiques_leaves_out_thinking_that_is_not_trained()
     response = make_scored([0.0] * 6)
     logprobs = np.array([-9, -8, -1, -2, -1, -1], np.float32)
     rollout = replace(response.rollout, rollout_logprobs=logprobs)
-    response = replace(response, rollout=rollout, answer_tokens=np.array([0, 0, 1, 1, 1, 1], bool))
+    response = replace(response, rollout=rollout, answer_mask=np.array([0, 0, 1, 1, 1, 1], bool))
     assert advantages_of([response], advantages="unlikely") == [[-1, -1, 0, 0, 0, 0]]
     assert advantages_of([response], advantages="unlikely", train_thinking=False) == [[0, 0, 0, -1, 0, 0]]
 
@@ -277,7 +277,7 @@ def test_thinking_that_is_not_trained_sets_no_scale(advantages: str) -> None:
 
     thinks = [make_scored([0.0] * 8 + spans, sentences=[0] * 10) for spans in answer_spans]
     is_answer = np.array([False] * 8 + [True] * 2)
-    rows = advantages_of([replace(response, answer_tokens=is_answer) for response in thinks], **rule)
+    rows = advantages_of([replace(response, answer_mask=is_answer) for response in thinks], **rule)
     for row, answer in zip(rows, expected, strict=True):
         assert row[:8] == [0.0] * 8
         assert row[8:] == pytest.approx(answer)

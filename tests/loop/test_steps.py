@@ -69,14 +69,14 @@ def scored_pair(
     feedback = make_feedback("", [], [], text, source="reward_model", version="v")
     sentence_ids = np.array(steps or [0] * length, np.int32)
     token_rewards = np.array(rewards, np.float32)
-    answer_tokens = np.ones(length, bool)
+    answer_mask = np.ones(length, bool)
     scored = ScoredRollout(
         rollout=rollout,
         feedback=feedback,
         token_rewards=token_rewards,
-        per_token_rewards=token_rewards,
+        span_values=token_rewards,
         sentence_ids=sentence_ids,
-        answer_tokens=answer_tokens,
+        answer_mask=answer_mask,
         outcome_reward=outcome_reward,
     )
     return letter_prompts(1)[0], scored

@@ -88,8 +88,8 @@ def test_a_teacher_that_scales_acts_after_local_credit_and_leaves_out_tokens_wit
     """
     rule = {"use": "scale", "bound": 4.0}
     base = ObjectiveConfig(advantages="group", whiten="none", local_coef=4.0, local_cap=1.0, train_thinking=False)
-    answer_tokens = np.array([True, True, True, True, False])
-    first = replace(scored_pair([1.0, -1.0, 2.0, -1.0, 3.0])[1], answer_tokens=answer_tokens)
+    answer_mask = np.array([True, True, True, True, False])
+    first = replace(scored_pair([1.0, -1.0, 2.0, -1.0, 3.0])[1], answer_mask=answer_mask)
     scored = [first, scored_pair([0.0] * 5)[1]]
     learner_stats = [stats(5), stats(5)]
     (plain, _) = make_train_samples(scored, learner_stats, base, kl_coef=0.0, seed=1)
@@ -163,8 +163,8 @@ def test_the_gaps_are_means_over_good_poor_and_first_poor_tokens() -> None:
     scale = ObjectiveConfig(teacher=TeacherConfig(use="scale", bound=math.exp(1.5)), train_thinking=False)
     scaling = teacher_metrics(scored, teacher, policy, scale)
     assert scaling == metrics | {"teacher/clipped_share": 2 / 5}, "gaps .5 -.25 -2 -8 -.75, clipped at 1.5"
-    answer_tokens = np.array([True, True, True, False, True])
-    thinks = [replace(scored[0], answer_tokens=answer_tokens), scored[1]]
+    answer_mask = np.array([True, True, True, False, True])
+    thinks = [replace(scored[0], answer_mask=answer_mask), scored[1]]
     scaling = teacher_metrics(thinks, teacher, policy, scale)
     assert scaling["teacher/clipped_share"] == 1 / 4, "without the gap of -8, which is thinking"
     for objective in (scale, ObjectiveConfig(teacher=TeacherConfig())):

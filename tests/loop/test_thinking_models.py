@@ -37,7 +37,7 @@ from t2g.text.offsets import decode
 from t2g.text.policy_chat import set_template_defaults
 from t2g.text.thinking import NO_ANSWER, find_answer_start
 from t2g.text.tokenizer import encode_chat
-from t2g.text.transcript import find_answer_tokens
+from t2g.text.transcript import compute_answer_mask
 from t2g.types import JudgedResponse, Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats
 
 TAGS = (OPEN, CLOSE)
@@ -114,9 +114,9 @@ def score(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback, rule: Reward
         rollout=rollout,
         feedback=feedback,
         token_rewards=rewards,
-        per_token_rewards=rewards,
+        span_values=rewards,
         sentence_ids=compute_sentence_ids(offsets, rollout.response_text, r"[.\n]"),
-        answer_tokens=find_answer_tokens(offsets, rollout),
+        answer_mask=compute_answer_mask(offsets, rollout),
     )
 
 
@@ -184,8 +184,8 @@ def test_no_span_quote_or_measure_touches_the_thinking(
         assert task.texts[-1] == rollout.answer
     rule = RewardRuleConfig(unit=unit, placement=placement)
     scored = score(tokenizer, rollout, feedback, rule)
-    first = int((~scored.answer_tokens).sum())
-    assert not scored.answer_tokens[:first].any()
+    first = int((~scored.answer_mask).sum())
+    assert not scored.answer_mask[:first].any()
     ends = token_offsets(tokenizer, rollout.response_ids)[:first, 1]
     assert not ends.size or ends[-1] <= (len(rollout.response_text) if is_cut else rollout.answer_start)
     assert not scored.token_rewards[:first].any()
@@ -297,9 +297,9 @@ def scored_answer() -> tuple[Rollout, ScoredRollout]:
         rollout=rollout,
         feedback=feedback,
         token_rewards=rewards,
-        per_token_rewards=rewards,
+        span_values=rewards,
         sentence_ids=np.zeros(4, np.int32),
-        answer_tokens=np.array([False, False, True, True]),
+        answer_mask=np.array([False, False, True, True]),
     )
     return rollout, scored
 

@@ -155,9 +155,9 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
             rollout=r,
             feedback=f,
             token_rewards=rewards,
-            per_token_rewards=rewards,
+            span_values=rewards,
             sentence_ids=np.zeros(4, np.int32),
-            answer_tokens=np.ones(4, bool),
+            answer_mask=np.ones(4, bool),
         )
         for _, r, f in triples
         if f.status == "ok"

@@ -12,7 +12,7 @@ from t2g.text.offsets import decode, token_offsets
 from t2g.text.policy_chat import set_template_defaults
 from t2g.text.thinking import find_answer_start, find_last_tag, find_thinking_tags
 from t2g.text.tokenizer import encode_chat
-from t2g.text.transcript import find_answer_tokens
+from t2g.text.transcript import compute_answer_mask
 from t2g.types import Rollout
 
 TAGS = (OPEN, CLOSE)
@@ -109,7 +109,7 @@ def test_thinking_tokens_are_those_before_the_answer(tmp_path: Path) -> None:
             prompt_id="p", sample_index=0, prompt_ids=ids, response_ids=ids, rollout_logprobs=np.zeros(len(ids)),
             response_text=decode(tokenizer, ids), finish_reason="stop", policy_versions=(), answer_start=start,
         )  # fmt: skip
-        mask = find_answer_tokens(token_offsets(tokenizer, ids) if offsets is None else offsets, rollout)
+        mask = compute_answer_mask(token_offsets(tokenizer, ids) if offsets is None else offsets, rollout)
         count = int((~mask).sum())
         assert mask[count:].all(), "the thinking comes first"
         return count

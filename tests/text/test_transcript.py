@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from t2g.config import RewardRuleConfig
 from t2g.feedback import token_offsets, token_rewards
 from t2g.text.offsets import decode
-from t2g.text.transcript import find_answer_tokens, judged_characters, rollout_offsets
+from t2g.text.transcript import compute_answer_mask, judged_characters, rollout_offsets
 from t2g.types import PolicyTurn, Rollout, Span
 
 
@@ -61,7 +61,7 @@ def test_thinking_is_neither_judged_nor_of_an_answer_in_any_turn(tokenizer: Any)
         rollout_logprobs=np.zeros(9, np.float32), response_text="aabb\n\naabc", finish_reason="stop",
         policy_versions=(), answer_start=7, conversation=conversation,
     )  # fmt: skip
-    assert find_answer_tokens(rollout_offsets(tokenizer, rollout), rollout).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert compute_answer_mask(rollout_offsets(tokenizer, rollout), rollout).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
     assert judged_characters(rollout).tolist() == [2, 3, 4, 5, 7, 8, 9]
     assert rollout.answer == "abc"
     assert rollout.policy_mask.tolist() == [1, 1, 1, 1, 0, 1, 1, 1, 1]
@@ -75,5 +75,5 @@ def test_a_response_of_a_single_turn_is_as_before(tokenizer: Any) -> None:
     )  # fmt: skip
     assert rollout.policy_mask.all()
     assert (rollout_offsets(tokenizer, rollout) == token_offsets(tokenizer, ids)).all()
-    assert not find_answer_tokens(token_offsets(tokenizer, ids), rollout).any()
+    assert not compute_answer_mask(token_offsets(tokenizer, ids), rollout).any()
     assert not judged_characters(rollout).size
