@@ -45,7 +45,8 @@ class RewardRuleConfig(FollowingSection):
     )
     good: float = 1.0
     poor: tuple[float, float, float] = Field(
-        (-1.0, -1.0, -1.0), description="value by severity 1, 2, 3; the default of severity 1 is 0 in the task code"
+        (-1.0, -1.0, -1.0),
+        description="value by severity 1, 2, 3; in the task code a model's severity 1 is worth 0 by default",
     )
     overlap: Literal["poor", "good", "sum"] = Field(
         "poor",

@@ -1,6 +1,6 @@
 """Defaults that follow from other sections of a job. Each job sets them with `resolve`, before its own checks.
 
-    task=code, rollout.samples_per_prompt=1
+    task=code, feedback.source=llm, rollout.samples_per_prompt=1
     -> learner.sync_transport=store, objective.rewards.poor=[0, -1, -1], objective.advantages=gae
 
 A value that the user set stays, and a derived value does not count as set: `with_overrides` derives it again. A default
@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from t2g.config.common import Config, GpuSharing, Section, set_derived, with_overrides
+from t2g.config.feedback import SourceConfig
 from t2g.config.learning import Advantages, Placement, TeacherConfig, Transport
 from t2g.config.validation_errors import list_fields
 
@@ -39,12 +40,12 @@ def choose_transport(sharing: GpuSharing, engine_gpus: float, rank_gpus: float, 
     return "store"
 
 
-def choose_poor_rewards(task: str) -> tuple[float, float, float] | None:
-    """Return the rewards of the task code, whose severity 1 means "works, could be improved".
+def choose_poor_rewards(task: str, feedback: SourceConfig) -> tuple[float, float, float] | None:
+    """Return the rewards of the task code, where models are asked for severities: 1 is "works, could be improved".
 
-    The paper's release pays nothing for it.
+    The paper's release pays nothing for it. Functions and people may give no severity, which is 1 as well.
     """
-    return CODE_POOR if task == "code" else None
+    return CODE_POOR if task == "code" and feedback.models else None
 
 
 def choose_advantages(
@@ -85,7 +86,7 @@ DERIVED_DEFAULTS = (
         follows=("cluster.gpu_sharing", "rollout.gpus", "learner.gpus", "learner.sync_verify"),
         derive=choose_transport,
     ),
-    DerivedDefault(key="objective.rewards.poor", follows=("task",), derive=choose_poor_rewards),
+    DerivedDefault(key="objective.rewards.poor", follows=("task", "feedback"), derive=choose_poor_rewards),
     DerivedDefault(
         key="objective.advantages",
         follows=ADVANTAGES_FOLLOW,

@@ -732,7 +732,8 @@ def test_defaults_of_the_objective_follow_its_advantages() -> None:
     assert resolved(explicit)[:3] == ("group_normalised", "none", "k1")
     for alone in ({"rollout.samples_per_prompt": 1}, {"learner.critic_warmup_steps": 2}):
         assert resolved(with_overrides(base, alone))[:3] == ("gae", "full", "k1")
-    code = with_overrides(base, {"task": "code", "objective.advantages": "gae"})
+    judge = {"source": "reward_model", "reward_model": "m"}
+    code = with_overrides(base, {"task": "code", "feedback": judge, "objective.advantages": "gae"})
     assert (code.objective.rewards.poor, code.objective.kl_estimator) == ((0.0, -1.0, -1.0), "k1")
 
 

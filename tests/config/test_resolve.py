@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from t2g.config import DemoJob, EngineConfig, PolicyEvaluationJob, PolicyJob, loading, with_overrides
+from t2g.config import DemoJob, EngineConfig, FeedbackConfig, PolicyEvaluationJob, PolicyJob, loading, with_overrides
 from t2g.config.learning import TeacherConfig
 from t2g.config.resolve import (
     DERIVED_DEFAULTS,
@@ -18,6 +18,7 @@ from t2g.config.resolve import (
 from t2g.config.validation_errors import list_fields
 from t2g.errors import UserError
 
+REWARD_MODEL = {"source": "reward_model", "reward_model": "m"}
 BASE = {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"source": "program"}}
 SCHEMA_POOR = (-1.0, -1.0, -1.0)
 
@@ -43,8 +44,14 @@ def test_the_transport(sharing: Any, engine_gpus: float, rank_gpus: float, verif
 
 
 def test_the_rewards_of_poor_spans() -> None:
-    assert choose_poor_rewards("code") == (0.0, -1.0, -1.0)
-    assert choose_poor_rewards("qa") is None
+    model = FeedbackConfig.model_validate(REWARD_MODEL)
+    program = FeedbackConfig(source="program")
+    assert choose_poor_rewards("code", model) == (0.0, -1.0, -1.0)
+    assert choose_poor_rewards("qa", model) is None
+    assert choose_poor_rewards("code", program) is None
+    for style, poor in (({"source": "feedback:judge"}, None), (REWARD_MODEL, (0.0, -1.0, -1.0))):
+        criteria = FeedbackConfig.model_validate({"sources": {"facts": {"source": "program"}, "style": style}})
+        assert choose_poor_rewards("code", criteria) == poor
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,7 @@ def test_the_discount_between_turns(source: str, placement: Any, gamma: float | 
 
 
 def test_all_follow_at_once_and_in_a_job() -> None:
-    feedback = {"source": "next_message", "align": "program"}
+    feedback = REWARD_MODEL | {"source": "next_message", "align": "reward_model"}
     job = make(task="code", environment="code_repair", feedback=feedback, rollout={"samples_per_prompt": 1})
     objective = job.objective
     assert job.learner.sync_transport == "store"
@@ -99,7 +106,9 @@ def test_set_values_stay() -> None:
 
 
 def test_derived_values_do_not_count_as_set() -> None:
-    job = make(task="code", objective={"rewards": {"good": 2}}, rollout={"samples_per_prompt": 1})
+    job = make(
+        task="code", feedback=REWARD_MODEL, objective={"rewards": {"good": 2}}, rollout={"samples_per_prompt": 1}
+    )
     assert job.objective.rewards.poor == (0.0, -1.0, -1.0)
     assert job.objective.model_fields_set == {"rewards"}
     assert job.objective.rewards.model_fields_set == {"good"}
@@ -110,7 +119,7 @@ def test_derived_values_do_not_count_as_set() -> None:
 @pytest.mark.parametrize("objective", [{}, {"rewards": {"good": 2}}])
 def test_another_task_derives_the_rewards_again(objective: dict[str, Any]) -> None:
     """The rewards of the task code stayed where another key of the section was set."""
-    job = make(task="code", objective=objective)
+    job = make(task="code", feedback=REWARD_MODEL, objective=objective)
     other = with_overrides(job, {"task": "qa"})
     assert other.objective.rewards.poor == SCHEMA_POOR
     assert other.objective.rewards.good == job.objective.rewards.good
@@ -118,7 +127,7 @@ def test_another_task_derives_the_rewards_again(objective: dict[str, Any]) -> No
 
 
 def test_a_saved_config_reads_back_and_has_the_same_identity(tmp_path: Path) -> None:
-    job = make(task="code", rollout={"samples_per_prompt": 1, "gpus": 1}, learner={"gpus": 1})
+    job = make(task="code", feedback=REWARD_MODEL, rollout={"samples_per_prompt": 1, "gpus": 1}, learner={"gpus": 1})
     saved = loading.load(PolicyJob, loading.write(job, tmp_path), environ={})
     assert saved.objective == job.objective
     assert saved.learner == job.learner

@@ -77,7 +77,8 @@ def test_poor_is_paid_by_severity_and_the_most_severe_span_counts() -> None:
 
 
 def test_the_task_code_pays_nothing_for_what_works() -> None:
-    job = {"model": {"policy": "p"}, "data": {"path": "d"}, "feedback": {"source": "program"}}
+    feedback = {"source": "reward_model", "reward_model": "m"}
+    job = {"model": {"policy": "p"}, "data": {"path": "d"}, "feedback": feedback}
     rule = PolicyJob(**job, task="code").objective.rewards
     assert rule.poor == (0, -1, -1)
     assert span_value_rule(rule).poor == (0, -1, -1) and span_value_rule(rule).unit == "token"

@@ -92,7 +92,8 @@ def test_a_severity_means_the_same_to_annotator_reward_model_and_pay() -> None:
     assert meaning in content
     assert meaning in task.feedback_messages(prompt(), RESPONSE)[0]["content"]
     assert "more harm" not in content and "3 is wrong" in meaning and "1 works" in meaning
-    job = PolicyJob(task="code", model={"policy": "m"}, data={"path": "p"}, feedback={"source": "program"})
+    judge = {"source": "llm", "llm": {"model": "m", "url": "http://localhost/v1"}}
+    job = PolicyJob(task="code", model={"policy": "m"}, data={"path": "p"}, feedback=judge)
     scripted = answer(
         "So.", span("bag", "poor", severity=3, phrase="So"), span("phone", "poor", severity=1, phrase="So")
     )
