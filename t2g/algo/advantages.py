@@ -176,9 +176,11 @@ def compare_samples(
         advantages = advantages.to(rewards.dtype)
         returns = returns.to(rewards.dtype)
 
-    advantages = whiten(advantages, is_trained, whitening)
-    is_constant = constant_groups(returns, mask, groups, state_ids)
-    return torch.where(is_constant[:, None], 0, advantages), returns
+    is_constant = constant_groups(returns, mask, groups, state_ids)[:, None]
+    # Before as well: values by state shrink to other prompts, so that they would move the mean of the compared ones.
+    compared = torch.where(is_constant, 0, advantages)
+    whitened = whiten(compared, is_trained, whitening)
+    return torch.where(is_constant, 0, whitened), returns
 
 
 def boundary_lambdas(state_ids: torch.Tensor, lam: float) -> torch.Tensor:
@@ -224,7 +226,7 @@ def add_local_credit(
     cap: float,
     keep_sign: bool,
 ) -> torch.Tensor:
-    """Return A_t + coef * clip(c_t / rms(c), -cap, cap), the spans' own values on their own tokens added.
+    """Return A_t + coef * c_t * min(1 / rms(c), cap / max|c|), the spans' own values on their own tokens added.
 
     A_t holds the rewards after token t. c_t is the critique's label of token t itself, without the noise of later
     spans. rms is over the step's tokens, as is the scale of A after `whiten`. CAPO (arXiv 2508.02298), RTT (2604.02795)
@@ -235,7 +237,8 @@ def add_local_credit(
         span_values: c, the value of the spans that cover token t, [B, R]; 0 elsewhere.
         mask: 1 on the tokens that the loss counts; the others get 0.
         coef: Weight of the local term.
-        cap: Bound of the local term before `coef`; where few tokens have spans, the rms makes each of them large.
+        cap: Bound of the local term before `coef`. Where few tokens have spans, the rms makes each of them large. The
+            bound is one factor for all: spans of unequal severity or confidence keep their ratio.
         keep_sign: Whether the sum keeps the sign of an A that is not 0; a span that would turn it leaves 0.
 
     >>> advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
@@ -243,8 +246,10 @@ def add_local_credit(
     >>> add_local_credit(advantages, spans, torch.ones(1, 4), coef=0.5, cap=1.0, keep_sign=False).tolist()
     [[1.0, 0.5, -0.5, -1.0]]
     """
-    local = whiten(span_values, mask, "scale_only").clamp(-cap, cap)
-    combined = advantages + coef * local
+    local = whiten(span_values, mask, "scale_only")
+    largest = float(local.abs().max()) if local.numel() else 0.0
+    bounded = local * (cap / max(largest, cap))
+    combined = advantages + coef * bounded
     if keep_sign:
         has_turned = combined * advantages.sign() < 0
         combined = torch.where(has_turned, 0, combined)

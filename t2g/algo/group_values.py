@@ -42,7 +42,7 @@ def state_values(
     >>> state_values(returns, torch.ones(3, 2), state_ids, torch.tensor([0, 0, 1])).tolist()[0]
     [4.333333333333333, 2.0]
     """
-    sample_sums = _sum_own(returns, mask, state_ids)
+    sample_sums = _get_returns_at_state_starts(returns, mask, state_ids)
     _, group_index = groups.unique(return_inverse=True)
     in_group = _sum_groups(sample_sums, group_index)
     total = sample_sums.totals.sum(0) - in_group.totals
@@ -58,8 +58,11 @@ def state_values(
     return torch.where(mask.bool(), values_of_tokens, 0)
 
 
-def _sum_own(returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor) -> _StateSums:
-    """Return the return of each sample in each state and 1, or 0 and 0 in states it does not reach, [B, K] each."""
+def _get_returns_at_state_starts(returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor) -> _StateSums:
+    """Return, for each sample and state, the return at the sample's first token there and the count 1, [B, K] each.
+
+    Both are 0 in a state that the sample does not reach.
+    """
     num_states = int(state_ids.max()) + 1 if state_ids.numel() else 1
     totals = torch.zeros(len(returns), num_states, dtype=torch.float64)
     counts = torch.zeros_like(totals)
@@ -120,7 +123,7 @@ def constant_groups(
     """Return whether the comparison of a prompt's samples says nothing, [B] bool.
 
     That holds where all of them have equal returns at every token position, or, with `state_ids`, at the start of
-    every state that they reach. A single sample has nothing to be compared with: True.
+    every state. A single sample has nothing to be compared with: True.
     """
     is_constant = torch.zeros(len(returns), dtype=torch.bool)
     for group in groups.unique():
@@ -136,10 +139,12 @@ def constant_groups(
 
 
 def _spread_by_state(returns: torch.Tensor, mask: torch.Tensor, state_ids: torch.Tensor) -> torch.Tensor:
-    """Return the largest less the smallest return at the start of each state, over the samples that reach it, [K]."""
-    sample_sums = _sum_own(returns, mask, state_ids)
-    is_reached = sample_sums.counts > 0
-    highest = torch.where(is_reached, sample_sums.totals, -torch.inf).amax(0)
-    lowest = torch.where(is_reached, sample_sums.totals, torch.inf).amin(0)
-    spread = highest - lowest
-    return torch.where(is_reached.any(0), spread, 0)
+    """Return the largest less the smallest return at the start of each state, over all samples, [K].
+
+    A sample that does not reach a state counts with its return in the last state before it, as in `extend_returns`.
+    """
+    first = _get_returns_at_state_starts(returns, mask, state_ids)
+    states = torch.arange(first.counts.shape[1])
+    last_reached = torch.where(first.counts > 0, states, 0).cummax(1).values
+    extended = first.totals.gather(1, last_reached)
+    return extended.amax(0) - extended.amin(0)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from math import ceil
+from math import ceil, isclose
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ from t2g.types import JudgedResponse, Prompt, Rollout, TrainSequence
 
 Metrics = dict[str, float]
 # (model, engine settings, coroutine function) -> its result; the engines live until the coroutine has returned
+REWARD_TOLERANCE = 1e-6  # sums of the same float32 rewards in another order differ by less
 Serve = Callable[[ModelConfig, RolloutConfig, Callable[[RolloutSource], Coroutine[Any, Any, Any]]], Any]
 
 
@@ -437,7 +438,7 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
     Rewards 2, 0, 1, 0 -> (2, 0), (1, 0); rewards 1, 1 -> no pair, one tie.
 
     Returns:
-        The pairs, and the number of ties: pairs left out because both responses have the same reward.
+        The pairs, and the number of ties: pairs left out because both responses have the same reward, up to rounding.
     """
     pairs: list[PreferencePair] = []
     ties = 0
@@ -445,7 +446,7 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
         ranking = sorted(group, key=lambda response: -response.reward)  # stable
         better_half = ranking[: len(ranking) // 2]
         for chosen, rejected in zip(better_half, reversed(ranking), strict=False):
-            if chosen.reward == rejected.reward:
+            if isclose(chosen.reward, rejected.reward, abs_tol=REWARD_TOLERANCE):
                 ties += 1
                 continue
             pair = PreferencePair(

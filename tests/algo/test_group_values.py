@@ -183,6 +183,15 @@ def test_local_credit_has_unit_scale() -> None:
     assert local([1.0, -1.0], [0.0, 0.0]) == [1.0, -1.0]
 
 
+def test_the_bound_of_local_credit_keeps_the_ratios_of_spans() -> None:
+    sparse = [-2.0, 0.5] + 98 * [0.0]
+    assert local([0.0] * 100, sparse, cap=3.0)[:2] == pytest.approx([-3.0, 0.75])
+    dense = [-2.0, 0.5, 1.0]  # rms sqrt(1.75): nothing is above the bound
+    assert local([0.0] * 3, dense, cap=3.0) == pytest.approx([value / 1.75**0.5 for value in dense])
+    empty = torch.zeros(2, 0)
+    assert add_local_credit(empty, empty, empty, coef=0.3, cap=3.0, keep_sign=False).shape == (2, 0)
+
+
 def test_local_credit_has_the_form_of_published_methods() -> None:
     """The response's advantage on every token, and a smaller term on the span's own tokens.
 
@@ -214,6 +223,14 @@ def test_groups_whose_samples_earn_the_same() -> None:
     assert constant_groups(returns, mask, groups, states).all()
 
 
+def test_a_sample_that_does_not_reach_a_state_counts_there_with_its_last_return() -> None:
+    """A good and a poor span against no span: equal totals, and the poor span alone in its state."""
+    returns = torch.tensor([[0.0, -1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    states = torch.tensor([[0, 1], [0, 0], [0, 1], [0, 0]])
+    groups = torch.tensor([0, 0, 1, 1])
+    assert constant_groups(returns, torch.ones(4, 2), groups, states).tolist() == [False, False, True, True]
+
+
 @pytest.mark.parametrize("whitening", ["full", "none"])
 def test_a_group_that_is_equal_in_its_states_has_no_advantage(whitening: str) -> None:
     """One good span each, at other tokens; and a lone sample. The other prompt earns more, which moves their values."""
@@ -226,3 +243,16 @@ def test_a_group_that_is_equal_in_its_states_has_no_advantage(whitening: str) ->
     )
     is_zero = (advantages == 0).all(1)
     assert is_zero.tolist() == [True, True, False, False, True]
+
+
+def test_a_group_that_is_equal_does_not_move_the_mean_of_the_others() -> None:
+    """Returns of 3 against a prior of other prompts are advantages above 0; without them 1 is as good as -1 is poor."""
+    rewards = torch.tensor([[1.0], [1.0], [-1.0], [-1.0], [3.0], [3.0], [3.0], [3.0]])
+    ones = torch.ones_like(rewards)
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    states = torch.zeros_like(rewards, dtype=torch.long)
+    advantages, _ = compare_samples(
+        rewards, ones, groups, 1.0, state_ids=states, lam=1.0, normalize=False, whitening="full", is_trained=ones
+    )
+    column = advantages[:, 0].tolist()
+    assert min(column[:2]) > 0.3 and max(column[2:4]) < -1 and column[4:] == [0.0] * 4

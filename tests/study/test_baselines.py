@@ -113,6 +113,7 @@ def test_best_meets_worst_and_ties_are_counted() -> None:
     assert ids_of(pairs) == [(1, 3), (2, 0)]  # 2 against the later 0, 1 against the earlier one
     assert ties == 0
     assert preference_pairs([scored(1.0, 1.0)]) == ([], 1)
+    assert preference_pairs([scored(0.66666675, 0.66666669)]) == ([], 1)  # the same spans, summed in another order
     pairs, ties = preference_pairs([scored(1.0, 3.0, 1.0, 1.0)])
     assert (ids_of(pairs), ties) == ([(1, 3)], 1)
 
