@@ -150,7 +150,7 @@ def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tok
 
 
 async def measure_gaps(row: TeacherPrompts, data: PolicyData, rollouts: RolloutFleet) -> list[Gaps]:
-    """Return by how much teacher and control find the tokens of the policy likelier than the policy does."""
+    """Return the log-probabilities of teacher and control less the policy's, at temperature 1, token by token."""
     prompt, response, feedback = row.judged
     prompts = (prompt, row.teacher, row.control)
     requests = (rollouts.compute_logprobs(reading, response.response_ids) for reading in prompts)
@@ -162,7 +162,7 @@ async def measure_gaps(row: TeacherPrompts, data: PolicyData, rollouts: RolloutF
 
 
 def summarize_gaps(responses: Sequence[Gaps]) -> dict[str, dict[str, float]]:
-    """Return the mean over tokens of each kind, nats, with its interval over responses; kinds without a token lack."""
+    """Return the mean over tokens of each kind that occurs, nats, with its interval over responses."""
     draws = Draws(len(responses), seed=0)
     intervals: dict[str, dict[str, float]] = {}
     for kind in responses[0]:

@@ -69,12 +69,12 @@ class CompareConfig(Section):
     retention: DataConfig | None = Field(
         None,
         description="texts that no method trains on, with the fields prompt and response: how much less likely each "
-        "run makes them is measured",
+        "run makes them is measured, at rollout.temperature",
     )
     choices: DataConfig | None = Field(
         None,
         description="multiple-choice questions that no method trains on: prompt, choices (texts that continue it) and "
-        "answer (index of the right one); the share of right answers is measured",
+        "answer (index of the right one); the share of right answers is measured, at rollout.temperature",
     )
     results: Path | None = Field(
         None,

@@ -184,6 +184,18 @@ class PolicyJob(SyncedJob, JobConfig):
         return self
 
     @model_validator(mode="after")
+    def check_criteria(self) -> Self:
+        """Refuse that a criterion without feedback counts as 0, which is more than an honest criticism."""
+        optional = [name for name, source in (self.feedback.sources or {}).items() if not source.required]
+        if optional and self.objective.trains_rewards and not self.objective.normalize_criteria:
+            raise ValueError(
+                f"feedback.sources.{optional[0]}.required=false pays a response without that feedback 0 for it, more "
+                "than a criticised one: set required=true, or objective.normalize_criteria=true, which leaves the "
+                "response out of that criterion's comparison"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_resampling(self) -> Self:
         number = self.rollout.resample_zero_groups
         if number == 0:

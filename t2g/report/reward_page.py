@@ -33,6 +33,7 @@ def write_evaluation(
     Returns:
         The content of evaluation.json.
     """
+    prompt_ids = [record.prompt_id for record in records]
     errors = reward_eval.find_errors(judged)
     metrics = reward_eval.reward_metrics(judged)
     errors_json = {kind: _errors_json(of_kind, records, judged) for kind, of_kind in errors.items()}
@@ -40,7 +41,7 @@ def write_evaluation(
         **about,
         "warning": reward_eval.parse_warning(metrics),
         "metrics": metrics,
-        "intervals": reward_eval.bootstrap_intervals(judged, seed=seed),
+        "intervals": reward_eval.bootstrap_intervals(judged, prompt_ids, seed=seed),
         "num_resamples": reward_eval.NUM_RESAMPLES,
         "token_confusion": reward_eval.token_confusion(judged),
         "errors": errors_json,

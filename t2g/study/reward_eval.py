@@ -155,13 +155,22 @@ def measure_method(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback
     return metrics
 
 
-def bootstrap_intervals(records: Sequence[JudgedRecord], *, seed: int) -> dict[str, tuple[float, float]]:
-    """Return the 95 % interval of every ratio in `reward_metrics`: percentiles over bootstrap resamples of the records.
+def bootstrap_intervals(
+    records: Sequence[JudgedRecord], prompt_ids: Sequence[str], *, seed: int
+) -> dict[str, tuple[float, float]]:
+    """Return the 95 % interval of every ratio in `reward_metrics`: percentiles over bootstrap resamples of the prompts.
 
     Ratios that a resample does not define are left out.
+
+    Args:
+        prompt_ids: The prompt of each record. Records of one prompt are alike, so that they are resampled together.
     """
-    draws = Draws(len(records), seed=seed, num_draws=NUM_RESAMPLES)
-    totals = {name: draws.resampled(column) for name, column in _columns(records).items()}
+    unique_ids, prompt_index = np.unique(prompt_ids, return_inverse=True)
+    draws = Draws(len(unique_ids), seed=seed, num_draws=NUM_RESAMPLES)
+    totals: dict[tuple[str, str], np.ndarray] = {}
+    for name, column in _columns(records).items():
+        sums = np.bincount(prompt_index, weights=column)
+        totals[name] = draws.resampled(sums)
     intervals: dict[str, tuple[float, float]] = {}
     for name, values in _ratios(totals).items():
         defined = values[~np.isnan(values)]

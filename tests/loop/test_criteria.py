@@ -42,8 +42,9 @@ def source(name: str, **options: Any) -> dict[str, Any]:
     return {"source": f"{__name__}:{name}", **options}
 
 
-def bench(folder: Path, tokenizer: Any, feedback: dict[str, Any]) -> Bench:
-    config: PolicyJob = with_overrides(job(), {"num_steps": 3, "feedback": feedback, "log.num_samples": 32})
+def bench(folder: Path, tokenizer: Any, feedback: dict[str, Any], **overrides: Any) -> Bench:
+    settings = {"num_steps": 3, "feedback": feedback, "log.num_samples": 32} | overrides
+    config: PolicyJob = with_overrides(job(), settings)
     new_bench = Bench(folder, tokenizer, config)
     local = make_source(config.feedback, lambda one, section: make_local_source(one, PromptsTask(), section=section))
     new_bench.trainer.feedback = new_bench.trainer.train_feedback = local
@@ -86,7 +87,7 @@ def test_opposite_criteria_cancel_and_unequal_weights_do_not(tokenizer: Any, tmp
 
 def test_each_criterion_has_a_curve_a_label_and_an_alarm(tokenizer: Any, tmp_path: Path) -> None:
     sources = {"facts": source("letters"), "praise": source("broken", required=False, weight=2)}
-    criteria_bench = bench(tmp_path, tokenizer, {"sources": sources})
+    criteria_bench = bench(tmp_path, tokenizer, {"sources": sources}, **{"objective.normalize_criteria": True})
     metrics = criteria_bench.metrics()
     assert all(0 < m["criterion_failed/praise"] < 0.8 and m["feedback/failed_share"] == 0 for m in metrics[1:])
     lines = samples(tmp_path)

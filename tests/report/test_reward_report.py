@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ def says(critique: str, *spans: Span, status: Any = "ok", quotes: int | None = N
     )  # fmt: skip
 
 
+PROMPT_IDS = count()  # intervals are over prompts
+
+
 def case(response: str, model: SpanFeedback, *, prompt: str = "p", agreement: float | None = None) -> Any:
     """A record whose first word is good and second poor, and what the model says of it; a token a character."""
     record = read_record(
-        {"prompt_id": "7", "prompt": prompt, "response": response, "critique": "gold words", "good": ["aa"],
-         "poor": ["bb"]}
+        {"prompt_id": str(next(PROMPT_IDS)), "prompt": prompt, "response": response, "critique": "gold words",
+         "good": ["aa"], "poor": ["bb"]}
     )  # fmt: skip
     gold = SpanFeedback(**{**vars(record.to_feedback()), "agreement": agreement})
 
@@ -87,7 +91,8 @@ def test_the_json_holds_metrics_intervals_and_examples(
         "missed_poor": 1, "invented_poor": 1, "not_located": 1, "unparsable": 1,
     }  # fmt: skip
     (missed,) = result["errors"]["missed_poor"]["examples"]
-    assert (missed["prompt_id"], missed["what"], missed["model"]["critique"]) == ("7", ["bb"], "half")
+    missed_id = cases[1][0].prompt_id
+    assert (missed["prompt_id"], missed["what"], missed["model"]["critique"]) == (missed_id, ["bb"], "half")
     assert [(s["start"], s["end"], s["label"], s["severity"]) for s in missed["gold"]["spans"]] == [
         (0, 2, 1, 1), (3, 5, -1, 1),
     ]  # fmt: skip

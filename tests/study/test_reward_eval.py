@@ -173,10 +173,25 @@ def noisy(rng: np.random.Generator, count: int) -> list[JudgedRecord]:
     return [judged(rng.integers(-1, 2, 12).tolist(), rng.integers(-1, 2, 12).tolist()) for _ in range(count)]
 
 
+def intervals_of(records: list[JudgedRecord], seed: int) -> dict[str, tuple[float, float]]:
+    """Return the intervals where each record has its own prompt."""
+    return bootstrap_intervals(records, [str(number) for number in range(len(records))], seed=seed)
+
+
+def test_records_of_one_prompt_are_resampled_together() -> None:
+    """Four equal records of each prompt say no more than one."""
+    once = noisy(np.random.default_rng(7), 30)
+    names = [str(number) for number in range(30)]
+    single = bootstrap_intervals(once, names, seed=1)
+    repeated = bootstrap_intervals(once * 4, names * 4, seed=1)
+    assert all(repeated[name] == pytest.approx(single[name]) for name in single)
+    assert intervals_of(once * 4, seed=1)["poor_f1"][0] > repeated["poor_f1"][0] + 0.01
+
+
 def test_intervals_against_a_slow_bootstrap() -> None:
     rng = np.random.default_rng(7)
     records = noisy(rng, 30)
-    fast = bootstrap_intervals(records, seed=1)
+    fast = intervals_of(records, seed=1)
     slow = []
     for _ in range(600):
         drawn = [records[i] for i in rng.integers(0, 30, 30)]
@@ -188,14 +203,14 @@ def test_intervals_against_a_slow_bootstrap() -> None:
 
 def test_the_seed_decides_the_intervals() -> None:
     records = noisy(np.random.default_rng(7), 10)
-    assert bootstrap_intervals(records, seed=3) == bootstrap_intervals(records, seed=3)
-    assert bootstrap_intervals(records, seed=3) != bootstrap_intervals(records, seed=4)
+    assert intervals_of(records, seed=3) == intervals_of(records, seed=3)
+    assert intervals_of(records, seed=3) != intervals_of(records, seed=4)
 
 
 def test_records_that_are_all_alike_leave_no_doubt_about_any_ratio() -> None:
     alike = [judged([1, 1, -1], [1, 0, -1])] * 5
     metrics = reward_metrics(alike)
-    intervals = bootstrap_intervals(alike, seed=3)
+    intervals = intervals_of(alike, seed=3)
     sizes = {"good_tokens", "poor_tokens", "good_spans", "poor_spans", "num_records"}
     assert intervals.keys() == metrics.keys() - sizes
     assert all(intervals[name] == pytest.approx((metrics[name], metrics[name])) for name in intervals)
@@ -203,8 +218,8 @@ def test_records_that_are_all_alike_leave_no_doubt_about_any_ratio() -> None:
 
 def test_agreement_is_of_the_resamples_that_have_any() -> None:
     records = [judged(gold=says(agreement=0.8)), judged(), judged()]
-    assert bootstrap_intervals(records, seed=1)["agreement"] == pytest.approx((0.8, 0.8))
-    assert "agreement" not in bootstrap_intervals([judged()], seed=1)
+    assert intervals_of(records, seed=1)["agreement"] == pytest.approx((0.8, 0.8))
+    assert "agreement" not in intervals_of([judged()], seed=1)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
