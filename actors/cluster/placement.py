@@ -329,16 +329,25 @@ def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeou
         LearnerLost: A bundle does not answer within timeout_s.
     """
     nodes: Mapping[int, str] = placement_group_table(place)["bundles_to_node_id"]
-    gpus: Sequence[Any] = [0] * len(nodes)
+    gpus: Sequence[list[str]] = [[]] * len(nodes)
     if config.gpus and len(nodes) > 1:
         # A function of a module would import that first, for seconds.
-        query = ray.remote(lambda: [int(gpu) for gpu in ray.get_gpu_ids()])
+        query = ray.remote(lambda: [str(gpu) for gpu in ray.get_gpu_ids()])
         requests: list[Any] = []
         for index in sorted(nodes):
             options = actor_options(config, place, bundle=index)
             requests.append(query.options(**options, max_retries=0).remote())
         gpus = collect(requests, actor_name="placement group bundle", call="the query of its GPU", timeout_s=timeout_s)
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], [_gpu_order(gpu) for gpu in gpus[bundle]]))
+
+
+def _gpu_order(gpu: str) -> tuple[int, str]:
+    """Return a sort key of a GPU's name. Where CUDA_VISIBLE_DEVICES has UUIDs or MIG names, Ray gives these.
+
+    >>> sorted(["10", "9", "MIG-b", "MIG-a"], key=_gpu_order)
+    ['9', '10', 'MIG-a', 'MIG-b']
+    """
+    return len(gpu), gpu
 
 
 def describe_requirements(config: ProcessConfig) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from actors.cluster.fanout import first_line, first_sentence
 from actors.cluster.placement import listening_environment
-from actors.cluster.toolkit import build_environment
+from actors.cluster.toolkit import allocator_environment, build_environment
 from actors.engines.core_log import find_core_error
 from actors.fleet.meter import EngineStats, Meter
 from actors.vllm_compat.stats import make_stat_logger
@@ -69,7 +69,7 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
         "VLLM_PLUGINS": PLUGIN,  # excludes other installed plug-ins
     }
     if config.gpus:
-        return common | compile_cache() | build_environment()
+        return common | compile_cache() | build_environment() | allocator_environment()
     environment = common | {
         # 0: model and scheduler share the core process. As two processes each loads torch and vLLM, and the scheduler
         # polls for the model's answer.
@@ -275,9 +275,9 @@ class Engine:
         vLLM's measurement counts memory that other processes on the GPU allocate or free meanwhile: two engines that
         start together would fail. If the shape is unknown or nothing seems to fit, vLLM measures.
 
-        The successor of an engine that could sleep starts beside a rank's weights. It gets the same cache as at a first
-        start. vLLM refuses a start when less than gpu_memory_utilization is free, so this is set to what an engine
-        keeps: its weights and its cache.
+        The successor of an engine starts beside what else is on its GPU. It gets the same cache as at a first start.
+        vLLM refuses a start when less than gpu_memory_utilization is free, so on a shared GPU this is set to what an
+        engine keeps: its weights and its cache.
         """
         shape = find_shape(self._model, self._revision)
         if shape is None:
@@ -287,7 +287,7 @@ class Engine:
             return
         cache = vllm_config.cache_config
         cache.kv_cache_memory_bytes = int(fit.cache)
-        if self._can_sleep:
+        if self._can_sleep or self._config.gpus < 1:
             kept_bytes = fit.parts["weights"] + fit.cache
             cache.gpu_memory_utilization = kept_bytes / gpu_bytes
 

@@ -126,7 +126,7 @@ def _publish(part: Path, out_folder: Path, metrics: dict[str, float], run_identi
 def _learner_spec(
     model: ModelConfig, options: SFTOptions, num_steps: int, seed: int, *, longest_row: int
 ) -> LearnerSpec:
-    shared = {"workers", "dtype", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
+    shared = {"workers", "gpus", "dtype", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
     lora = options.lora
     learner = LearnerConfig(
         **options.model_dump(include=shared),

@@ -222,6 +222,7 @@ class PolicyTrainer(ModelTrainer):
             check_update_mode(engine, spec)
         if spec.learner.share_prompts:
             check_shared_prompts(engine, spec)
+        self._sender = self._make_sender()  # now: what it imports must not delay engines that wait for it
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
@@ -394,8 +395,7 @@ class PolicyTrainer(ModelTrainer):
     def _weights(self) -> FullWeights:
         return FullWeights(self.engine, adapters=self.spec.learner.sends_adapters)
 
-    @cached_property
-    def _sender(self) -> Sender | None:
+    def _make_sender(self) -> Sender | None:
         if self.spec.learner.is_replayable:
             return None
         if self.spec.learner.sync_transport == "ipc":

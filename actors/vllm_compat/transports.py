@@ -94,6 +94,10 @@ class NcclSender:
     _group: Any = None
     _rendezvous: Rendezvous | None = None
 
+    def __init__(self) -> None:
+        """Import vLLM's communicator now: from a cold disk that takes longer than engines wait at the rendezvous."""
+        import vllm.distributed.device_communicators.pynccl
+
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Join the group of a round, or keep the current group if it is the same and intact."""
         if rendezvous == self._rendezvous and self._group is not None and not self._group.disabled:

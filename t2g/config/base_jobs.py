@@ -197,4 +197,15 @@ class SyncedJob(AnyJob):
             with errors_at("learner"):
                 self.learner.check_one_rank_per_gpu()
         check_gpus(self.rollout, self.learner, self.cluster.gpu_sharing)
+        if self.shares_gpus:
+            self._check_no_other_fractions()
         return self
+
+    def _check_no_other_fractions(self) -> None:
+        """Refuse a fraction of a GPU for another role: Ray could put it where the rank of an engine has to be."""
+        for section, role in self.roles().items():
+            if section not in ("rollout", "learner") and 0 < role.gpus < 1:
+                raise ValueError(
+                    f"{section}.gpus is {role.gpus:g}, and cluster.gpu_sharing={self.cluster.gpu_sharing} fills each "
+                    "GPU with an engine and its rank: take a whole number"
+                )

@@ -266,12 +266,16 @@ def _rank_problems(
     config: JobConfig, group: PodGroup, fit: Estimate, gpu_gib: float, coresident: float | None
 ) -> Iterator[str]:
     """Yield the problem of ranks. coresident: memory of the engine on the same GPU; None: there is no engine."""
-    room = gpu_gib * GIB - (coresident or 0.0)
+    share = 1.0
+    if coresident is None and 0 < group.role.gpus < 1:
+        share = group.role.gpus  # the rest belongs to engines, which take theirs at their start
+    room = share * gpu_gib * GIB - (coresident or 0.0)
     if fit.total <= room:
         return
     engine = "" if coresident is None else f" beside {coresident / GIB:.0f} of the engine there"
     advice = ", or ".join(_memory_advice(config, group.section))
-    yield f"{group.section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{engine}; {advice}"
+    part = "a GPU" if share == 1 else f"{share:g} of a GPU"
+    yield f"{group.section}: about {fit.total / GIB:.0f} GiB on {part} of {gpu_gib:g}{engine}; {advice}"
 
 
 def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:

@@ -70,19 +70,18 @@ def critic_models(shape: ModelShape) -> Models:
 def states_bytes(models: Models, *, ranks: int, itemsize: int) -> dict[str, float]:
     """Return one rank's share under ZeRO-3 of N parameters, n of them trained.
 
-    Weights b N / R; gradients, accumulated in float32, 4 n / R; AdamW's two moments 8 n / R, and in bfloat16 the
-    float32 weights 4 n / R.
+    Weights b N / R; gradients, accumulated in float32, 4 n / R; AdamW's two moments 8 n / R and its float32 weights
+    4 n / R, which DeepSpeed copies from float32 weights, too.
     """
     numel = 0
     trained = 0
     for model_numel, model_trained in models:
         numel += model_numel
         trained += model_trained
-    optimizer_bytes = 8 if itemsize == 4 else 12
     return {
         "weights": itemsize * numel / ranks,
         "gradients": 4 * trained / ranks,
-        "optimizer": optimizer_bytes * trained / ranks,
+        "optimizer": 12 * trained / ranks,
     }
 
 
@@ -176,7 +175,7 @@ def host_bytes(
 
     A model whose files have another dtype than the learner is converted before it is partitioned: policy, reference and
     critic. Other models are read as file pages that the ranks of a node share. With offload=cpu the states stay on the
-    host. With gpu_sharing=alternate gradients and optimizer are there while the engines sample.
+    host, where DeepSpeed has weights and gradients twice: by parameter and as flat buffers. With gpu_sharing=alternate gradients and optimizer are there while the engines sample.
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
@@ -185,7 +184,7 @@ def host_bytes(
     loads = itemsize * sum(numel for numel, _ in models)
     states = states_bytes(models, ranks=learner.workers, itemsize=itemsize)
     if learner.offload == "cpu":
-        return loads + sum(states.values())
+        return loads + 2 * states["weights"] + 2 * states["gradients"] + states["optimizer"]
     if sharing == "alternate":
         return max(loads, states["gradients"] + states["optimizer"])
     return loads

@@ -603,6 +603,12 @@ def test_the_identity_of_a_run_is_what_may_not_differ(tmp_path: Path) -> None:
         ),
         ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 rollout.labels.a=b cluster.gpu_sharing=split", "the same labels"),
         ("nccl", "rollout.gpus=1 learner.gpus=1 learner.sync_verify=full", "sync_verify=full needs sync_transport=sto"),
+        (
+            "ipc",
+            "rollout.gpus=0.6 learner.gpus=0.4 feedback.engine.gpus=0.4 cluster.gpu_sharing=split "
+            "feedback.source=reward_model feedback.reward_model=m",
+            "feedback.engine.gpus is 0.4",
+        ),
         ("nccl", "rollout.gpus=1 learner.gpus=1", ""),
         ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 cluster.gpu_sharing=split", ""),
     ],

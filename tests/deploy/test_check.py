@@ -176,6 +176,14 @@ def test_an_engine_and_a_rank_fit_on_one_gpu(gpu: str) -> None:
         assert " GiB on a GPU of 22.5 beside 6 of the engine there" in rank
 
 
+def test_a_rank_with_a_part_of_a_gpu_has_that_part_of_its_memory() -> None:
+    half = ("learner.workers=1", "learner.gpus=0.5", "rollout.gpus=0.5", "learner.lora={r: 16, alpha: 32}",
+            "objective.advantages=group", "rollout.samples_per_prompt=4")  # fmt: skip
+    problems, _ = check(*GOOD, *half, gpu="A100-40GB")
+    assert [problem for problem in problems if "GiB on 0.5 of a GPU of 40" in problem], problems
+    assert check(*GOOD, *half, gpu="H200")[0] == []
+
+
 def test_engine_and_rank_leave_two_gib_of_a_card_of_24() -> None:
     """Of the 22.5 GiB that the driver shows of an L4; the engine fills its share with cache."""
     config = loading.load(PolicyJob, ROOT / "configs/own/one_gpu.yaml", environ={}, cwd=ROOT)

@@ -144,6 +144,18 @@ def test_ranks_of_a_node_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert placement.order_bundles_by_gpu(place, RoleConfig(workers=4), timeout_s=1) == [1, 3, 0, 2]
 
 
+@pytest.mark.parametrize("gpus", [[["9"], ["10"]], [["GPU-1a"], ["GPU-2b"]]])
+def test_ranks_follow_the_order_of_gpus_also_by_uuid(monkeypatch: pytest.MonkeyPatch, gpus: list[list[str]]) -> None:
+    nodes: Any = {"bundles_to_node_id": {0: "a", 1: "a"}}
+    query = SimpleNamespace(options=lambda **how: SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(placement, "placement_group_table", lambda place: nodes)
+    monkeypatch.setattr(placement, "actor_options", lambda config, place, bundle: {})
+    monkeypatch.setattr(placement, "collect", lambda requests, **names: [gpus[1], gpus[0]])
+    monkeypatch.setattr(placement, "ray", SimpleNamespace(remote=lambda function: query))
+    place: Any = None
+    assert placement.order_bundles_by_gpu(place, RoleConfig(workers=2, gpus=1), timeout_s=1) == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("role", "sentence"),
     [

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.cluster.fanout import first_sentence
+from actors.cluster.toolkit import ALLOCATOR_VARIABLES
 from actors.engines.engine import (
     PLUGIN,
     Engine,
@@ -71,9 +72,11 @@ def test_engines_on_parts_of_a_gpu_do_not_measure_each_other(monkeypatch: pytest
 
     def fixed(shape: ModelShape | None, gpus: float, gpu_gib: float) -> float | None:
         monkeypatch.setattr("actors.engines.engine.find_shape", lambda model, revision: shape)
-        cache = SimpleNamespace(kv_cache_memory_bytes=None)
+        cache = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=gpus)
         engine = Engine("m", EngineConfig(gpus=gpus, dtype="bfloat16"), seed=1)
         engine._fix_kv_cache(SimpleNamespace(cache_config=cache), gpu_bytes=int(gpu_gib * GIB))
+        # A successor finds less free than the share that it had: what the others take, and their contexts.
+        assert shape is None or cache.gpu_memory_utilization < gpus or not cache.kv_cache_memory_bytes
         return cache.kv_cache_memory_bytes
 
     taken = 2 * LLAMA_3_8B.numel / GIB + 1 + 512 * 128_256 * 14 / GIB + 1  # weights, a step, the sampler, all else
@@ -101,6 +104,16 @@ def test_an_engine_that_can_sleep_has_one_cache_at_every_start(monkeypatch: pyte
     refused = SimpleNamespace(gpu_memory_utilization=0.89)
     with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
         request_memory(beside, refused)
+
+
+def test_pinned_memory_is_not_rounded_up_and_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = partial(engine_environment, owner=17, receives_weights=True)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert of(EngineConfig(gpus=1))["PYTORCH_ALLOC_CONF"] == "pinned_max_round_threshold_mb:1"
+    assert "PYTORCH_ALLOC_CONF" not in of(EngineConfig())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert "PYTORCH_ALLOC_CONF" not in of(EngineConfig(gpus=1))
 
 
 def test_what_is_compiled_lies_beside_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
