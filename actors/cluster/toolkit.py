@@ -13,7 +13,6 @@ from pathlib import Path
 
 import xxhash
 
-
 # Otherwise torch rounds pinned buffers up to a power of two: a sleeping engine would take almost twice its weights.
 EXACT_PINNED = "pinned_max_round_threshold_mb:1"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

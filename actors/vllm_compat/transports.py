@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class NcclSender:
 
     def __init__(self) -> None:
         """Import vLLM's communicator now: from a cold disk that takes longer than engines wait at the rendezvous."""
-        import vllm.distributed.device_communicators.pynccl
+        import_module("vllm.distributed.device_communicators.pynccl")
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Join the group of a round, or keep the current group if it is the same and intact."""

@@ -175,7 +175,8 @@ def host_bytes(
 
     A model whose files have another dtype than the learner is converted before it is partitioned: policy, reference and
     critic. Other models are read as file pages that the ranks of a node share. With offload=cpu the states stay on the
-    host, where DeepSpeed has weights and gradients twice: by parameter and as flat buffers. With gpu_sharing=alternate gradients and optimizer are there while the engines sample.
+    host, where DeepSpeed has weights and gradients twice: by parameter and as flat buffers. With gpu_sharing=alternate
+    gradients and optimizer are there while the engines sample.
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
