@@ -146,11 +146,11 @@ def check(arguments: argparse.Namespace) -> int:
     """Print what a run needs of a cluster, and what cannot work; exit code 1 if something cannot."""
     schema = JOBS[arguments.job_kind].schema
     # With `auto` each process gets a GPU of its own, and the defaults of what the machine would decide.
-    config = load(schema, arguments.config, arguments.overrides, have=lambda address: {"GPU": inf})
+    config = load(schema, arguments.config, arguments.overrides, find_resources=lambda address: {"GPU": inf})
     problems, text = check_config(config, gpu=arguments.gpu, preflight_findings=preflight(config))
     print(text)
     try:
-        load(schema, arguments.config, arguments.overrides, have=None)
+        load(schema, arguments.config, arguments.overrides, find_resources=None)
     except UserError as error:
         print(f"warning: t2g deploy render refuses this config: {error}")
     return 1 if problems else 0
@@ -162,9 +162,9 @@ def render(arguments: argparse.Namespace) -> int:
         return _render_slurm(arguments)
     if arguments.patch:
         raise UserError("--patch was removed: kustomize patches the manifests, see docker/kuberay/kustomization.yaml")
-    config = load(JOBS[arguments.job_kind].schema, arguments.config, arguments.overrides, have=None)
+    config = load(JOBS[arguments.job_kind].schema, arguments.config, arguments.overrides, find_resources=None)
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
-        config = read_config(arguments.job_kind, arguments.config, arguments.overrides, Path.cwd(), have=None)
+        config = read_config(arguments.job_kind, arguments.config, arguments.overrides, Path.cwd(), find_resources=None)
     findings = preflight(config)
     nowhere = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
@@ -182,7 +182,7 @@ def _render_slurm(arguments: argparse.Namespace) -> int:
     if arguments.image or arguments.cpu:
         raise UserError("--image, --cpu: a Slurm job runs in the environment of its folder, without an image")
     root = Path.cwd()
-    config = read_config(arguments.job_kind, arguments.config, arguments.overrides, root, have=None)
+    config = read_config(arguments.job_kind, arguments.config, arguments.overrides, root, find_resources=None)
     raise_findings(preflight(config))
     file = uploaded_path(arguments.config, root)
     options = {name: getattr(arguments, name) for name in ("job_kind", "sbatch", "overrides")}

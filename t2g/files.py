@@ -19,7 +19,7 @@ from t2g.errors import Unreadable, UserError
 FileVersion = tuple[Path, int, int]  # path, bytes and time of modification in ns
 TEMPORARY_PREFIX = ".tmp-"  # begins the name of an unfinished file or folder
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-MISSING = FileNotFoundError, NotADirectoryError  # errors of a path where nothing is
+NOT_FOUND_ERRORS = FileNotFoundError, NotADirectoryError  # errors of a path where nothing is
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -68,7 +68,7 @@ def check_regular(path: Path) -> None:
     """
     try:
         mode = path.stat().st_mode
-    except MISSING:
+    except NOT_FOUND_ERRORS:
         return
     except OSError as error:
         raise make_read_error(path, error) from error
@@ -82,7 +82,7 @@ def read_regular(path: Path) -> bytes | None:
     check_regular(path)
     try:
         return path.read_bytes()
-    except MISSING:
+    except NOT_FOUND_ERRORS:
         return None
     except OSError as error:
         raise make_read_error(path, error) from error

@@ -49,15 +49,18 @@ class Prompt:
         return self.messages or ({"role": "user", "content": self.prompt_text},)
 
 
+# malformed: unreadable, unknown tool, wrong arguments; failed: the tool raised; lost: no usable answer of the tool, or
+# too many calls, which is not the fault of the arguments
+ToolStatus = Literal["ok", "malformed", "failed", "lost"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
     """A tool's message about a call. Characters are those of the turn's answer."""
 
     tool: str  # "" for a call of an unknown tool, or one that cannot be read
     text: str
-    # malformed: unreadable, unknown tool, wrong arguments; failed: the tool raised; lost: no usable answer of the tool,
-    # or too many calls, which is not the fault of the arguments
-    status: Literal["ok", "malformed", "failed", "lost"] = "ok"
+    status: ToolStatus = "ok"
     characters: tuple[int, int]  # the call
     arguments: dict[str, tuple[int, int]] = field(default_factory=dict)  # each argument by its JSON path
     # The part of an unreadable call that its problem is about: the character where its text ceased to be JSON.

@@ -22,7 +22,7 @@ from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable
 from t2g.errors import UserError
 from t2g.resources.preflight import satisfies
 from t2g.runs.versions import collect_versions
-from t2g.sandbox import available
+from t2g.sandbox import find_refusal
 
 SHARED_MEMORY = "/dev/shm"
 CONNECT_S = 5.0
@@ -84,7 +84,7 @@ def inspect_node(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
     return {
         "versions": collect_versions(),
         "sees_file": None if path is None else path.exists(),
-        "sandbox": available(require) if require else "",
+        "sandbox": find_refusal(require) if require else "",
         "shared_bytes": _shared_bytes(),
     }
 

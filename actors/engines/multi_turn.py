@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from actors.engines.rollout import RolloutFleet, check_window
+from actors.engines.rollout import RolloutFleet, check_prompt_fits
 from actors.fleet.fleet_worker import RequestTimedOut
 from t2g.config import RolloutConfig
 from t2g.environments.call_readers import ReadCalls
@@ -55,7 +55,7 @@ class Conversations(RolloutSource):
         self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
     ) -> list[Rollout]:
         """Return `num_samples` conversations; errors as `RolloutFleet.sample` and `Environment.reply`."""
-        check_window(prompt, sampling.max_new_tokens, self._window)
+        check_prompt_fits(prompt, sampling.max_new_tokens, self._window)
         submits = [partial(self._converse, prompt, sampling, index) for index in range(sampling.num_samples)]
         return await self._fleet.calls(
             submits,

@@ -38,7 +38,7 @@ def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1  # vLLM takes int64
 
 
-def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> None:
+def check_prompt_fits(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> None:
     """Raise UserError for a prompt that is empty or leaves no room for the full response."""
     num_tokens = len(prompt.prompt_ids)
     if num_tokens == 0:
@@ -123,7 +123,7 @@ class RolloutFleet(Fleet):
             SamplingFailed: No worker answered.
             RunStopped: No worker is left.
         """
-        check_window(prompt, sampling.max_new_tokens, self.config.max_model_len)
+        check_prompt_fits(prompt, sampling.max_new_tokens, self.config.max_model_len)
 
         def submit(index: int, worker: Any) -> Any:
             return worker.sample.remote(prompt.prompt_id, prompt.prompt_ids, sampling, index)

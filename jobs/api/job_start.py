@@ -131,7 +131,7 @@ def _load(schema: type[Config], config: GivenConfig, inputs: Mapping[str, Any], 
     values |= placeholders
     overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
     origin = ", ".join(f"{ARGUMENTS.get(key, 'feedback')}=" for key in values)
-    loaded = loading.load(schema, source, overrides, have=find_resources, origin=origin)
+    loaded = loading.load(schema, source, overrides, find_resources=find_resources, origin=origin)
     loaded_values = loading.flatten(loaded.model_dump(mode="json"))
     folder = loaded.run.root / loaded.run.name  # a smoke run empties the one inside
     files: dict[str, str] = {}

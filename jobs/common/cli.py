@@ -75,7 +75,7 @@ def main(
     def execute() -> int:
         values = of_run(Path(run_folder)) if of_run and run_folder else file
         keys = [text for text in overrides if text != run_folder]
-        config = loading.load(schema, values, keys, have=find_resources)
+        config = loading.load(schema, values, keys, find_resources=find_resources)
         if show_config:
             print(loading.to_yaml(config), end="")
             return 0

@@ -134,7 +134,7 @@ def prepare_tools(config: PolicyJob, environment: Environment, tokenizer: Any) -
     return make_call_reader(tokenizer, schemas, config.rollout.tool_parser, load_tool_parser)
 
 
-def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
+def drop_failing_references(config: PolicyJob, data: PolicyData) -> PolicyData:
     """Return the data with the mode of each record's tests, without records whose reference fails.
 
     Raises:

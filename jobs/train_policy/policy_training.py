@@ -274,11 +274,10 @@ def make_rollout_source(config: PolicyJob, data: PolicyData, rollouts: RolloutFl
 
 
 def learner_spec(config: PolicyJob) -> LearnerSpec:
-    reserved_learner = config.reserved[1]
     num_updates = config.learner.schedule_steps or config.num_steps
     return LearnerSpec(
         model=config.model,
-        learner=reserved_learner,
+        learner=config.reserved.learner,
         objective=config.objective,
         temperature=config.rollout.temperature,
         num_updates=num_updates,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from jobs.artifacts.demo_artifacts import demo_of, make_demo_artifacts
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.run_folder import sole_process
-from jobs.train_policy.policy_data import PolicyData, read_data, run_references
+from jobs.train_policy.policy_data import PolicyData, drop_failing_references, read_data
 from t2g.config import DemoJob, PolicyJob
 
 MakeArtifacts = Callable[[PolicyJob, DemoJob], None]
@@ -39,4 +39,4 @@ def prepared_job(
     with sole_process(config.run.folder), on_cluster(config):
         if demo is not None:
             make_artifacts(config, demo)
-        yield run_references(config, data or read_data(config, methods))
+        yield drop_failing_references(config, data or read_data(config, methods))

@@ -24,7 +24,7 @@ from t2g.feedback.outcome_rewards import measure
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import make_sampling
 from t2g.loop.teacher import split_teacher_gap, teacher_contrast, teacher_critiques
-from t2g.study.paired import Draws, compare, mean_of, with_interval
+from t2g.study.paired import Draws, compare, make_mean, with_interval
 from t2g.study.targeting import sample_and_judge
 from t2g.types import JudgedResponse, Prompt
 
@@ -168,7 +168,7 @@ def summarize_gaps(responses: Sequence[Gaps]) -> dict[str, dict[str, float]]:
     for kind in responses[0]:
         sums = [(gaps[kind].sum(), gaps[kind].size) for gaps in responses]
         columns = np.array(sums, float)
-        drawn = mean_over_tokens(draws.resampled(columns))
+        drawn = mean_over_tokens(draws.sum_resamples(columns))
         value = mean_over_tokens(columns.sum(0))
         if columns[:, 1].any():
             intervals[kind] = with_interval(drawn, value, len(responses))
@@ -184,10 +184,10 @@ def mean_over_tokens(columns: np.ndarray) -> np.ndarray:
 def summarize_scores(policy: np.ndarray, teacher: np.ndarray, control: np.ndarray, *, name: str) -> dict[str, Any]:
     """Return mean scores, and differences with intervals. All arrays are [N]."""
     draws = Draws(len(policy), seed=0)
-    figure = mean_of(len(policy))
+    compute_mean = make_mean(len(policy))
 
     def subtract(scores: np.ndarray, others: np.ndarray) -> dict[str, float]:
-        interval = compare(scores[:, None], others[:, None], figure, draws)
+        interval = compare(scores[:, None], others[:, None], compute_mean, draws)
         return {key: interval[key] for key in ("value", "low", "high")}
 
     return {

@@ -23,11 +23,11 @@ Keys = tuple[str, ...]
 FindResources = Callable[[str | None], Mapping[str, float]]  # see `loading.load`
 
 
-def load_demo(job: PolicyJob, have: FindResources = lambda address: {}) -> DemoJob | None:
+def load_demo(job: PolicyJob, find_resources: FindResources = lambda address: {}) -> DemoJob | None:
     """Return the demo whose artifacts a job uses, under the job's root and on its cluster; None without artifacts.
 
     Args:
-        have: See `loading.load`.
+        find_resources: See `loading.load`.
 
     Raises:
         UserError: The file that `artifacts` names is not the config of a demo.
@@ -35,10 +35,10 @@ def load_demo(job: PolicyJob, have: FindResources = lambda address: {}) -> DemoJ
     if job.artifacts is None:
         return None
 
-    def find_resources(_: str | None) -> Mapping[str, float]:
-        return have(job.cluster.address)
+    def find_resources_of_job(_: str | None) -> Mapping[str, float]:
+        return find_resources(job.cluster.address)
 
-    demo = _load(job.artifacts, job.run.root, have=find_resources)
+    demo = _load(job.artifacts, job.run.root, find_resources=find_resources_of_job)
     # How the job's engines and ranks share GPUs means nothing to the demo, whose own values may exclude it.
     cluster = with_overrides(job.cluster, {"gpu_sharing": demo.cluster.gpu_sharing})
     run = job.run

@@ -5,7 +5,7 @@ Other packages ask a job by these methods, not by its type.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -171,6 +171,13 @@ class JobConfig(AnyJob):
         return self.task
 
 
+class ReservedProcesses(NamedTuple):
+    """The engines and ranks of a run with the GPU shares that Ray reserves for them."""
+
+    rollout: RolloutConfig
+    learner: LearnerConfig
+
+
 class SyncedJob(AnyJob):
     """Base of the jobs that push weights from ranks to engines."""
 
@@ -182,14 +189,14 @@ class SyncedJob(AnyJob):
         return self.cluster.gpu_sharing != "none"
 
     @property
-    def reserved(self) -> tuple[RolloutConfig, LearnerConfig]:
+    def reserved(self) -> ReservedProcesses:
         """Return the rollout and learner sections with the GPU shares that Ray reserves."""
         if self.cluster.gpu_sharing != "alternate":
-            return self.rollout, self.learner
-        return (  # not validated: an engine may use more GPU memory than its reserved share while ranks sleep
-            self.rollout.model_copy(update={"gpus": ENGINE_SHARE}),
-            self.learner.model_copy(update={"gpus": 1 - ENGINE_SHARE}),
-        )
+            return ReservedProcesses(self.rollout, self.learner)
+        # Not validated: an engine may use more GPU memory than its reserved share while ranks sleep.
+        rollout = self.rollout.model_copy(update={"gpus": ENGINE_SHARE})
+        learner = self.learner.model_copy(update={"gpus": 1 - ENGINE_SHARE})
+        return ReservedProcesses(rollout, learner)
 
     @model_validator(mode="after")
     def check_weight_transport(self) -> Self:

@@ -76,8 +76,8 @@ class PolicyJob(SyncedJob, JobConfig):
     )
 
     def roles(self) -> dict[str, ProcessConfig]:
-        rollout, learner = self.reserved
-        return {"rollout": rollout, **learner.roles(self.objective), **super().roles()}
+        reserved = self.reserved
+        return {"rollout": reserved.rollout, **reserved.learner.roles(self.objective), **super().roles()}
 
     @property
     def log_options(self) -> LogConfig:
@@ -389,8 +389,12 @@ class DemoJob(SyncedJob):
     methods: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
 
     def roles(self) -> dict[str, ProcessConfig]:
-        rollout, learner = self.reserved
-        return {"rollout": rollout, **learner.roles(self.objective), "reward_engine": self.reward_engine}
+        reserved = self.reserved
+        return {
+            "rollout": reserved.rollout,
+            **reserved.learner.roles(self.objective),
+            "reward_engine": self.reward_engine,
+        }
 
     def describe_work(self) -> list[str]:
         posts = count(self.world.num_train, "post")

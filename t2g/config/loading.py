@@ -56,7 +56,7 @@ def load(
     *,
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
-    have: Callable[[str | None], Mapping[str, float]] | None = lambda address: {},
+    find_resources: Callable[[str | None], Mapping[str, float]] | None = lambda address: {},
     origin: str = "command line",
 ) -> Config:
     """Return the validated config of `file` with `overrides` applied.
@@ -69,8 +69,8 @@ def load(
         file: YAML file, or its values.
         overrides: `dotted.key=YAML value`.
         environ: Shows, with `cwd`, whether this process is the driver of a Ray job.
-        have: Returns the resources of a cluster by address (see `auto.resolve_auto`); called if a value is `auto`. By
-            default there is no GPU; None refuses `auto`. `math.inf` GPUs are as many as the processes need.
+        find_resources: Returns the resources of a cluster by address (see `auto.resolve_auto`); called if a value is
+            `auto`. By default there is no GPU; None refuses `auto`. `math.inf` GPUs are as many as the processes need.
         origin: Where the overrides come from.
 
     Raises:
@@ -88,7 +88,7 @@ def load(
     resources: Mapping[str, float] = {}
     chosen_keys = list(auto_keys(merged))
     if chosen_keys:
-        resources = _read_resources(merged, chosen_keys, have)
+        resources = _read_resources(merged, chosen_keys, find_resources)
         merged = resolve_auto(merged, resources)
         values = resolve_auto(values, {})
 
@@ -134,10 +134,10 @@ def _apply_overrides(
 def _read_resources(
     values: Mapping[str, Any],
     chosen_keys: Sequence[Keys],
-    have: Callable[[str | None], Mapping[str, float]] | None,
+    find_resources: Callable[[str | None], Mapping[str, float]] | None,
 ) -> Mapping[str, float]:
     """Return the resources from which the values of `chosen_keys` are derived, see `load`."""
-    if have is None:
+    if find_resources is None:
         names = ", ".join(map(dotted_key, chosen_keys))
         raise UserError(
             f"{names}: got auto, but this job needs values, as rollout.gpus=1 and rollout.dtype=bfloat16: the "
@@ -145,7 +145,7 @@ def _read_resources(
         )
     cluster = values.get("cluster")
     address = cluster.get("address") if isinstance(cluster, Mapping) else None
-    resources = have(address)
+    resources = find_resources(address)
     if resources.get("GPU") == inf:
         return {**resources, "GPU": count_auto(values, "gpus")}
     return resources

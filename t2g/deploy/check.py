@@ -21,7 +21,7 @@ from t2g.resources.memory import (
 )
 from t2g.resources.model_shape import ModelShape, find_shape
 from t2g.resources.preflight import Findings, satisfies
-from t2g.sandbox import available
+from t2g.sandbox import find_refusal
 from t2g.text.model_limits import find_uneven_heads
 
 PARTS = (
@@ -89,9 +89,9 @@ def _warnings(
             yield f"{group.section}.dtype is float32, for which GPUs have no fast attention: take bfloat16"
     sandboxes = [feedback.sandbox for feedback in config.feedback_sections.values()]
     if config.task == "code" and sandboxes:
-        problem = available(sandboxes[0].require)
-        if problem:
-            yield f"on this machine {problem}"
+        refusal = find_refusal(sandboxes[0].require)
+        if refusal:
+            yield f"on this machine {refusal}"
 
 
 def gib_of(gpu: str) -> float:
@@ -217,9 +217,9 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
     rollout = _engine_on_ranks_gpus(config)
     if rollout is not None and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
         need = BYTES[rollout.dtype] * shapes["learner"].numel / GIB
-        have = rollout.memory_gib
-        if need > have:
-            yield f"rollout.memory_gib is {have:g}: the weights of an engine that sleeps need {need:.0f}"
+        available = rollout.memory_gib
+        if need > available:
+            yield f"rollout.memory_gib is {available:g}: the weights of an engine that sleeps need {need:.0f}"
 
 
 def _coresident(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
@@ -335,10 +335,10 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
     if ranks is None or shape is None:
         return
     need = ranks.count_stored_bytes(shape) / GIB
-    have = store_gib(config)
-    if need > have:
+    available = store_gib(config)
+    if need > available:
         yield (
-            f"cluster.object_store_gib is {have:g}: the policy's weights, held for late "
+            f"cluster.object_store_gib is {available:g}: the policy's weights, held for late "
             f"engines, take {need:.0f}, and Ray writes to disk what it has no room for"
         )
 

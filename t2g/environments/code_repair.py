@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from t2g.environments.environment import Reply
-from t2g.sandbox import SandboxConfig, available
+from t2g.sandbox import SandboxConfig, find_refusal
 from t2g.tasks.code import CodeTask, extract_code
 from t2g.tasks.code_feedback import describe_unsupported
 from t2g.text.tokenizer import Message
@@ -16,7 +16,7 @@ class CodeRepair:
     def __init__(self, task: CodeTask, sandbox: SandboxConfig) -> None:
         if not isinstance(task, CodeTask):
             raise ValueError(f"task {task.name} has no programs; it needs to be code or a class that derives from it")
-        refusal = available(sandbox.require)
+        refusal = find_refusal(sandbox.require)
         if refusal:
             raise ValueError(refusal)
         self._task = task

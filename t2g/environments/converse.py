@@ -71,12 +71,12 @@ def make_encoder(tokenizer: Any, *, has_tools: bool = False) -> EncodeReply:
 class TurnReply(NamedTuple):
     """The reply to a turn, which is the results of its calls if it has any."""
 
-    reply: Reply
+    environment_reply: Reply
     results: tuple[ToolResult, ...] = ()
 
     @property
     def messages(self) -> list[Message]:
-        return list_reply(self.reply.text, self.results)
+        return list_reply(self.environment_reply.text, self.results)
 
 
 async def converse(
@@ -120,7 +120,7 @@ async def converse(
             failure = str(failed)
             break
         replies.append(reply)
-        if reply.reply.done or turn.is_truncated or len(turns) == max_turns:
+        if reply.environment_reply.done or turn.is_truncated or len(turns) == max_turns:
             break
         added = encode(reply.messages, turn.response_ids)
         context = np.concatenate([context, turn.response_ids, added])
@@ -168,7 +168,7 @@ def join_turns(
     for turn, reply, added in zip_longest(turns, replies, inserted):
         transcript.add_turn(turn, reply or TurnReply(Reply("")))
         if reply:
-            metrics |= reply.reply.metrics
+            metrics |= reply.environment_reply.metrics
         if added is not None:
             transcript.add_reply(reply.messages, added)
     first_turn = turns[0]
@@ -212,7 +212,7 @@ class _Transcript:
             tokens=(self.num_tokens, end),
             characters=(first_character, first_character + len(turn.response_text)),
             answer_start=answer_start,
-            reply=reply.reply.text,
+            reply=reply.environment_reply.text,
             results=reply.results,
         )
         self.turns.append(joined)

@@ -1,6 +1,6 @@
 """The tool python: it runs a program in the sandbox and returns what the program prints."""
 
-from t2g.sandbox import Outcome, SandboxConfig, available, run_solution
+from t2g.sandbox import Outcome, SandboxConfig, find_refusal, run_solution
 
 TESTS = "import solution\n\ndef test_program():\n    pass\n"
 NO_OUTPUT = "The program ended and printed nothing."
@@ -10,7 +10,7 @@ class PythonTool:
     """A policy may run programs before it answers. A turn without calls is the answer."""
 
     def __init__(self, sandbox: SandboxConfig) -> None:
-        refusal = available(sandbox.require)
+        refusal = find_refusal(sandbox.require)
         if refusal:
             raise ValueError(refusal)
         self._sandbox = sandbox

@@ -16,7 +16,7 @@ from t2g.text.json_ranges import Characters
 from t2g.text.json_schema import find_violations
 from t2g.text.segments import printable
 from t2g.text.tool_calls import ToolCall, shorten_value
-from t2g.types import Prompt, ToolResult
+from t2g.types import Prompt, ToolResult, ToolStatus
 
 MAX_RESULT_CHARS = 20_000
 MakeFunction = Callable[[Callable[..., Any], str], UserFunction]  # function, kind for messages
@@ -64,7 +64,9 @@ class ToolBox:
         try:
             text = await self._functions[tool.name].call(_read_result, prompt.prompt_id, arguments)
         except FunctionFailed as failed:
-            return _make_error(call, tool, "failed" if failed.error else "lost", failed.error or str(failed))
+            if failed.error:
+                return _make_error(call, tool, "failed", failed.error)
+            return _make_error(call, tool, "lost", str(failed))
         return _make_result(call, tool, "ok", text)
 
 
@@ -79,11 +81,11 @@ def find_problem(call: ToolCall, tools: Mapping[str, Tool]) -> str:
     return "; ".join(violation.message for violation in violations)
 
 
-def _make_error(call: ToolCall, tool: Tool | None, status: Any, sentence: str) -> ToolResult:
+def _make_error(call: ToolCall, tool: Tool | None, status: ToolStatus, sentence: str) -> ToolResult:
     return _make_result(call, tool, status, f"Error: {sentence}")
 
 
-def _make_result(call: ToolCall, tool: Tool | None, status: Any, text: str) -> ToolResult:
+def _make_result(call: ToolCall, tool: Tool | None, status: ToolStatus, text: str) -> ToolResult:
     return ToolResult(
         tool=tool.name if tool else "",
         text=printable(replace_surrogates(text)),

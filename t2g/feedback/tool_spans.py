@@ -30,12 +30,12 @@ _CODE = re.compile(r"`([^`\n]*[^`\w\n][^`\n]*)`")
 _RESULTS = TypeAdapter(tuple[ToolResult, ...])
 
 
-def read_results(payload: dict[str, Any]) -> tuple[ToolResult, ...]:
+def load_results(payload: dict[str, Any]) -> tuple[ToolResult, ...]:
     """Return the results of a payload, () without any."""
     return _RESULTS.validate_python(payload.get(TOOL_RESULTS, ()))
 
 
-def write_results(results: Sequence[ToolResult]) -> Any:
+def dump_results(results: Sequence[ToolResult]) -> Any:
     """Return results as JSON values."""
     return _RESULTS.dump_python(tuple(results), mode="json")
 

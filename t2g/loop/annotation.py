@@ -26,7 +26,7 @@ from t2g.feedback.conversations import (
 )
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
-from t2g.feedback.tool_spans import TOOL_RESULTS, write_results
+from t2g.feedback.tool_spans import TOOL_RESULTS, dump_results
 from t2g.interfaces import FeedbackSource
 from t2g.sandbox import MODES
 from t2g.tasks.base import Record, Task, describe_record, stable_id
@@ -214,7 +214,7 @@ def make_turn_samples(records: Sequence[Record], task: Task) -> list[Sample]:
 
 
 def _list_results(turn: AssistantTurn) -> dict[str, Any]:
-    return {TOOL_RESULTS: write_results(turn.results)} if turn.results else {}
+    return {TOOL_RESULTS: dump_results(turn.results)} if turn.results else {}
 
 
 def _has_user(turn: AssistantTurn) -> bool:

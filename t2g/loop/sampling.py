@@ -23,7 +23,7 @@ from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.rewards import score_spans
 from t2g.feedback.sources.combined import combine_feedback
 from t2g.feedback.sources.noise import NoisyFeedback
-from t2g.feedback.tool_spans import TOOL_RESULTS, write_results
+from t2g.feedback.tool_spans import TOOL_RESULTS, dump_results
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.resampling import FilteredGroups
 from t2g.loop.steps import sampling_seed
@@ -158,7 +158,7 @@ async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
         if not turn.reply.strip():  # the environment is done, without a word, or there was no answer
             reason = NO_ANSWER if turn.answer_start is None else ""
             return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=reason)
-        payload = prompt.payload | {NEXT_MESSAGE: turn.reply, TOOL_RESULTS: write_results(turn.results)}
+        payload = prompt.payload | {NEXT_MESSAGE: turn.reply, TOOL_RESULTS: dump_results(turn.results)}
         turn_prompt = replace(prompt, messages=(*prompt.chat, *history), payload=payload)
         judged = await feedback.judge(turn_prompt, rollout.answer_of(turn))
         return shift_spans(judged, turn.answer_start or 0)

@@ -12,7 +12,7 @@ from t2g.files import write_atomic
 from t2g.report.curves import CHAR, DASHES, HEIGHT, WIDTH, Series, legend_entries, line_chart
 from t2g.report.templates import render, render_page
 from t2g.study.comparison import RunCurve
-from t2g.study.tables import interval, spread
+from t2g.study.tables import spread, t_interval
 
 HTML_FILE = "report.html"
 SVG_FILE = "curves.svg"
@@ -56,7 +56,7 @@ def mean_curve(name: str, by_seed: Mapping[int, RunCurve]) -> Series:
     points = []
     for index in range(length):
         scores = [run.scores[index] for run in runs]
-        points.append(interval(scores))
+        points.append(t_interval(scores))
     samples = runs[0].samples[:length]
     means = [point["mean"] for point in points]
     line = Series(name=name, xs=samples, ys=means)

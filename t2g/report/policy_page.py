@@ -12,7 +12,7 @@ from t2g.report.reward_page import HTML_FILE
 from t2g.report.templates import number, render_page
 from t2g.runs.versions import collect_versions
 from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general_measures, has_only_ties
-from t2g.study.tables import figure, markdown
+from t2g.study.tables import format_figure, markdown
 from t2g.types import Prompt, SpanFeedback
 
 MD_FILE = "evaluation.md"
@@ -112,7 +112,7 @@ def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
     pair_rows = []
     for pair in result["pairs"]:
         row = [pair["policy"], pair["against"], pair["measure"], format_interval(pair)]
-        row += [figure(pair[key], ".4f") for key in ("p", "p_holm")]
+        row += [format_figure(pair[key], ".4f") for key in ("p", "p_holm")]
         row += [number(pair[key]) for key in ("wins", "ties", "losses", "resolvable")]
         pair_rows.append(row)
 

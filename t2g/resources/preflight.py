@@ -35,15 +35,15 @@ from t2g.resources.model_shape import find_shape
 from t2g.resources.packages import find_absent_scorer, find_absent_trackers, find_mirror_problem
 from t2g.resources.weights import check_finite_weights
 from t2g.runs.progress import log_duration
-from t2g.sandbox import available
+from t2g.sandbox import find_refusal
 from t2g.tasks.base import Task, get_task
 from t2g.text.model_limits import (
     check_full_attention,
     check_head_size,
     check_heads,
     check_positions,
+    check_sliding_window,
     check_vision,
-    check_window,
 )
 from t2g.text.policy_chat import set_template_defaults
 from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
@@ -87,16 +87,16 @@ class Findings:
             raise UserError(sentences[0])
 
 
-def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
+def preflight(job: AnyJob, resources: Mapping[str, float] | None = None) -> Findings:
     """Check a job. Artifacts, and ${rewards}, may be made later and are not checked.
 
     Args:
-        have: The resources of this machine, with Ray's names; None for a cluster of unknown resources.
+        resources: The resources of this machine, with Ray's names; None for a cluster of unknown resources.
     """
     findings = Findings()
     artifacts = find_artifacts(job)
-    if have is not None:
-        if lack := shortfall(job.roles(), have):
+    if resources is not None:
+        if lack := shortfall(job.roles(), resources):
             findings.missing.append(f"this machine is too small: {lack}")
         _warn_of_emulated_dtypes(job)
     task = None if job.task_name is None else findings.collect(get_task, job.task_name)
@@ -242,7 +242,7 @@ def _check_model(model: JobModel) -> bool:
         check_positions(*source, f"{section}.max_model_len", engine.max_model_len)
         check_heads(*source, f"{section}.gpus", engine.tensor_parallel)
         if model.is_trained:
-            check_window(*source, f"{section}.max_model_len", engine.max_model_len)
+            check_sliding_window(*source, f"{section}.max_model_len", engine.max_model_len)
         if not engine.gpus:
             check_head_size(*source, model.key)
             _check_weights_fit(model, section, engine)
@@ -311,6 +311,6 @@ def _check_sources(findings: Findings, job: AnyJob, task: Task) -> None:
     for server in job.servers():
         findings.collect(EndpointChat, server)
     sandbox = job.measuring_sandbox()
-    lacking = "" if sandbox is None else available(sandbox.require)
-    if lacking and lacking not in findings.missing:  # a feedback program has reported the same
-        findings.missing.append(lacking)
+    refusal = "" if sandbox is None else find_refusal(sandbox.require)
+    if refusal and refusal not in findings.missing:  # a feedback program has reported the same
+        findings.missing.append(refusal)

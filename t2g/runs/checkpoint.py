@@ -21,7 +21,7 @@ from typing import Any
 
 from t2g.errors import UserError
 from t2g.files import (
-    MISSING,
+    NOT_FOUND_ERRORS,
     TEMPORARY_PREFIX,
     describe_file,
     describe_write_failure,
@@ -215,7 +215,7 @@ class CheckpointStore:
         """Return the folders of checkpoints, newest first, incomplete ones included."""
         try:
             entries = [*self.folder.iterdir()]
-        except MISSING:
+        except NOT_FOUND_ERRORS:
             return []
         except OSError as error:
             raise make_read_error(self.folder, error) from error
@@ -281,7 +281,7 @@ def _read_sealed(folder: Path, name: str) -> dict[str, Any] | Defect:
         return _read_verified(folder, name)
     except _DamagedFolder as damage:
         return Defect(reason=str(damage), is_damage=True)
-    except MISSING as error:
+    except NOT_FOUND_ERRORS as error:
         return Defect(reason=f"{Path(error.filename).name} is missing", is_damage=True)
     except OSError as error:
         is_link_loop = error.errno == errno.ELOOP  # no wait mends it

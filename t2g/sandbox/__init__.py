@@ -6,4 +6,4 @@ inside the sandbox, and `start` is the program that forks sandboxes. README.md l
 
 from t2g.sandbox.config import SandboxConfig
 from t2g.sandbox.fork_server import SandboxFailed
-from t2g.sandbox.run import MAX_TESTS, MODES, Outcome, Refused, TestResult, available, choose_mode, run_solution
+from t2g.sandbox.run import MAX_TESTS, MODES, Outcome, Refused, TestResult, choose_mode, find_refusal, run_solution

@@ -85,7 +85,7 @@ class Refused(RuntimeError):
     """This machine cannot isolate what `SandboxConfig.require` names. Nothing ran; the message says how to fix it."""
 
 
-def available(require: Iterable[str]) -> str:
+def find_refusal(require: Iterable[str]) -> str:
     """Return the message of `Refused`; "" if this machine can isolate all of `require`."""
     outcome = run_solution("", "", SandboxConfig(require=()))
     missing = missing_isolation(require, outcome.isolation)

@@ -16,7 +16,7 @@ import numpy as np
 
 from t2g.errors import Diverged, UserError
 from t2g.metrics import HELD_OUT_SCORE, KL, LENGTH, SAMPLES, STEP, STEP_S
-from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spread
+from t2g.study.tables import NOTHING, Interval, format_figure, markdown, spread, t_interval
 
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
@@ -162,7 +162,7 @@ def summarize_method(by_seed: Mapping[int, RunCurve], scalar: Mapping[int, RunCu
         scores = [run.score_at(level, run.kls) for run in runs]
         scores_at_kl[f"{level:g}"] = interval_of_all(scores)
     final_scores = [run.score for run in runs]
-    summary: dict[str, Any] = {"score": interval(final_scores), "score_at_kl": scores_at_kl}
+    summary: dict[str, Any] = {"score": t_interval(final_scores), "score_at_kl": scores_at_kl}
     summary["samples"] = max(run.samples[-1] for run in runs)
     summary["step_seconds"] = mean_known(run.step_seconds for run in runs)
     summary["targeting"] = summarize_targeting([run.targeting for run in runs])
@@ -198,7 +198,7 @@ def subtract_scalar(by_seed: Mapping[int, RunCurve], scalar: Mapping[int, RunCur
     own_s = mean_known(run.step_seconds for run in by_seed.values())
     scalar_s = mean_known(run.step_seconds for run in scalar.values())
     overhead = own_s / scalar_s - 1 if own_s and scalar_s else None
-    return {"minus_scalar": interval(differences), "minus_scalar_at_equal": at_equal, "overhead": overhead}
+    return {"minus_scalar": t_interval(differences), "minus_scalar_at_equal": at_equal, "overhead": overhead}
 
 
 def summarize_reached(
@@ -212,7 +212,7 @@ def summarize_reached(
         "samples_to_scalar_best": mean_known(samples),
         "seconds_to_scalar_best": mean_known(seconds),
         "share_of_scalar_samples": mean_known(shares),
-        "samples_to_scalar_best_censored": interval(censored(by_seed, reached)),
+        "samples_to_scalar_best_censored": t_interval(censored(by_seed, reached)),
         "seeds_at_scalar_best": len(samples) - samples.count(None),
     }
 
@@ -220,7 +220,7 @@ def summarize_reached(
 def interval_of_all(values: Sequence[float | None]) -> Interval | None:
     """Return the interval of the values, or None if one of them is None."""
     numbers = [value for value in values if value is not None]
-    return interval(numbers) if len(numbers) == len(values) else None
+    return t_interval(numbers) if len(numbers) == len(values) else None
 
 
 def subtract_matched(run: RunCurve, scalar: RunCurve, name: str) -> float | None:
@@ -311,7 +311,7 @@ def summarize_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dic
     for name in TARGETING:
         values = [measurement.get(name) for measurement in known]
         numbers = [value for value in values if value is not None]
-        means[name] = interval(numbers) if numbers else None
+        means[name] = t_interval(numbers) if numbers else None
     return means
 
 
@@ -321,11 +321,11 @@ def summarize_noise(runs: Mapping[str, Mapping[str, Mapping[int, RunCurve]]]) ->
     for name, by_method in runs.items():
         figures: dict[str, Any] = {}
         for method, by_seed in by_method.items():
-            figures[method] = interval([run.score for run in by_seed.values()])
+            figures[method] = t_interval([run.score for run in by_seed.values()])
         span = by_method["span"]
         scalar = by_method[SCALAR]
         differences = [span[seed].score - scalar[seed].score for seed in span]
-        figures["span_minus_scalar"] = interval(differences)
+        figures["span_minus_scalar"] = t_interval(differences)
         summary[name] = figures
     return summary
 
@@ -432,7 +432,7 @@ def _reward_table(rewards: Mapping[str, Any]) -> list[str]:
         row = [model]
         for key in REWARD_COLUMNS:
             values = [metrics[key] for metrics in by_seed.values()]
-            row.append(spread(interval(values)))
+            row.append(spread(t_interval(values)))
         rows.append(row)
     head = ("reward model", *(key.replace("_", " ") for key in REWARD_COLUMNS))
     first = next(iter(rewards.values()))
@@ -446,7 +446,7 @@ def _count_seeds(by_seed: Mapping[Any, Any]) -> str:
 def _format_reached(figures: Mapping[str, Any]) -> str:
     """Return the samples to scalar's best, with the number of seeds that got there."""
     censored_samples = figures.get("samples_to_scalar_best_censored") or {}
-    reached = figure(censored_samples.get("mean"), ",.0f")
+    reached = format_figure(censored_samples.get("mean"), ",.0f")
     if "seeds_at_scalar_best" not in figures:
         return reached
     num_reached = figures["seeds_at_scalar_best"]
@@ -461,10 +461,10 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     scores = (figures["score"], figures.get("minus_scalar"), at_equal_kl, figures["score_at_kl"]["1"])
     cells = [spread(score) for score in scores]
     cells.append(_format_reached(figures))
-    cells.append(figure(figures.get("share_of_scalar_samples"), ".0%"))
-    cells.append(figure(figures.get("seconds_to_scalar_best"), ",.0f"))
-    cells.append(figure(figures["step_seconds"], ",.2f"))
-    cells.append(figure(figures.get("overhead"), "+.0%"))
+    cells.append(format_figure(figures.get("share_of_scalar_samples"), ".0%"))
+    cells.append(format_figure(figures.get("seconds_to_scalar_best"), ",.0f"))
+    cells.append(format_figure(figures["step_seconds"], ",.2f"))
+    cells.append(format_figure(figures.get("overhead"), "+.0%"))
     targeting = figures["targeting"] or {}
     cells += [spread(targeting.get(key)) for key in ("criticised", "unmentioned", "matched", "returns")]
     return cells

@@ -1,7 +1,7 @@
-"""Confidence intervals and paired tests of figures measured on a sample of prompts.
+"""Confidence intervals and paired tests of statistics measured on a sample of prompts.
 
-A figure is a function of sums over prompts. Prompts are the clusters: samples of one prompt are summed before. A mean
-needs one sum, corpus BLEU ten. All figures of an evaluation share one `Draws`, which keeps policies paired. Pure.
+A statistic is a function of sums over prompts. Prompts are the clusters: samples of one prompt are summed before. A
+mean needs one sum, corpus BLEU ten. All statistics of an evaluation share one `Draws`, which keeps policies paired.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ NUM_DRAWS = 10_000
 _BLOCK = 1_000  # draws that are in memory as float64 at one time
 _POWER = 0.8
 
-Figure = Callable[[np.ndarray], np.ndarray]  # sums over all prompts [..., K] -> the figure [...]
+Statistic = Callable[[np.ndarray], np.ndarray]  # sums over all prompts [..., K] -> the statistic [...]
 
 
 class Draws:
-    """Resamples of N prompts and random signs for them, shared by all figures of an evaluation.
+    """Resamples of N prompts and random signs for them, shared by all statistics of an evaluation.
 
     Memory: three bytes per draw and prompt. The prompts may be records of another kind.
     """
@@ -42,28 +42,28 @@ class Draws:
         bits = [rng.integers(0, 2, (_BLOCK, num_prompts), np.int8) for _ in blocks]
         self._signs = [block * np.int8(2) - np.int8(1) for block in bits]
 
-    def resampled(self, columns: np.ndarray) -> np.ndarray:
+    def sum_resamples(self, columns: np.ndarray) -> np.ndarray:
         """Return sums over prompts drawn with replacement. columns [N] or [N, K] -> [B] or [B, K]"""
         return np.concatenate([counts.astype(float) @ columns for counts in self._counts])
 
-    def flipped(self, columns: np.ndarray) -> np.ndarray:
+    def sum_sign_flips(self, columns: np.ndarray) -> np.ndarray:
         """Return sums over all prompts with random signs. columns [N, K] -> [B, K] float64"""
         return np.concatenate([signs.astype(float) @ columns for signs in self._signs])
 
 
-def mean_of(num_prompts: int) -> Figure:
-    """Return the figure that is the mean over prompts of a single column."""
+def make_mean(num_prompts: int) -> Statistic:
+    """Return the statistic that is the mean over prompts of a single column."""
     return lambda sums: sums[..., 0] / num_prompts
 
 
-def interval(drawn: np.ndarray, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the low and high ends of each figure's 95 % interval.
+def bootstrap_interval(drawn: np.ndarray, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the low and high ends of each statistic's 95 % interval.
 
     The percentiles are a little further out than 2.5 and 97.5: a resample of few prompts varies less than a new sample
     (Hesterberg, "What teachers should know about the bootstrap", 2015, section 3.1: expanded percentile interval).
 
     Args:
-        drawn: The figures over resamples, [B, ...].
+        drawn: The statistics over resamples, [B, ...].
     """
     expansion = sqrt(num_prompts / (num_prompts - 1))
     tail = NormalDist().cdf(-expansion * t_quantile(num_prompts - 1))
@@ -71,24 +71,24 @@ def interval(drawn: np.ndarray, num_prompts: int) -> tuple[np.ndarray, np.ndarra
 
 
 def percentile_interval(drawn: np.ndarray, tail: float = 0.025) -> tuple[np.ndarray, np.ndarray]:
-    """Return the figures, over resamples [B, ...], between which all but a share `tail` at either end lie."""
+    """Return the statistics, over resamples [B, ...], between which all but a share `tail` at either end lie."""
     low, high = np.quantile(drawn, [tail, 1 - tail], axis=0)
     return low, high
 
 
 def with_interval(drawn: np.ndarray, value: np.ndarray, num_prompts: int) -> dict[str, float]:
-    """Return a figure and its 95 % interval as JSON values.
+    """Return a statistic and its 95 % interval as JSON values.
 
     Args:
-        drawn: The figure over resamples, [B].
-        value: The figure of all prompts, [].
+        drawn: The statistic over resamples, [B].
+        value: The statistic of all prompts, [].
     """
-    low, high = interval(drawn, num_prompts)
+    low, high = bootstrap_interval(drawn, num_prompts)
     return {"value": float(value), "low": float(low), "high": float(high)}
 
 
-def compare(a: np.ndarray, b: np.ndarray, figure: Figure, draws: Draws) -> dict[str, Any]:
-    """Compare two policies on the same prompts: figure(a) - figure(b). a, b: [N, K].
+def compare(a: np.ndarray, b: np.ndarray, statistic: Statistic, draws: Draws) -> dict[str, Any]:
+    """Compare two policies on the same prompts: statistic(a) - statistic(b). a, b: [N, K].
 
     Returns:
         The difference `with_interval`, and
@@ -97,8 +97,8 @@ def compare(a: np.ndarray, b: np.ndarray, figure: Figure, draws: Draws) -> dict[
         resolvable: The smallest true difference that so many prompts find in 4 of 5 evaluations.
         wins, ties, losses: Prompts on which a's value is above, equal to and below b's; None for several columns.
     """
-    drawn = figure(draws.resampled(a)) - figure(draws.resampled(b))
-    value = figure(a.sum(0)) - figure(b.sum(0))
+    drawn = statistic(draws.sum_resamples(a)) - statistic(draws.sum_resamples(b))
+    value = statistic(a.sum(0)) - statistic(b.sum(0))
     result: dict[str, Any] = with_interval(drawn, value, draws.num_prompts)
 
     has_single_column = a.shape[1] == 1
@@ -107,7 +107,7 @@ def compare(a: np.ndarray, b: np.ndarray, figure: Figure, draws: Draws) -> dict[
         result[name] = int((signs == sign).sum()) if has_single_column else None
 
     exact = has_single_column and bool(np.isin([a, b], [0.0, 1.0]).all())
-    p = mcnemar_p(result["wins"], result["losses"]) if exact else float(flip_p(a, b, figure, draws))
+    p = mcnemar_p(result["wins"], result["losses"]) if exact else float(flip_p(a, b, statistic, draws))
     smallest = float(resolvable(drawn, draws.num_prompts))
     return result | {"p": p, "exact": exact, "resolvable": smallest}
 
@@ -124,16 +124,16 @@ def resolvable(drawn: np.ndarray, num_prompts: int) -> np.ndarray:
     return (t_quantile(num_prompts - 1) + NormalDist().inv_cdf(_POWER)) * error
 
 
-def flip_p(a: np.ndarray, b: np.ndarray, figure: Figure, draws: Draws) -> np.ndarray:
+def flip_p(a: np.ndarray, b: np.ndarray, statistic: Statistic, draws: Draws) -> np.ndarray:
     """Return the p-value of the permutation test that swaps the two policies on random prompts. a, b: [N, K].
 
     It is the share of swaps with a difference at least as large as the observed one. The observed difference counts as
     a draw, so that p is never 0 (Phipson and Smyth, 2010). For a mean this is the sign-flip test of the differences.
     """
     middle = (a.sum(0) + b.sum(0)) / 2
-    half = draws.flipped(a - b) / 2
-    drawn = np.abs(figure(middle + half) - figure(middle - half))
-    observed = np.abs(figure(a.sum(0)) - figure(b.sum(0)))
+    half = draws.sum_sign_flips(a - b) / 2
+    drawn = np.abs(statistic(middle + half) - statistic(middle - half))
+    observed = np.abs(statistic(a.sum(0)) - statistic(b.sum(0)))
     threshold = observed * (1 - 1e-9) - 1e-12  # rounding must not make an equal difference a smaller one
     num_as_large = (drawn >= threshold).sum(0)
     return (1 + num_as_large) / (1 + draws.num_draws)

@@ -16,7 +16,7 @@ from t2g.config import LLMConfig
 from t2g.feedback.judge_json import load_judge_answer
 from t2g.feedback.parse import replace_surrogates
 from t2g.feedback.sources.chat_client import ChatRequest
-from t2g.study.paired import Draws, mean_of, with_interval
+from t2g.study.paired import Draws, make_mean, with_interval
 from t2g.study.policy_eval import Answers
 from t2g.tasks.base import Task
 
@@ -184,9 +184,9 @@ def judge_figures(points: np.ndarray, sides: np.ndarray, seed: int) -> dict[str,
         if num < 2:
             return None
         column = values[usable][:, None]
-        figure = mean_of(num)
-        resampled = figure(Draws(num, seed=seed).resampled(column))
-        return with_interval(resampled, figure(column.sum(0)), num)
+        compute_mean = make_mean(num)
+        resampled = compute_mean(Draws(num, seed=seed).sum_resamples(column))
+        return with_interval(resampled, compute_mean(column.sum(0)), num)
 
     by_length: dict[str, dict[str, Any]] = {}
     for name, side in (("longer", 1), ("as long", 0), ("shorter", -1)):

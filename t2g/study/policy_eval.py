@@ -1,8 +1,8 @@
 """Measure the responses of policies, and compare policies on the same prompts.
 
-A measure has K numbers for each prompt, [N, K], summed or averaged over the prompt's samples. Its figure is a function
-of their sums over prompts: a mean (K = 1), or corpus BLEU (K = 10). Text statistics and BLEU are computed here. ROUGE,
-facts and tests come from `Task.measure`.
+A measure has K numbers for each prompt, [N, K], summed or averaged over the prompt's samples. Its statistic is computed
+from their sums over prompts: a mean (K = 1), or corpus BLEU (K = 10). Statistics of texts and BLEU are computed here.
+ROUGE, facts and tests come from `Task.measure`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ import xxhash
 from pydantic import AliasChoices, BaseModel, Field
 from pydantic_core import to_json
 
-from t2g.study.paired import Draws, Figure, compare, holm, mean_of, with_interval
+from t2g.study.paired import Draws, Statistic, compare, holm, make_mean, with_interval
 
 BLEU = "bleu"
 PASSED = "passed"
@@ -134,8 +134,8 @@ def bert_score(text: str, reference: str, folder: str, layer: int) -> float:
     return float(f1[0])
 
 
-def figure_of(measure: str, num_prompts: int) -> Figure:
-    return bleu if measure == BLEU else mean_of(num_prompts)
+def make_statistic(measure: str, num_prompts: int) -> Statistic:
+    return bleu if measure == BLEU else make_mean(num_prompts)
 
 
 def columns(
@@ -226,7 +226,7 @@ def summarize(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     pairs: list[dict[str, Any]] = []
     for against, policy in combinations(policies, 2):
         for name, values in policies[policy].items():
-            difference = compare(values, policies[against][name], figure_of(name, num_prompts), draws)
+            difference = compare(values, policies[against][name], make_statistic(name, num_prompts), draws)
             pairs.append({"policy": policy, "against": against, "measure": name} | difference)
     _adjust_p(pairs)
     return {"policies": figures, "pairs": pairs}
@@ -236,9 +236,9 @@ def _estimate_all(measures: Columns, draws: Draws) -> dict[str, dict[str, float]
     """Return the figure of each measure `with_interval`."""
     figures: dict[str, dict[str, float]] = {}
     for name, values in measures.items():
-        figure = figure_of(name, draws.num_prompts)
-        resampled = figure(draws.resampled(values))
-        figures[name] = with_interval(resampled, figure(values.sum(0)), draws.num_prompts)
+        statistic = make_statistic(name, draws.num_prompts)
+        resampled = statistic(draws.sum_resamples(values))
+        figures[name] = with_interval(resampled, statistic(values.sum(0)), draws.num_prompts)
     return figures
 
 

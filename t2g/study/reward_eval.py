@@ -170,7 +170,7 @@ def bootstrap_intervals(
     totals: dict[tuple[str, str], np.ndarray] = {}
     for name, column in _columns(records).items():
         sums = np.bincount(prompt_index, weights=column)
-        totals[name] = draws.resampled(sums)
+        totals[name] = draws.sum_resamples(sums)
     intervals: dict[str, tuple[float, float]] = {}
     for name, values in _ratios(totals).items():
         defined = values[~np.isnan(values)]

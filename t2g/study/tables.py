@@ -10,12 +10,12 @@ NOTHING = "–"
 Interval = dict[str, float | None]
 
 
-def interval(values: Sequence[float]) -> Interval:
+def t_interval(values: Sequence[float]) -> Interval:
     """Return the mean of the values, and the ends of its 95 % interval: mean -+ t * s / sqrt(n).
 
     The ends are None for a single value. All three are None without values.
 
-    >>> interval([1.0, 1.0])
+    >>> t_interval([1.0, 1.0])
     {'mean': 1.0, 'low': 1.0, 'high': 1.0}
     """
     middle = mean(values) if values else None
@@ -42,7 +42,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def spread(value: Interval | None) -> str:
-    """Format a mean and half the width of its interval.
+    """Format a mean and half the width of its t_interval.
 
     >>> spread({"mean": 0.5, "low": 0.4, "high": 0.6}), spread({"mean": 0.5, "low": None, "high": None}), spread(None)
     ('0.500 ± 0.100', '0.500', '–')
@@ -56,10 +56,10 @@ def spread(value: Interval | None) -> str:
     return f"{middle} ± {half:.3f}"
 
 
-def figure(value: float | None, form: str) -> str:
+def format_figure(value: float | None, form: str) -> str:
     """Format a number, or the lack of one.
 
-    >>> figure(0.525, "+.0%"), figure(1280, ",.0f"), figure(None, ".3f")
+    >>> format_figure(0.525, "+.0%"), format_figure(1280, ",.0f"), format_figure(None, ".3f")
     ('+52%', '1,280', '–')
     """
     return NOTHING if value is None else format(value, form)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from t2g.config import StyleConfig
 from t2g.errors import MissingLocally
-from t2g.sandbox import Outcome, SandboxConfig, TestResult, available, run_solution
+from t2g.sandbox import Outcome, SandboxConfig, TestResult, find_refusal, run_solution
 from t2g.tasks.base import FeedbackFunction
 from t2g.tasks.code import extract_code
 from t2g.tasks.problem_imports import RunTests, run_with_imports
@@ -55,9 +55,9 @@ def make_feedback_function(
         ValueError: Raised by the function: there are no tests, they do not compile, or the sandbox cannot measure the
             program with them.
     """
-    lacking = available(sandbox.require)
-    if lacking:
-        raise MissingLocally(lacking)
+    refusal = find_refusal(sandbox.require)
+    if refusal:
+        raise MissingLocally(refusal)
 
     def feedback_function(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
         tests = payload.get("test")

@@ -8,7 +8,7 @@ from t2g.errors import UserError
 from t2g.text.model_config import load_local_config
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
-ONE_TOKEN_MORE = ("cohere2", "cohere2_moe")  # see `check_window`
+ONE_TOKEN_MORE = ("cohere2", "cohere2_moe")  # see `check_sliding_window`
 # Types of attention layers in transformers that differ in their window only.
 WINDOWED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -37,7 +37,7 @@ def check_positions(model: str, revision: str | None, key: str, max_model_len: i
         raise UserError(f"{key}={max_model_len}, and {model} knows {num_positions} positions; lower it")
 
 
-def check_window(model: str, revision: str | None, key: str, max_model_len: int) -> None:
+def check_sliding_window(model: str, revision: str | None, key: str, max_model_len: int) -> None:
     """Check that engine and learner attend to the same tokens in the sliding layers of Cohere 2.
 
     There vLLM 0.32 attends to one token more than transformers, `sliding_window` + 1. Within the window both agree.

@@ -16,7 +16,7 @@ BOX = {"GPU": 8.0, "memory": 800.0 * GIB}
 
 
 def make_job(have: dict[str, float], *overrides: str) -> PolicyJob:
-    return loading.load(PolicyJob, OWN, overrides, environ={}, cwd=ROOT, have=lambda address: have)
+    return loading.load(PolicyJob, OWN, overrides, environ={}, cwd=ROOT, find_resources=lambda address: have)
 
 
 def test_a_config_of_ones_own_takes_the_gpus(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +101,7 @@ def test_cores_are_for_those_who_work_and_shared_by_those_who_work_at_once() -> 
     job = make_job({"CPU": 6}, "rollout.max_staleness=1")
     assert (job.rollout.threads, job.learner.threads) == (3, 3)
     file = OWN.with_name("reward.yaml")
-    reward = loading.load(RewardJob, file, environ={}, cwd=ROOT, have=lambda address: {"CPU": 6})
+    reward = loading.load(RewardJob, file, environ={}, cwd=ROOT, find_resources=lambda address: {"CPU": 6})
     assert (reward.sft.threads, reward.engine.threads) == (6, 6), "the engine measures what the rank has trained"
 
 
@@ -135,12 +135,12 @@ def test_another_machine_is_another_run(tmp_path: Path) -> None:
 
 def test_an_unknown_machine_needs_explicit_values() -> None:
     with pytest.raises(UserError, match=r"rollout\.gpus, .*learner\.dtype.*: got auto, but this job needs values"):
-        loading.load(PolicyJob, OWN, environ={}, cwd=ROOT, have=None)
+        loading.load(PolicyJob, OWN, environ={}, cwd=ROOT, find_resources=None)
     with pytest.raises(UserError, match=r"rollout\.max_new_tokens: got \"auto\""):
         make_job(BOX, "rollout.max_new_tokens=auto")
 
 
 def test_a_reward_model_is_trained_and_served_on_gpus() -> None:
     file = OWN.with_name("reward.yaml")
-    job = loading.load(RewardJob, file, environ={}, cwd=ROOT, have=lambda address: BOX)
+    job = loading.load(RewardJob, file, environ={}, cwd=ROOT, find_resources=lambda address: BOX)
     assert (job.sft.gpus, job.sft.dtype, job.engine.gpus, job.engine.dtype) == (1, "bfloat16", 1, "bfloat16")

@@ -217,7 +217,7 @@ def test_an_unknown_gpu_is_refused() -> None:
 
 
 def test_a_machine_without_a_sandbox_is_warned_of_where_the_task_is_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("t2g.deploy.check.available", lambda require: f"no {', '.join(require)}")
+    monkeypatch.setattr("t2g.deploy.check.find_refusal", lambda require: f"no {', '.join(require)}")
     assert "on this machine no processes, files, network" in warnings(check(file="kodcode")[1])
     assert not any("on this machine" in line for line in warnings(check()[1]))
 

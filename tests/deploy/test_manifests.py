@@ -270,7 +270,9 @@ def test_every_job_kind_has_a_job_of_its_own_and_the_groups_that_it_needs() -> N
         file = f"configs/{name}"
         have = {"GPU": 4, "memory": 256 * 2**30}
         schema = submission.JOBS[job_kind].schema
-        config = loading.load(schema, ROOT / file, overrides, environ={}, cwd=ROOT, have=lambda _, have=have: have)
+        config = loading.load(
+            schema, ROOT / file, overrides, environ={}, cwd=ROOT, find_resources=lambda _, have=have: have
+        )
         main = render(config, config_path=file, cpu=False, job_kind=job_kind)
         rendered.append(main)
         program = submission.JOBS[job_kind].program

@@ -12,11 +12,11 @@ from t2g.environments import Reply
 from t2g.environments.environment import Environment, read_reply
 from t2g.feedback.sources.user_function import FunctionFailed
 from t2g.tasks.code import CodeTask
-from t2g.tasks.tiny.programs import write_tests
+from t2g.tasks.tiny.programs import make_tests
 from t2g.tasks.tiny.task import TinyCodeTask
 from t2g.types import Prompt
 
-TESTS = write_tests([("red", 2, 4), ("red", 5, 7), ("blue", 2, 6)])
+TESTS = make_tests([("red", 2, 4), ("red", 5, 7), ("blue", 2, 6)])
 RIGHT = (
     'def f(k, n):\n    if k == "red":\n        return n + 2\n    if k == "blue":\n        return n * 3\n    return n\n'
 )

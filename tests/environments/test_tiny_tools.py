@@ -85,7 +85,7 @@ def test_turns_without_faults_lead_to_the_answer() -> None:
     rng = np.random.default_rng(1)
     for record in make_records(NO_FAULTS, count=20):
         left, right = (int(result.text) for result in call(record["turn"], record))
-        turn = lookups.write_calculation(read_question(record), left, right, NO_FAULTS, rng)
+        turn = lookups.make_calculation(read_question(record), left, right, NO_FAULTS, rng)
         assert [result.text for result in call(turn, record)] == [record["answer"]]
 
 
@@ -95,8 +95,8 @@ def test_a_tool_refuses_each_kind_of_fault_and_says_where_it_is() -> None:
     question = TableQuestion(TableCell("phone", "price"), "plus", TableCell("lamp", "stock"))
     messages = set()
     for _ in range(60):
-        turn = lookups.write_lookups(question, ALL_WRONG, rng)
-        turn += lookups.write_calculation(question, 7, 5, ALL_WRONG, rng)
+        turn = lookups.make_lookups(question, ALL_WRONG, rng)
+        turn += lookups.make_calculation(question, 7, 5, ALL_WRONG, rng)
         results = call(turn, record)
         assert all(result.is_fault for result in results)
         messages |= {re.sub(r"character \d+", "character", result.text) for result in results}
@@ -139,7 +139,7 @@ def test_shares_of_faults() -> None:
     is_guess = []
     is_right = []
     for record in make_records(rates, count=2000):
-        right = lookups.write_lookups(read_question(record), NO_FAULTS, np.random.default_rng(0))
+        right = lookups.make_lookups(read_question(record), NO_FAULTS, np.random.default_rng(0))
         is_guess.append(not read_hermes_calls(record["turn"]))
         is_right.append(record["turn"] == right)
     assert np.mean(is_guess) == pytest.approx(0.1, abs=0.02)

@@ -20,10 +20,10 @@ from t2g.feedback.sources.program import ProgramFeedback
 from t2g.feedback.sources.user_function import UserFunction
 from t2g.feedback.tool_spans import (
     TOOL_RESULTS,
+    dump_results,
     find_named_arguments,
     find_tool_spans,
-    read_results,
-    write_results,
+    load_results,
 )
 from t2g.loop.sampling import judge_answer
 from t2g.loop.tool_metrics import tool_metrics
@@ -102,7 +102,7 @@ def test_an_error_of_json_is_about_the_character_where_it_ceases_to_be_json(mark
     read = read_hermes_calls if answer.startswith("<") else read_llama3_calls
     no_tools = ToolBox((), make_function=UserFunction, max_calls=1)
     results = asyncio.run(no_tools.call(Prompt(prompt_id="p", task="tiny_tools", prompt_text=""), read(answer)))
-    stored_results = read_results({TOOL_RESULTS: write_results(results)})
+    stored_results = load_results({TOOL_RESULTS: dump_results(results)})
     (span,) = find_tool_spans(stored_results, answer, stored_results[0].text)
     assert (span.start, span.end) == (len(before), len(before) + len(quote))
 
@@ -189,8 +189,8 @@ def test_errors_are_mapped_and_the_user_s_program_maps_the_others() -> None:
 
 def test_results_are_kept_in_checkpoints_and_payloads(tmp_path: Any) -> None:
     result = make_result("Error: `days` is bad")
-    assert read_results({"tool_results": write_results([result])}) == (result,)
-    assert read_results({}) == ()
+    assert load_results({"tool_results": dump_results([result])}) == (result,)
+    assert load_results({}) == ()
     rollout = make_rollout([CALL], [(result,)])
     prompt = Prompt(prompt_id="p", prompt_text="", task="t", prompt_ids=rollout.prompt_ids)
     feedback = asyncio.run(judge_answer(NextMessageFeedback(), prompt, rollout))

@@ -143,7 +143,7 @@ def test_a_dataset_is_read_as_a_list(config: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.parametrize("file", ["configs/own/policy.yaml", "configs/tiny/policy.yaml", "configs/smol/policy.yaml"])
 def test_a_config_is_an_object_a_dict_or_a_file(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = loading.load(PolicyJob, ROOT / file, environ={}, have=cli.find_resources)
+    config = loading.load(PolicyJob, ROOT / file, environ={}, find_resources=cli.find_resources)
     forms = [config, loading.read_yaml(ROOT / file)[0], ROOT / file, file]
     loaded = [job_start._load(PolicyJob, form, {}, []) for form in forms]
     assert all(each == config for each in loaded)

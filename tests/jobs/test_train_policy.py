@@ -13,7 +13,7 @@ from jobs.common import fleets
 from jobs.demo.__main__ import method_job
 from jobs.demo.__main__ import run as run_demo
 from jobs.train_policy import prepared
-from jobs.train_policy.policy_data import read_data, run_references
+from jobs.train_policy.policy_data import drop_failing_references, read_data
 from jobs.train_policy.policy_job import format_smoke_summary, show_last_response
 from jobs.train_policy.policy_job import run_training as run
 from jobs.train_policy.policy_results import write_summary
@@ -238,7 +238,7 @@ def test_references_that_fail_are_left_out_before_training(tmp_path: Path, caplo
     )  # fmt: skip
     unread = read_data(job)  # all that a dry run does
     assert [p.prompt_id for p in unread.prompts if "tests_mode" not in p.payload] == ["plain", "wrong", "patched"]
-    read = run_references(job, unread)
+    read = drop_failing_references(job, unread)
     for prompts in (read.prompts, read.eval_prompts):
         assert [(p.prompt_id, p.payload["tests_mode"]) for p in prompts] == [
             ("plain", "separate"),

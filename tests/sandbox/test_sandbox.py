@@ -158,8 +158,8 @@ def test_the_outcome_names_what_was_in_force(attacked: dict[str, Any]) -> None:
 
 REFUSAL = """
 import json, sys
-from t2g.sandbox import Refused, SandboxConfig, available, run_solution
-found = {"available": available(["network", "files"])}
+from t2g.sandbox import Refused, SandboxConfig, find_refusal, run_solution
+found = {"available": find_refusal(["network", "files"])}
 code = "open('ran', 'w').close()\\ndef f(x):\\n    return x + 1\\n"
 tests = "from solution import f\\ndef test():\\n    assert f(1) == 2\\n"
 try:
@@ -217,7 +217,8 @@ def test_what_meets_what_is_required(in_force: list[str], missing: list[str]) ->
 
 def test_a_process_that_starts_a_sandbox_is_not_dumpable() -> None:
     code = (
-        "from t2g.sandbox import available\nimport ctypes\navailable([])\nprint(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+        "from t2g.sandbox import find_refusal\nimport ctypes\nfind_refusal([])\n"
+        "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
     )
     command = [sys.executable, "-c", code]
     env = {"PYTHONPATH": str(ROOT)}

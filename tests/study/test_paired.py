@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from t2g.study.paired import Draws, compare, flip_p, holm, interval, mcnemar_p, mean_of, resolvable
+from t2g.study.paired import Draws, bootstrap_interval, compare, flip_p, holm, make_mean, mcnemar_p, resolvable
 
 NUM_PROMPTS = 50
 NUM_SIMULATIONS = 1000
@@ -31,7 +31,7 @@ def draw_values(shape: str, rng: np.random.Generator, size: tuple[int, int]) -> 
 @pytest.mark.parametrize("shape", ["normal", "passes", "skewed", "four samples a prompt"])
 def test_intervals_hold_the_truth_in_95_of_100_evaluations(shape: str) -> None:
     values, truth = draw_values(shape, np.random.default_rng(2), (NUM_PROMPTS, NUM_SIMULATIONS))
-    low, high = interval(means(DRAWS.resampled(values)), NUM_PROMPTS)
+    low, high = bootstrap_interval(means(DRAWS.sum_resamples(values)), NUM_PROMPTS)
     assert 0.93 <= ((low <= truth) & (truth <= high)).mean() <= 0.97
 
 
@@ -53,7 +53,7 @@ def test_equal_policies_differ_in_at_most_6_of_100_evaluations() -> None:
 def test_the_resolvable_difference_is_found_in_4_of_5_evaluations() -> None:
     rng = np.random.default_rng(4)
     noise = rng.normal(0, 0.2, (NUM_PROMPTS, NUM_SIMULATIONS))
-    size = resolvable(means(DRAWS.resampled(noise)), NUM_PROMPTS).mean()
+    size = resolvable(means(DRAWS.sum_resamples(noise)), NUM_PROMPTS).mean()
     assert size == pytest.approx(2.85 * 0.2 / np.sqrt(NUM_PROMPTS), rel=0.02)
     is_significant = flip_p(noise + size, np.zeros_like(noise), means, DRAWS) <= 0.05
     assert is_significant.mean() == pytest.approx(0.8, abs=0.03)
@@ -65,12 +65,12 @@ def test_p_is_that_of_all_swaps() -> None:
     one, other = rng.random((2, 8, 1))
     signs = np.array([*product((1, -1), repeat=8)])
     exact = (np.abs(signs @ (one - other)) >= abs((one - other).sum()) - 1e-12).mean()
-    assert flip_p(one, other, mean_of(8), Draws(8, seed=1)) == pytest.approx(exact, abs=0.015)
+    assert flip_p(one, other, make_mean(8), Draws(8, seed=1)) == pytest.approx(exact, abs=0.015)
 
 
 def test_equal_values_differ_by_exactly_nothing() -> None:
     values = np.random.default_rng(6).random((NUM_PROMPTS, 1))
-    same = compare(values, values.copy(), mean_of(NUM_PROMPTS), DRAWS)
+    same = compare(values, values.copy(), make_mean(NUM_PROMPTS), DRAWS)
     assert same["value"] == same["low"] == same["high"] == same["resolvable"] == 0
     assert (same["p"], same["wins"], same["ties"], same["losses"]) == (1, 0, NUM_PROMPTS, 0)
 
@@ -81,13 +81,13 @@ def test_a_difference_by_hand_and_its_sign() -> None:
     # wins three, loses ten: both are pass or fail
     one[:3] = 1
     other[3:13] = 1
-    difference = compare(one, other, mean_of(NUM_PROMPTS), DRAWS)
+    difference = compare(one, other, make_mean(NUM_PROMPTS), DRAWS)
     assert difference["value"] == pytest.approx(-7 / 50)
     assert difference["low"] < -7 / 50 < difference["high"]
     assert (difference["wins"], difference["ties"], difference["losses"]) == (3, 37, 10)
     assert difference["exact"]
     assert difference["p"] == pytest.approx(2 * (1 + 13 + 78 + 286) / 2**13)
-    shifted = compare(one + 2.5, other, mean_of(NUM_PROMPTS), DRAWS)
+    shifted = compare(one + 2.5, other, make_mean(NUM_PROMPTS), DRAWS)
     assert not shifted["exact"] and shifted["p"] == 1 / 2001  # no draw is as far: never 0
 
 

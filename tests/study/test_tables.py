@@ -3,11 +3,11 @@ from math import gamma, pi, sqrt
 import numpy as np
 import pytest
 
-from t2g.study.tables import interval, markdown, t_quantile
+from t2g.study.tables import markdown, t_interval, t_quantile
 
 
 def half(values: list[float]) -> float:
-    bounds = interval(values)
+    bounds = t_interval(values)
     return bounds["high"] - bounds["mean"]
 
 
@@ -27,11 +27,11 @@ def test_quantiles_of_student_hold_19_of_20() -> None:
 
 
 def test_an_interval_lies_around_the_mean_and_one_value_has_none() -> None:
-    bounds = interval([1.0, 2.0, 3.0])
+    bounds = t_interval([1.0, 2.0, 3.0])
     assert bounds["mean"] == 2.0
     assert (bounds["low"], bounds["high"]) == (pytest.approx(2 - 2.484, abs=1e-3), pytest.approx(2 + 2.484, abs=1e-3))
-    assert interval([7.0]) == {"mean": 7.0, "low": None, "high": None}
-    assert interval([]) == {"mean": None, "low": None, "high": None}
+    assert t_interval([7.0]) == {"mean": 7.0, "low": None, "high": None}
+    assert t_interval([]) == {"mean": None, "low": None, "high": None}
 
 
 def test_a_table_is_markdown() -> None:

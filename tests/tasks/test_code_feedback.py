@@ -279,7 +279,7 @@ def test_code_lines_are_those_of_the_compiler() -> None:
 def test_a_machine_that_cannot_isolate_what_is_required_has_no_feedback_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(code_feedback, "available", lambda require: f"no {' and '.join(require)}")
+    monkeypatch.setattr(code_feedback, "find_refusal", lambda require: f"no {' and '.join(require)}")
     with pytest.raises(UserError, match="no files and network"):
         make_feedback_function(LIMITS.model_copy(update={"require": ("files", "network")}), StyleConfig())
 

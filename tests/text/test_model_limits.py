@@ -13,8 +13,8 @@ from t2g.text.model_limits import (
     check_full_attention,
     check_heads,
     check_positions,
+    check_sliding_window,
     check_vision,
-    check_window,
     find_uneven_heads,
 )
 from t2g.text.tokenizer import load_tokenizer
@@ -135,9 +135,9 @@ def test_a_special_token_that_no_prompt_has_needs_no_row(tmp_path: Path) -> None
 def test_texts_beyond_the_window_of_cohere_2_are_refused_with_the_reason(tmp_path: Path) -> None:
     """One token more in the sliding layers changes the log-probabilities of a text only beyond the window."""
     name = str(random_model(tmp_path, "cohere2"))
-    check_window(name, None, "rollout.max_model_len", 256)
+    check_sliding_window(name, None, "rollout.max_model_len", 256)
     with pytest.raises(UserError, match=r"^rollout.max_model_len=257: .*one token more.*lower it to 256$"):
-        check_window(name, None, "rollout.max_model_len", 257)
+        check_sliding_window(name, None, "rollout.max_model_len", 257)
     logits = []
     for window in (16, 17):
         model = AutoModelForCausalLM.from_pretrained(name, sliding_window=window)

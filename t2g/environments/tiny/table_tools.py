@@ -83,12 +83,12 @@ class _ConversationWriter:
     def write(self, question: TableQuestion, table: Table) -> list[Message]:
         """Return the turns and the results of a conversation; it ends without an answer after MAX_ATTEMPTS."""
         messages: list[Message] = []
-        operands = self._retry(messages, table, lambda: lookups.write_lookups(question, self._world, self._rng))
+        operands = self._retry(messages, table, lambda: lookups.make_lookups(question, self._world, self._rng))
         if operands is None:
             return messages
         left, right = operands
         results = self._retry(
-            messages, table, lambda: lookups.write_calculation(question, left, right, self._world, self._rng)
+            messages, table, lambda: lookups.make_calculation(question, left, right, self._world, self._rng)
         )
         if results is not None:
             (answer,) = results

@@ -6,7 +6,7 @@ from t2g.feedback.conversations import NEXT_MESSAGE
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.program import ProgramFeedback
-from t2g.feedback.tool_spans import find_tool_spans, read_results
+from t2g.feedback.tool_spans import find_tool_spans, load_results
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.prompts_only import format_chat
 from t2g.types import Prompt, SpanFeedback
@@ -33,7 +33,7 @@ class NextMessageFeedback(FeedbackSource):
         if not isinstance(critique, str) or not critique.strip():
             reason = f"no message follows the response to prompt {prompt.prompt_id}"
             return make_failed_feedback("failed", source=self.name, version="", reason=reason)
-        poor = find_tool_spans(read_results(prompt.payload), response_text, critique)
+        poor = find_tool_spans(load_results(prompt.payload), response_text, critique)
         feedback = make_feedback(critique, (), poor, response_text, source=self.name, version="")
         if poor or self._aligner is None:
             return feedback

@@ -116,17 +116,17 @@ def find_answer(question: TableQuestion, table: Table) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- turns
-def write_lookups(question: TableQuestion, rates: WorldConfig, rng: np.random.Generator) -> str:
+def make_lookups(question: TableQuestion, rates: WorldConfig, rng: np.random.Generator) -> str:
     """Return a turn with the two lookups. Each is another cell with the probability `rates.invented`."""
     text = ""
     for cell in (question.left, question.right):
         if rng.random() < rates.invented:
             cell = _change_cell(cell, rng)
-        text += write_call(Call(LOOKUP, cell._asdict()), rates, rng)
+        text += make_call(Call(LOOKUP, cell._asdict()), rates, rng)
     return text
 
 
-def write_calculation(
+def make_calculation(
     question: TableQuestion, left: int, right: int, rates: WorldConfig, rng: np.random.Generator
 ) -> str:
     """Return a turn with the calculation, of another operator with the probability `rates.invented`."""
@@ -134,15 +134,15 @@ def write_calculation(
     if rng.random() < rates.invented:
         operator = str(rng.choice([other for other in OPERATORS.values() if other != operator]))
     arguments = {"left": left, "operator": operator, "right": right}
-    return write_call(Call(CALCULATE, arguments), rates, rng)
+    return make_call(Call(CALCULATE, arguments), rates, rng)
 
 
-def write_guess(rng: np.random.Generator) -> str:
+def make_guess(rng: np.random.Generator) -> str:
     """Return an answer that no tool gave."""
     return str(rng.choice(VALUES) + rng.choice(VALUES))
 
 
-def write_call(call: Call, rates: WorldConfig, rng: np.random.Generator) -> str:
+def make_call(call: Call, rates: WorldConfig, rng: np.random.Generator) -> str:
     """Return a call as the policy's chat template writes it; a tool refuses it with the probability `rates.wrong`."""
     if rng.random() >= rates.wrong:
         return format_call(call)
@@ -194,7 +194,7 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
         question = sample_question(rng, heldout=heldout)
         table = sample_table(rng)
         is_guess = rng.random() < rates.missing
-        turn = write_guess(rng) if is_guess else write_lookups(question, rates, rng)
+        turn = make_guess(rng) if is_guess else make_lookups(question, rates, rng)
         yield {
             "question_id": f"tiny-tools-{split}-{seed}-{index}",
             "question": str(question),

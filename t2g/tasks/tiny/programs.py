@@ -75,7 +75,7 @@ def sample_rules(rng: np.random.Generator, *, heldout: bool) -> list[Rule]:
             return rules
 
 
-def write_question(rules: Iterable[Rule], wording: int) -> str:
+def make_question(rules: Iterable[Rule], wording: int) -> str:
     clauses = []
     sentences = []
     for rule in rules:
@@ -87,7 +87,7 @@ def write_question(rules: Iterable[Rule], wording: int) -> str:
     return " ".join(sentences)
 
 
-def write_program(
+def make_program(
     rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator, correct_words: Collection[str] = ()
 ) -> str:
     """Return a program with planted faults and at least one branch, in the order of the rules.
@@ -167,7 +167,7 @@ def _list_other_words(rules: Iterable[Rule]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------ tests, records
-def write_tests(cases: Iterable[Case]) -> str:
+def make_tests(cases: Iterable[Case]) -> str:
     """Return a pytest module with a test for each case."""
     module = "from solution import f\n"
     for word, argument, value in cases:
@@ -182,16 +182,16 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     for index in range(count):
         rules = sample_rules(rng, heldout=heldout)
         others = [str(word) for word in rng.permutation(_list_other_words(rules))]
-        question = write_question(rules, int(rng.integers(2)))
-        program = write_program(rules, rates, rng)
+        question = make_question(rules, int(rng.integers(2)))
+        program = make_program(rules, rates, rng)
         row = {
             "question_id": f"tiny-code-{split}-{seed}-{index}",
             "question": question,
             "solution": program,
-            "test": write_tests(_list_visible(rules, others)),
+            "test": make_tests(_list_visible(rules, others)),
         }
         if heldout:
-            row["hidden_test"] = write_tests(_list_hidden(rules, others))
+            row["hidden_test"] = make_tests(_list_hidden(rules, others))
         yield row
 
 
@@ -204,10 +204,10 @@ def make_repairs(rates: WorldConfig) -> Iterator[dict[str, Any]]:
     number = 0
     while number < rates.num_repairs:
         rules = sample_rules(rng, heldout=False)
-        question = write_question(rules, int(rng.integers(2)))
-        program = write_program(rules, rates, rng)
+        question = make_question(rules, int(rng.integers(2)))
+        program = make_program(rules, rates, rng)
         others = [str(word) for word in rng.permutation(_list_other_words(rules))]
-        outcome = interpret(program, write_tests(_list_visible(rules, others)))
+        outcome = interpret(program, make_tests(_list_visible(rules, others)))
         if outcome is None or outcome.passed:
             continue
         number += 1
@@ -217,7 +217,7 @@ def make_repairs(rates: WorldConfig) -> Iterator[dict[str, Any]]:
             {"role": "assistant", "content": program},
             {"role": "user", "content": describe_failures(outcome)},
         ]
-        repaired = write_program(rules, rates, rng, passed)
+        repaired = make_program(rules, rates, rng, passed)
         yield {
             "question_id": f"tiny-code-repair-{rates.seed}-{number}",
             "question": question,

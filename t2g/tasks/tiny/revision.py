@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from t2g.tasks.tiny.world import MISSING, Facts, judge_clauses, write_clause
+from t2g.tasks.tiny.world import MISSING, Facts, judge_clauses, make_clause
 
 
 def split_sentences(critique: str) -> list[str]:
@@ -38,7 +38,7 @@ def correct_response(facts: Facts, response: str, critique: str) -> str:
         if sentence in sentences:
             if clause.slot is None:
                 continue
-            text = write_clause(clause.slot, facts[clause.slot])
+            text = make_clause(clause.slot, facts[clause.slot])
             if (clause.slot, text) in clauses:
                 continue
         clauses.append((clause.slot, text))
@@ -48,7 +48,7 @@ def correct_response(facts: Facts, response: str, critique: str) -> str:
         if slot in stated or MISSING.format(slot) not in sentences:
             continue
         position = _find_first(stated, slots[number + 1 :])
-        text = write_clause(slot, facts[slot])
+        text = make_clause(slot, facts[slot])
         clauses.insert(position, (slot, text))
     return ", ".join(text for _, text in clauses) + "."
 

@@ -60,7 +60,7 @@ class TinyTask(SummarizationTask):
 
     def plant_faults(self, prompt: Prompt, rng: np.random.Generator) -> str | None:
         facts = prompt.payload.get("facts")
-        return world.write_summary(facts, world.PLANTED, rng) if facts else None
+        return world.make_summary(facts, world.PLANTED, rng) if facts else None
 
     def can_measure(self, prompt: Prompt) -> bool:
         return bool(prompt.payload.get("facts"))

@@ -131,7 +131,7 @@ def first_slots(num_facts: int) -> tuple[str, ...]:
     return tuple(SLOTS)[:num_facts]
 
 
-def write_post(facts: Facts, rng: np.random.Generator) -> str:
+def make_post(facts: Facts, rng: np.random.Generator) -> str:
     """Return the facts as template sentences in random order."""
     sentences = []
     for slot, fact in facts.items():
@@ -141,18 +141,18 @@ def write_post(facts: Facts, rng: np.random.Generator) -> str:
     return " ".join(sentences[index] for index in rng.permutation(len(sentences)))
 
 
-def write_clause(slot: str, value: str) -> str:
-    """Return one clause of a summary: `write_clause("thing", "phone") == "about a phone"`."""
+def make_clause(slot: str, value: str) -> str:
+    """Return one clause of a summary: `make_clause("thing", "phone") == "about a phone"`."""
     return f"{CLAUSE_LEADS[slot]} {value}"
 
 
 def ideal_summary(facts: Facts) -> str:
     """Return the summary with every fact right, in the order of the slots."""
-    clauses = [write_clause(slot, fact) for slot, fact in facts.items()]
+    clauses = [make_clause(slot, fact) for slot, fact in facts.items()]
     return ", ".join(clauses) + "."
 
 
-def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) -> str:
+def make_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) -> str:
     """Return a summary with planted faults and at least one clause, in the order of the slots.
 
     Probabilities per fact: `missing`, and `wrong` of the others: a value uniform over the slot's seven others.
@@ -167,7 +167,7 @@ def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) ->
             if rng.random() < rates.wrong:
                 others = [other for other in SLOTS[slot] if other != value]
                 value = others[rng.integers(len(others))]
-            clauses.append(write_clause(slot, value))
+            clauses.append(make_clause(slot, value))
     if rng.random() < rates.repeated:
         source = int(rng.integers(len(clauses)))
         position = int(rng.integers(source + 1, len(clauses) + 1))
@@ -303,9 +303,9 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     split = "heldout" if heldout else "train"
     for index in range(count):
         facts = sample_facts(rng, heldout=heldout, num_facts=rates.num_facts)
-        post = write_post(facts, rng)
-        reference = write_summary(facts, rates, rng)
-        generated = write_summary(facts, rates, rng)
+        post = make_post(facts, rng)
+        reference = make_summary(facts, rates, rng)
+        generated = make_summary(facts, rates, rng)
         critique = judge_summary(facts, generated).critique
         title = f"A {facts['thing']} that {facts['fault']}"
         yield {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from actors.engines.rollout import check_window, sample_seed
+from actors.engines.rollout import check_prompt_fits, sample_seed
 from t2g.errors import UserError
 from t2g.types import Prompt
 
@@ -20,8 +20,8 @@ def test_seeds_differ_by_run_prompt_and_sample_and_fit_vllm() -> None:
 
 
 def test_the_whole_response_must_fit_behind_the_prompt() -> None:
-    check_window(prompt(24), max_new_tokens=8, max_model_len=32)
+    check_prompt_fits(prompt(24), max_new_tokens=8, max_model_len=32)
     with pytest.raises(UserError, match=r"prompt p has 25 tokens: with 8 new ones .* window of 32"):
-        check_window(prompt(25), max_new_tokens=8, max_model_len=32)
+        check_prompt_fits(prompt(25), max_new_tokens=8, max_model_len=32)
     with pytest.raises(UserError, match="prompt p has no tokens"):
-        check_window(prompt(0), max_new_tokens=8, max_model_len=32)
+        check_prompt_fits(prompt(0), max_new_tokens=8, max_model_len=32)

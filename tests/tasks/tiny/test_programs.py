@@ -22,7 +22,7 @@ CONFIG = loading.load(DemoJob, Path(__file__).parents[3] / "configs" / "tiny" / 
 NO_FAULTS = WorldConfig(wrong=0, missing=0, invented=0, repeated=0)
 RULES = [Rule("red", "+", 2), Rule("blue", "*", 3), Rule("teal", "-", 4)]
 CASES = [(rule.word, n, rule.value(n)) for rule in RULES for n in programs.VISIBLE] + [("pink", 2, 2), ("gold", 5, 5)]
-TESTS = programs.write_tests(CASES)
+TESTS = programs.make_tests(CASES)
 FAULTY = """\
 def f(k, n):
     if k == "red":
@@ -54,8 +54,8 @@ def measured(record: dict[str, Any], program: str) -> dict[str, float] | None:
 
 
 def test_a_question_in_both_wordings() -> None:
-    assert programs.write_question(RULES, 0) == "red: add 2; blue: times 3; teal: minus 4."
-    assert programs.write_question(RULES, 1) == "If red, plus 2. If blue, by 3. If teal, less 4."
+    assert programs.make_question(RULES, 0) == "red: add 2; blue: times 3; teal: minus 4."
+    assert programs.make_question(RULES, 1) == "If red, plus 2. If blue, by 3. If teal, less 4."
 
 
 def test_feedback_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
@@ -83,7 +83,7 @@ def test_a_critique_fits_into_the_positions_of_the_model(tmp_path: Path) -> None
 def test_a_fix_is_the_line_of_the_rule(wording: int) -> None:
     judge = get_task("tiny_code").make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig(require=()))
     assert judge is not None
-    poor = judge(programs.write_question(RULES, wording), FAULTY, payload={"test": TESTS})["poor"]
+    poor = judge(programs.make_question(RULES, wording), FAULTY, payload={"test": TESTS})["poor"]
     assert apply_fixes(FAULTY, poor) == FAULTY.replace("n * 5", "n * 3")
     num_fixed = 0
     for row in records(100, CONFIG.world.model_copy(update={"wrong": 0.5})):
@@ -201,7 +201,7 @@ def test_texts_come_back_from_the_tokenizer_and_fit_the_windows(tmp_path: Path) 
     assert all(tokenizer.decode(tokenizer(row["solution"]).input_ids) == row["solution"] for row in rows)
     assert max(len(tokenizer(row["solution"]).input_ids) for row in rows) < CONFIG.rollout.max_new_tokens
     assert max(len(tokenizer(row["question"]).input_ids) for row in rows) + 8 < CONFIG.rollout.max_prompt_tokens
-    rule = [tokenizer.decode([i]) for i in tokenizer(programs.write_question(RULES[:1], 1)).input_ids]
+    rule = [tokenizer.decode([i]) for i in tokenizer(programs.make_question(RULES[:1], 1)).input_ids]
     assert rule == ["If", " red", ", plus", " 2", "."]
     assert [tokenizer.decode([i]) for i in tokenizer("        return n + 2\n").input_ids][-4:] == [
         " n",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from t2g.config import WorldConfig
 from t2g.tasks.tiny.revision import correct_response, drop_sentences, split_sentences
-from t2g.tasks.tiny.world import judge_summary, measure, sample_facts, write_clause, write_summary
+from t2g.tasks.tiny.world import judge_summary, make_clause, make_summary, measure, sample_facts
 
 FACTS = {"name": "Zoë", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
 RESPONSE = "by Zoë, about a laptop, sells honey, by Zoë, since Friday."
@@ -58,7 +58,7 @@ def test_a_critique_of_another_response_changes_nothing() -> None:
 def test_whole_critiques_lead_to_every_fact_and_thinned_ones_never_further_away(seed: int, dropped: float) -> None:
     rng = np.random.default_rng(seed)
     facts = sample_facts(rng, heldout=False)
-    response = write_summary(facts, WorldConfig(invented=0.5, repeated=0.5), rng)
+    response = make_summary(facts, WorldConfig(invented=0.5, repeated=0.5), rng)
     critique = judge_summary(facts, response).critique
     assert measure(facts, correct_response(facts, response, critique))["fact_f1"] == 1.0
     part = drop_sentences(critique, rng, dropped=dropped)
@@ -67,7 +67,7 @@ def test_whole_critiques_lead_to_every_fact_and_thinned_ones_never_further_away(
     assert measure(facts, revised)["fact_f1"] >= measure(facts, response)["fact_f1"]
     for slot in facts:
         if f"The {slot} is" not in part:
-            clause = write_clause(slot, facts[slot])
+            clause = make_clause(slot, facts[slot])
             assert (clause in revised) == (clause in response)
 
 

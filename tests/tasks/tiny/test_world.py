@@ -42,11 +42,11 @@ def target_of(facts: world.Facts, response: str, *, style: StyleConfig = SPARSE)
 def test_ideal_summary_is_the_faultless_summary() -> None:
     ideal = "by José, about a phone, it hums, since Monday, in 東京."
     assert world.ideal_summary(FACTS) == ideal
-    assert world.write_summary(FACTS, NO_FAULTS, np.random.default_rng(0)) == ideal
+    assert world.make_summary(FACTS, NO_FAULTS, np.random.default_rng(0)) == ideal
 
 
 def test_post_states_every_fact_once() -> None:
-    post = world.write_post(FACTS, np.random.default_rng(3))
+    post = world.make_post(FACTS, np.random.default_rng(3))
     assert [post.count(value) for value in FACTS.values()] == [1] * 5
     assert post.count(".") == 5
 
@@ -75,7 +75,7 @@ def test_planted_faults_come_at_their_rates() -> None:
 def test_a_summary_always_states_something() -> None:
     rates = WorldConfig(missing=0.95, wrong=0.0, invented=0.0, repeated=0.0)
     rng = np.random.default_rng(0)
-    assert all(world.split_clauses(world.write_summary(FACTS, rates, rng)) for _ in range(50))
+    assert all(world.split_clauses(world.make_summary(FACTS, rates, rng)) for _ in range(50))
 
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -154,7 +154,7 @@ def test_fixes_of_wrong_values_give_the_ideal_summary_and_change_no_target(dense
     rates = WorldConfig(wrong=0.5, missing=0.0, invented=0.0, repeated=0.0)
     for _ in range(50):
         facts = world.sample_facts(rng, heldout=False)
-        response = world.write_summary(facts, rates, rng)
+        response = world.make_summary(facts, rates, rng)
         judged = world.judge_summary(facts, response, dense=dense)
         assert apply_fixes(response, [*judged.good, *judged.poor]) == world.ideal_summary(facts)
         bare = [make_quote(response, replace(span, fix=None)) for span in judged.poor]
