@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig
-from t2g.data.batching import Plan, microbatches
+from t2g.data.batching import Plan, plan_microbatches
 from t2g.data.shared_prompts import plan_shared_prompts
 from t2g.types import TokenSequence
 
@@ -68,4 +68,4 @@ class LearnerSpec:
         if self.learner.share_prompts and self.loss != "dpo":
             return plan_shared_prompts(sequences, **options)
         group_size = 2 if self.loss == "dpo" else 1
-        return microbatches(sequences, group_size=group_size, **options)
+        return plan_microbatches(sequences, group_size=group_size, **options)

@@ -270,8 +270,8 @@ class PolicyTrainer(ModelTrainer):
             with self._reference() as reference:
                 outputs = rows.token_outputs(reference, self.spec.temperature, token_ids=top_ids)
             scores = {"logprobs": outputs.logprobs}
-            if outputs.of_ids is not None:
-                scores["top_logprobs"] = outputs.of_ids
+            if outputs.requested_logprobs is not None:
+                scores["top_logprobs"] = outputs.requested_logprobs
             return scores
 
         return self._on_microbatches(microbatches, score)
@@ -334,7 +334,7 @@ class PolicyTrainer(ModelTrainer):
 
         teacher = objective.distillation
         if teacher is not None:
-            divergence = top_k_kl(outputs.of_ids, rows.matrix("teacher_logprobs", 1))
+            divergence = top_k_kl(outputs.requested_logprobs, rows.matrix("teacher_logprobs", 1))
             distillation = weighted_sum(divergence * rows.column("teacher_mask"), weights)
             loss = (1 - teacher.weight) * loss + teacher.weight * distillation
             metrics[m.TEACHER_KL] = distillation.item()

@@ -16,7 +16,7 @@ from actors.engines.engine import Engine, engine_environment
 from t2g.algo.head import install_chunked_head
 from t2g.algo.logprobs import Rows
 from t2g.config import EngineConfig, LearnerConfig, ProcessConfig, RolloutConfig
-from t2g.data.batching import microbatches
+from t2g.data.batching import plan_microbatches
 from t2g.types import TrainSample
 
 
@@ -105,7 +105,7 @@ class BareLearner:
     def step(self, samples: Sequence[TrainSample]) -> int:
         """Make one step; return the number of tokens."""
         budget = self._config.tokens_per_microbatch
-        for members in microbatches(samples, num_ranks=1, token_budget=budget)[0]:
+        for members in plan_microbatches(samples, num_ranks=1, token_budget=budget)[0]:
             rows = Rows([samples[index] for index in members], self._device)
             with torch.no_grad():
                 reference = rows.token_outputs(self._reference, 1.0).logprobs

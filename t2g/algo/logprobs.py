@@ -25,7 +25,7 @@ class TokenOutputs:
     logprobs: torch.Tensor  # logprobs of the sampled token
     entropy: torch.Tensor | None
     full_kl: torch.Tensor | None  # to the reference, over the whole vocabulary
-    of_ids: torch.Tensor | None  # [N, k], log-probabilities of the requested tokens
+    requested_logprobs: torch.Tensor | None  # [N, k], log-probabilities of the requested tokens
     top_ids: torch.Tensor | None  # [N, k] int32, the likeliest tokens
 
 
@@ -44,9 +44,9 @@ class Rows:
         self.sequences = sequences
         self.device = device
         rows = make_shared_row(sequences) if share_prompts else make_rows(sequences)
-        self._before = torch.from_numpy(rows.before).to(device)
+        self._logit_index = torch.from_numpy(rows.logit_index).to(device)
         num_columns = rows.ids.shape[1]
-        row, column = np.divmod(rows.before, num_columns)
+        row, column = np.divmod(rows.logit_index, num_columns)
         columns = np.unique(column)
         if len(columns) < EMPTY_TOKENS:
             first_columns = np.arange(num_columns)[:EMPTY_TOKENS]
@@ -56,10 +56,10 @@ class Rows:
             self._inputs["position_ids"] = torch.from_numpy(rows.positions).to(device)
             self._inputs["prompt_groups"] = rows.groups
         self._kept_columns = torch.from_numpy(columns).to(device)
-        padding = (0, max(0, EMPTY_TOKENS - len(rows.index)))  # the head gets at least EMPTY_TOKENS rows
+        padding = (0, max(0, EMPTY_TOKENS - len(rows.response_index)))  # the head gets at least EMPTY_TOKENS rows
         position = row * len(columns) + np.searchsorted(columns, column)
         self._positions = torch.from_numpy(np.pad(position, padding)).to(device)  # in [S * C], C columns
-        self._next_ids = torch.from_numpy(np.pad(rows.ids.flat[rows.index], padding)).to(device)
+        self._next_ids = torch.from_numpy(np.pad(rows.ids.flat[rows.response_index], padding)).to(device)
 
     @property
     def sequence_ids(self) -> torch.Tensor:
@@ -128,11 +128,11 @@ class Rows:
                 columns = self._call(model).logits[0]
         else:
             columns = token_columns(self.logits(model), request)
-        return _split_columns(columns[: len(self._before)], request)
+        return _split_columns(columns[: len(self._logit_index)], request)
 
     def values(self, critic: Any) -> torch.Tensor:
         """Return the values [N] float32 of the states before the response tokens."""
-        return critic(**self._inputs).flatten()[self._before]
+        return critic(**self._inputs).flatten()[self._logit_index]
 
 
 def _split_columns(columns: torch.Tensor, request: TokenRequest) -> TokenOutputs:
@@ -142,12 +142,12 @@ def _split_columns(columns: torch.Tensor, request: TokenRequest) -> TokenOutputs
     entropy = next(numbers) if request.entropy else None
     full_kl = None if request.ref_logits is None else next(numbers)
     width = 0 if request.token_ids is None else request.token_ids.shape[1]
-    of_ids = [*islice(numbers, width)]
+    requested_logprobs = [*islice(numbers, width)]
     top_ids = [*numbers]
     return TokenOutputs(
         logprobs=logprobs,
         entropy=entropy,
         full_kl=full_kl,
-        of_ids=torch.stack(of_ids, dim=-1) if of_ids else None,
+        requested_logprobs=torch.stack(requested_logprobs, dim=-1) if requested_logprobs else None,
         top_ids=torch.stack(top_ids, dim=-1).int() if request.top_k else None,
     )

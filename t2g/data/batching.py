@@ -1,10 +1,10 @@
 """Plan optimizer steps, microbatches and padded rows of sequences with numpy.
 
 The learner's models run a microbatch as right-padded rows, with one sequence per row; `shared_prompts` has the other
-layout. With several sequences in a row,
-transformers would make a mask of row x row, which excludes flash attention on a GPU. On a CPU, dense attention over one
-row of 4,096 tokens takes a model of a million parameters five times as long (2,100 tokens/s against 10,500). So the
-plan groups sequences of similar length, and the token budget bounds rows x longest row.
+layout. With several sequences in a row, transformers would make a mask of row x row, which excludes flash attention on
+a GPU. On a CPU, dense attention over one row of 4,096 tokens takes a model of a million parameters five times as long
+(2,100 tokens/s against 10,500). So the plan groups sequences of similar length, and the token budget bounds rows x
+longest row.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ class TokenRows:
     """The input of a model for S rows of L tokens, with N response tokens in the order of the sequences."""
 
     ids: np.ndarray  # [S, L] int64
-    index: np.ndarray  # [N] int64, index of each response token in ids.flatten()
-    before: np.ndarray  # [N] int64, index of the token whose output predicts it
+    response_index: np.ndarray  # [N] int64, index of each response token in ids.flatten()
+    logit_index: np.ndarray  # [N] int64, index of the token whose output predicts it
     positions: np.ndarray | None = None  # [S, L] int64; None: the index in the row
     groups: tuple[PromptGroup, ...] = ()  # groups of the only row, if responses share prompts
 
 
-def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
+def plan_by_length(lengths: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
     """Assign every sequence to a microbatch of a rank; deterministic.
 
     Each rank gets the same number of microbatches, at least one, and some may be empty. A microbatch has at most
@@ -53,7 +53,7 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
     Args:
         lengths: Number of tokens of each sequence.
 
-    >>> plan_microbatches([3, 9, 3, 8], num_ranks=2, token_budget=18)
+    >>> plan_by_length([3, 9, 3, 8], num_ranks=2, token_budget=18)
     [[[1, 3]], [[0, 2]]]
     """
 
@@ -77,10 +77,10 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
         else:
             bins.append([index])
 
-    return deal_microbatches(bins, area, num_ranks)
+    return assign_to_ranks(bins, area, num_ranks)
 
 
-def deal_microbatches(bins: list[list[int]], area: Callable[[list[int]], int], num_ranks: int) -> Plan:
+def assign_to_ranks(bins: list[list[int]], area: Callable[[list[int]], int], num_ranks: int) -> Plan:
     """Give every rank the same number of microbatches, and about the same work.
 
     Args:
@@ -99,10 +99,10 @@ def deal_microbatches(bins: list[list[int]], area: Callable[[list[int]], int], n
         del largest[half:]
 
     bins.sort(key=lambda members: (-area(members), members))
-    return _deal(bins, num_ranks)
+    return _deal_in_turn(bins, num_ranks)
 
 
-def _deal(bins: list[list[int]], num_ranks: int) -> Plan:
+def _deal_in_turn(bins: list[list[int]], num_ranks: int) -> Plan:
     """Give each rank a microbatch in turn."""
     plan: Plan = [[] for _ in range(num_ranks)]
     for position, members in enumerate(bins):
@@ -113,8 +113,10 @@ def _deal(bins: list[list[int]], num_ranks: int) -> Plan:
     return plan
 
 
-def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_budget: int, group_size: int = 1) -> Plan:
-    """Return each rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
+def plan_microbatches(
+    sequences: Sequence[TokenSequence], *, num_ranks: int, token_budget: int, group_size: int = 1
+) -> Plan:
+    """Return each rank's microbatches as indices of `sequences`, see `plan_by_length`; some may be empty.
 
     Args:
         group_size: Number of consecutive sequences that stay in one microbatch.
@@ -124,7 +126,7 @@ def microbatches(sequences: Sequence[TokenSequence], *, num_ranks: int, token_bu
     for first in range(0, len(lengths), group_size):
         group_lengths = lengths[first : first + group_size]
         longest.append(max(group_lengths))
-    plan = plan_microbatches(longest, num_ranks, token_budget // group_size)
+    plan = plan_by_length(longest, num_ranks, token_budget // group_size)
 
     def sequences_of(groups: list[int]) -> list[int]:
         indices: list[int] = []
@@ -153,7 +155,7 @@ def make_rows(sequences: Sequence[TokenSequence]) -> TokenRows:
     >>> two = [TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=[]),
     ...        TrainSequence(prompt_ids=[8], response_ids=[9], weights=[])]
     >>> rows = make_rows(two)
-    >>> rows.ids.tolist(), rows.index.tolist(), rows.before.tolist()
+    >>> rows.ids.tolist(), rows.response_index.tolist(), rows.logit_index.tolist()
     ([[5, 6, 7], [8, 9, 0]], [1, 2, 4], [0, 1, 3])
     """
     lengths = _count_tokens(sequences)
@@ -168,8 +170,8 @@ def make_rows(sequences: Sequence[TokenSequence]) -> TokenRows:
         ids.flat[start:first] = sequence.prompt_ids
         ids.flat[first:end] = sequence.response_ids
         indices.append(np.arange(first, end))
-    index = np.concatenate(indices)
-    return TokenRows(ids=ids, index=index, before=index - 1)
+    response_index = np.concatenate(indices)
+    return TokenRows(ids=ids, response_index=response_index, logit_index=response_index - 1)
 
 
 def normalize_weights(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ...]:

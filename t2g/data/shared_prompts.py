@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from t2g.data.batching import EMPTY_TOKENS, Plan, PromptGroup, TokenRows, deal_microbatches
+from t2g.data.batching import EMPTY_TOKENS, Plan, PromptGroup, TokenRows, assign_to_ranks
 from t2g.types import TokenSequence
 
 
@@ -64,7 +64,7 @@ def plan_shared_prompts(sequences: Sequence[TokenSequence], *, num_ranks: int, t
     bins: list[list[int]] = []
     for unit in units:
         add_unit(bins, unit)
-    return deal_microbatches(bins, count_row_tokens, num_ranks)
+    return assign_to_ranks(bins, count_row_tokens, num_ranks)
 
 
 def make_shared_row(sequences: Sequence[TokenSequence]) -> TokenRows:
@@ -78,12 +78,12 @@ def make_shared_row(sequences: Sequence[TokenSequence]) -> TokenRows:
     >>> row = make_shared_row(two)
     >>> row.ids[0, :4].tolist(), row.positions[0, :4].tolist()
     ([5, 6, 7, 9], [0, 1, 2, 1])
-    >>> row.index.tolist(), row.before.tolist(), row.groups[0].response_lengths
+    >>> row.response_index.tolist(), row.logit_index.tolist(), row.groups[0].response_lengths
     ([1, 2, 3], [0, 1, 0], (2, 1))
     """
     nothing = np.zeros(0, np.int64)
-    index = [nothing] * len(sequences)
-    before = [nothing] * len(sequences)
+    response_index = [nothing] * len(sequences)
+    logit_index = [nothing] * len(sequences)
     segments: list[np.ndarray] = []
     groups: list[PromptGroup] = []
     end = 0
@@ -97,9 +97,9 @@ def make_shared_row(sequences: Sequence[TokenSequence]) -> TokenRows:
             segments.append(response_ids)
             start = end
             end += len(response_ids)
-            index[member] = np.arange(start, end)
-            before[member] = index[member] - 1
-            before[member][:1] = last_of_prompt
+            response_index[member] = np.arange(start, end)
+            logit_index[member] = response_index[member] - 1
+            logit_index[member][:1] = last_of_prompt
         lengths = [len(sequences[member].response_ids) for member in members]
         response_lengths = tuple(filter(None, lengths))
         groups.append(PromptGroup(prompt_length=len(prompt_ids), response_lengths=response_lengths))
@@ -112,8 +112,8 @@ def make_shared_row(sequences: Sequence[TokenSequence]) -> TokenRows:
     positions = _make_positions(groups)
     return TokenRows(
         ids=ids[None],
-        index=np.concatenate([nothing, *index]),
-        before=np.concatenate([nothing, *before]),
+        response_index=np.concatenate([nothing, *response_index]),
+        logit_index=np.concatenate([nothing, *logit_index]),
         positions=positions[None],
         groups=tuple(groups),
     )

@@ -11,8 +11,8 @@ from t2g.data.batching import (
     draw_steps,
     make_rows,
     make_train_batch,
-    microbatches,
     normalize_weights,
+    plan_by_length,
     plan_microbatches,
 )
 from t2g.types import TrainBatch, TrainSample
@@ -49,7 +49,7 @@ def tokens(lengths: list[int], members: list[int]) -> int:
     token_budget=st.integers(1, 100),
 )
 def test_plan(lengths: list[int], num_ranks: int, token_budget: int) -> None:
-    plan = plan_microbatches(lengths, num_ranks, token_budget)
+    plan = plan_by_length(lengths, num_ranks, token_budget)
     assert sorted(chain.from_iterable(chain.from_iterable(plan))) == list(range(len(lengths)))
     assert len(plan) == num_ranks
     assert len({len(rank) for rank in plan}) == 1
@@ -58,13 +58,13 @@ def test_plan(lengths: list[int], num_ranks: int, token_budget: int) -> None:
         assert len(members) <= 1 or tokens(lengths, members) <= token_budget
     if len(lengths) >= num_ranks:
         assert all(map(any, plan))  # each rank has a microbatch that is not empty
-    assert plan == plan_microbatches(lengths, num_ranks, token_budget)
+    assert plan == plan_by_length(lengths, num_ranks, token_budget)
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=8, max_size=60), num_ranks=st.integers(2, 4))
 def test_ranks_are_balanced(lengths: list[int], num_ranks: int) -> None:
     """Tokens of the busiest and the idlest rank differ by at most one microbatch."""
-    plan = plan_microbatches(lengths, num_ranks, 120)
+    plan = plan_by_length(lengths, num_ranks, 120)
     areas = []
     loads = []
     for rank in plan:
@@ -75,14 +75,14 @@ def test_ranks_are_balanced(lengths: list[int], num_ranks: int) -> None:
 
 
 def test_a_sequence_past_the_budget_stands_alone() -> None:
-    plan = plan_microbatches([5, 200, 5], 1, 20)
+    plan = plan_by_length([5, 200, 5], 1, 20)
     assert sorted(plan[0]) == [[0, 2], [1]]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 3), st.integers(10, 80))
 def test_pairs_stay_together(pairs: list[int], num_ranks: int, token_budget: int) -> None:
     sequences = [sample(2, response) for longer in pairs for response in (longer, longer // 2)]
-    batches = microbatches(sequences, num_ranks=num_ranks, token_budget=token_budget, group_size=2)
+    batches = plan_microbatches(sequences, num_ranks=num_ranks, token_budget=token_budget, group_size=2)
     assert sorted(chain.from_iterable(chain.from_iterable(batches))) == list(range(len(sequences)))
     assert len({len(share) for share in batches}) == 1
     for members in chain.from_iterable(batches):
@@ -98,14 +98,14 @@ def test_rows_hold_each_sequence(shapes: list[tuple[int, int]]) -> None:
     whole = [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in samples]
     width = max(len(row) for row in whole)
     assert rows.ids.tolist() == [row + [0] * (width - len(row)) for row in whole]
-    assert rows.ids.flatten()[rows.index].tolist() == [i for s in samples for i in s.response_ids.tolist()]
-    assert (rows.before == rows.index - 1).all()
+    assert rows.ids.flatten()[rows.response_index].tolist() == [i for s in samples for i in s.response_ids.tolist()]
+    assert (rows.logit_index == rows.response_index - 1).all()
 
 
 def test_a_rank_without_sequences_gets_a_row_in_which_nothing_counts() -> None:
     rows = make_rows([])
     assert rows.ids.shape == (1, EMPTY_TOKENS)
-    assert rows.index.size == 0
+    assert rows.response_index.size == 0
 
 
 @settings(max_examples=50)
@@ -188,7 +188,7 @@ def test_rows_of_exponential_lengths_are_hardly_padded() -> None:
     """A step's 64 samples in microbatches of 4,096 tokens: rows x longest row, beside the tokens that are in them."""
     for seed in range(5):
         lengths = 16 + np.random.default_rng(seed).exponential(128, 64).astype(int)
-        bins = [*chain.from_iterable(plan_microbatches(lengths.tolist(), 1, 4096))]
+        bins = [*chain.from_iterable(plan_by_length(lengths.tolist(), 1, 4096))]
         area = sum(len(members) * lengths[members].max() for members in bins)
         assert lengths.sum() / area > 0.8
         assert len(bins) <= 8

@@ -74,7 +74,7 @@ def test_a_row_has_each_prompt_once_and_predicts_each_response_token(shapes: lis
     assert row.ids.shape == row.positions.shape == (1, max(EMPTY_TOKENS, count_row(sequences)))
     ids = row.ids[0]
     positions = row.positions[0]
-    assert ids[row.index].tolist() == [*chain.from_iterable(sequence.response_ids for sequence in sequences)]
+    assert ids[row.response_index].tolist() == [*chain.from_iterable(sequence.response_ids for sequence in sequences)]
     previous: list[int] = []
     places: list[int] = []
     for sequence in sequences:
@@ -83,9 +83,9 @@ def test_a_row_has_each_prompt_once_and_predicts_each_response_token(shapes: lis
         whole = [*sequence.prompt_ids, *sequence.response_ids]
         previous += whole[num_prompt - 1 : -1]
         places += range(num_prompt, num_prompt + num_response)
-    assert ids[row.before].tolist() == previous
-    assert positions[row.index].tolist() == places
-    assert (positions[row.before] == positions[row.index] - 1).all()
+    assert ids[row.logit_index].tolist() == previous
+    assert positions[row.response_index].tolist() == places
+    assert (positions[row.logit_index] == positions[row.response_index] - 1).all()
 
 
 def test_two_ranks_share_what_they_can() -> None:

@@ -25,7 +25,7 @@ from actors.learner.learner import LearnerGroup
 from actors.learner.trainers import load_policy
 from t2g.algo.logprobs import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
-from t2g.data.batching import microbatches
+from t2g.data.batching import plan_microbatches
 from t2g.types import Rollout, TrainBatch
 
 SCALING = 3.0  # alpha / r
@@ -118,7 +118,7 @@ def test_the_reference_is_the_base_to_the_bit(
     """A second copy that never trained, given the same rows: the reference of a full fine-tuning."""
     _, frozen, _ = load_policy(learner_spec(base), on_gpu=False)
     stats = group.forward(rollouts, ["old_logprobs", "ref_logprobs"])
-    for members in microbatches(rollouts, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch)[0]:
+    for members in plan_microbatches(rollouts, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch)[0]:
         rows = Rows([rollouts[i] for i in members], torch.device("cpu"))
         with torch.no_grad():
             expected = rows.token_outputs(frozen, TEMPERATURE).logprobs.numpy()
