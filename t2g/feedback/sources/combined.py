@@ -54,8 +54,8 @@ def combine_feedback(
 
     It is usable if at least one criterion is usable and every required one is. Otherwise it is failed if a required
     criterion failed (any, if none is required), else unparsable. Spans and critiques of unusable criteria are left out.
-    The execution is the first one. A single criterion only names its spans: it has no heading, `criteria` or curves,
-    except with `names_single`.
+    The execution is the first one. A single criterion only names its spans: without `names_single` it has no heading,
+    no entry in `criteria` and no metrics of its own.
     """
     is_named = names_single or len(answers) > 1
     joined = _join_critiques(answers, with_headings=is_named)

@@ -126,14 +126,17 @@ class HumanFeedback(FeedbackSource):
             raise UserError(f"human_file={self._names} holds no judgements")
 
     def _add(self, key: Key, judgement: _Judgement) -> bool:
-        """Add a judgement of a response; return False if it is not used. A whole line replaces invalid ones."""
+        """Add a judgement of a response; return False if the same person has judged it already, and usably.
+
+        A usable judgement replaces unusable ones.
+        """
         judgements = self._judgements.setdefault(key, [])
-        whole = [known for known in judgements if known.feedback.usable]
-        if any(known.person == judgement.person for known in whole):
+        usable = [known for known in judgements if known.feedback.usable]
+        if any(known.person == judgement.person for known in usable):
             return False
-        if whole and not judgement.feedback.usable:
+        if usable and not judgement.feedback.usable:
             return True  # `_read` has reported it
-        self._judgements[key] = [*whole, judgement]
+        self._judgements[key] = [*usable, judgement]
         return True
 
     def check_alignment(self) -> None:

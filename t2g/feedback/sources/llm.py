@@ -47,17 +47,17 @@ def estimate_cost(items: Iterable[tuple[Prompt, str]], config: SourceConfig, tas
     """
     llm = config.llm
     num_requests = 0
-    prompts = 0  # tokens
+    prompt_tokens = 0
     for prompt, response_text in items:
         request = make_request(task, prompt, response_text, config.style)
         schema = build_answer_schema(request)
         num_requests += llm.num_annotators
-        prompts += llm.num_annotators * estimate_prompt_tokens(request.messages, schema)
-    answers = num_requests * llm.max_output_tokens
-    total = prompts + answers
+        prompt_tokens += llm.num_annotators * estimate_prompt_tokens(request.messages, schema)
+    answer_tokens = num_requests * llm.max_output_tokens
+    total = prompt_tokens + answer_tokens
     estimate = (
-        f"{llm.model}: {num_requests:,} requests, up to about {total:,} tokens ({prompts:,} of prompts, "
-        f"{answers:,} of answers), without second tries"
+        f"{llm.model}: {num_requests:,} requests, up to about {total:,} tokens ({prompt_tokens:,} of prompts, "
+        f"{answer_tokens:,} of answers), without second tries"
     )
     if llm.max_total_tokens is not None and total > llm.max_total_tokens:
         raise UserError(
@@ -128,7 +128,7 @@ class LLMFeedback(FeedbackSource):
     async def _ask_annotator(self, request: AnnotationRequest, seed: int) -> SpanFeedback:
         """Return the feedback of one annotator, with follow-ups about the faults of an answer."""
         # For all attempts. Waiting for a slot does not count: a rate limit is no failure.
-        left_s = self._config.timeout_s
+        remaining_s = self._config.timeout_s
         now = asyncio.get_running_loop().time  # the clock of the deadline
         chat_request = ChatRequest(
             messages=request.messages,
@@ -143,11 +143,11 @@ class LLMFeedback(FeedbackSource):
             async with self.client.slot():
                 started = now()
                 try:
-                    completion = await self._complete(chat_request, left_s)
+                    completion = await self._complete(chat_request, remaining_s)
                     failure = None
                 except ChatError as error:
                     failure = error
-                left_s -= now() - started
+                remaining_s -= now() - started
             if failure:
                 if not failure.is_transient:
                     break

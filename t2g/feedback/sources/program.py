@@ -50,14 +50,14 @@ class ProgramFeedback(FeedbackSource):
         Raises:
             UserError: As `load_function`.
         """
-        paid = function if isinstance(function, str) else ""  # the task's own program is free
-        key = f"{section}.{field}={paid or 'program'}"
+        import_path = function if isinstance(function, str) else ""  # "": the task's own program
+        key = f"{section}.{field}={import_path or 'program'}"
         if isinstance(function, str):
             options = (*OPTIONS, "critique") if field == "align" else OPTIONS
             form = f"(prompt_text, response_text) and perhaps {'= or '.join(options)}="
             function = load_function(function, key, form, num_arguments=2, options=options)
-        self._path = paid or _path_of(function)
-        self.judgement_cache_key = paid or (aligner.judgement_cache_key if aligner else "")
+        self._path = import_path or _find_import_path(function)
+        self.judgement_cache_key = import_path or (aligner.judgement_cache_key if aligner else "")
         self._key = key
         self._advice = ""
         if field == "source":
@@ -133,7 +133,7 @@ class ProgramFeedback(FeedbackSource):
             raise FunctionFailed(f"returned an invalid judgement: {shorten(str(error))}") from None
 
 
-def _path_of(function: FeedbackFunction) -> str:
+def _find_import_path(function: FeedbackFunction) -> str:
     """Return where a function comes from; for a closure the function that made it."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", "?")

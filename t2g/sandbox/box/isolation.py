@@ -264,7 +264,7 @@ def descendants(parent: int) -> list[int]:
     return pids + [descendant for process in pids for descendant in descendants(process)]
 
 
-def has_running_processes(supervisor: int, tests: int, *, has_worker: bool) -> bool:
+def has_running_processes(supervisor_pid: int, tester_pid: int, *, has_worker: bool) -> bool:
     """Return whether a process that the solution started still runs, by the kernel's process list.
 
     /proc is read one process after the other. A process that forks and ends meanwhile is read as ended, and its child
@@ -272,16 +272,17 @@ def has_running_processes(supervisor: int, tests: int, *, has_worker: bool) -> b
     starting processes.
 
     Args:
-        supervisor: Ancestor of all processes of the run. It may have adopted orphans of the solution, as may `tests`.
-        tests: The tests' process, a child of the supervisor.
-        has_worker: The children of `tests` are the solution's process and processes that the tests started.
+        supervisor_pid: Ancestor of all processes of the run. It may have adopted orphans of the solution, as may
+            `tester_pid`.
+        tester_pid: The tests' process, a child of the supervisor.
+        has_worker: The children of `tester_pid` are the solution's process and processes that the tests started.
     """
     ended_before = None
     for _ in range(_MAX_READINGS):
-        known = {supervisor, tests}
+        known = {supervisor_pid, tester_pid}
         if has_worker:
-            known.update(children(tests))
-        states = {process: _state(process) for process in descendants(supervisor) if process not in known}
+            known.update(children(tester_pid))
+        states = {process: _state(process) for process in descendants(supervisor_pid) if process not in known}
         if any(state not in "ZX" for state in states.values()):
             return True
         if states.keys() == ended_before:

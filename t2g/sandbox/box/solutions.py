@@ -73,12 +73,12 @@ class RemoteSolution(Peer):
         self.output = SolutionOutput(max_output, strict=False)
         self.refusals: list[str] = []  # what the tests or the solution did that decides nothing
 
-    def begin(self) -> None:
+    def start_tracing(self) -> None:
         """Record the lines of the first test; `lines` does so for the others."""
-        self.call_root("begin")
+        self.call_root("start_tracing")
 
-    def lines(self) -> tuple[list[int], int]:
-        return self.call_root("lines")
+    def take_traced_lines(self) -> tuple[list[int], int]:
+        return self.call_root("take_traced_lines")
 
     def is_allowed(self, operation: str, target: Any, name: str, value: Any) -> bool:
         """Return whether the solution may do this, with an object that it received."""

@@ -68,8 +68,8 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     supervisor = os.getpid()
     control, tester_control = socket.socketpair()
     lists_children = os.path.exists("/proc/thread-self/children")  # CONFIG_PROC_CHILDREN of the kernel
-    tests = os.fork()
-    if tests == 0:
+    tester_pid = os.fork()
+    if tester_pid == 0:
         try:
             control.close()
             if cgroup is not None:
@@ -84,11 +84,11 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     tester_control.close()
     os.close(0)
     os.close(2)
-    received = _wait(plan, tests, control)
+    received = _wait(plan, tester_pid, control)
     verdict = TIMED_OUT
     if received is not None:
-        verdict = _make_verdict(received, plan, tests)
-    _kill([tests])
+        verdict = _make_verdict(received, plan, tester_pid)
+    _kill([tester_pid])
     _kill_remaining()
     _write(verdict)
     os._exit(0)
@@ -113,7 +113,7 @@ def _enter_cgroup(cgroup: int, in_force: list[str]) -> None:
         in_force.append("cgroup")
 
 
-def _make_verdict(received: bytes, plan: dict[str, Any], tests: int) -> bytes:
+def _make_verdict(received: bytes, plan: dict[str, Any], tester_pid: int) -> bytes:
     """Return the verdict line; b"" if what the tests' process sent is none.
 
     A solution passed if the results name every collected test, none failed, and no process of it is left.
@@ -122,7 +122,7 @@ def _make_verdict(received: bytes, plan: dict[str, Any], tests: int) -> bytes:
         received: What the tests' process sent. Its own lines begin with the token: the names of the collected tests, if
             they were collected, and `tester.Run.report`.
         plan: See `main`.
-        tests: The tests' process, which still runs.
+        tester_pid: The tests' process, which still runs.
     """
     token = plan["token"].encode()
     sent = received.removesuffix(token + b"end\n").split(b"\n")
@@ -134,20 +134,20 @@ def _make_verdict(received: bytes, plan: dict[str, Any], tests: int) -> bytes:
             names = [test["name"] for test in good]
             if len(lines) != 2 or not names or names != json.loads(lines[0]):
                 verdict["reason"] = "no_result"
-            elif isolation.has_running_processes(os.getpid(), tests, has_worker=plan["tests"] == "separate"):
+            elif isolation.has_running_processes(os.getpid(), tester_pid, has_worker=plan["tests"] == "separate"):
                 verdict["reason"] = "left_processes"
         return json.dumps(verdict, ensure_ascii=False).encode(errors="replace") + b"\n"
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return b""
 
 
-def _wait(plan: dict[str, Any], tests: int, control: socket.socket) -> bytes | None:
+def _wait(plan: dict[str, Any], tester_pid: int, control: socket.socket) -> bytes | None:
     """Wait for the tests' process and return what it sent; None if it did not end in time.
 
     Args:
         plan: `memory_mib` bounds the memory of all processes that the tests started. Beyond it they are killed; the
             tests' process continues and reports that.
-        tests: The tests' process.
+        tester_pid: The tests' process.
         control: Receives "+" when the time of the run begins, then the lines of `_make_verdict`.
     """
     inherited = isolation.memory_of(os.getpid())  # memory of the parent, which each process of the run shows, too
@@ -163,9 +163,9 @@ def _wait(plan: dict[str, Any], tests: int, control: socket.socket) -> bytes | N
             if not piece or received.endswith(end) or len(received) > _MAX_RECEIVED_BYTES:
                 return received.removeprefix(b"+")
             continue
-        if os.waitid(os.P_PID, tests, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if os.waitid(os.P_PID, tester_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return received.removeprefix(b"+")  # a process that it left running may keep its end of the socket open
-        started = [process for process in isolation.descendants(os.getpid()) if process != tests]
+        started = [process for process in isolation.descendants(os.getpid()) if process != tester_pid]
         memory = sum(max(isolation.memory_of(process) - inherited, 0) for process in started)
         if memory > plan["memory_mib"] * 2**20:
             _kill(started)

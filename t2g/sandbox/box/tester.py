@@ -133,7 +133,7 @@ class Run:
             return "failed"
         tests = list(self._collect())[:MAX_TESTS]
         self._on_collect([_name(item.nodeid) for item, _ in tests])
-        self._solution.begin()
+        self._solution.start_tracing()
         for item, next_item in tests:
             if self._solution.output.has_overflowed or self._is_late():
                 break
@@ -200,7 +200,7 @@ class Run:
             raise Gone("the process has ended")
         first_error = next((error for outcome, error in self._reports if outcome == "failed"), None)
         self._add_result(first_error, skipped=("skipped", None) in self._reports)
-        lines, returned = self._solution.lines()
+        lines, returned = self._solution.take_traced_lines()
         self._results[-1] |= {"lines": lines, "returned": returned}
 
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:

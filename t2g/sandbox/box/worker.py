@@ -45,16 +45,16 @@ class Tracer:
         self._remaining_events = 0
         self._returned = 0  # line of the last return from the solution
 
-    def begin(self) -> None:
+    def start_tracing(self) -> None:
         """Start recording for the next test."""
         self._lines.clear()
         self._remaining_events = MAX_LINE_EVENTS
         _set_trace(self._enter)
 
-    def lines(self) -> tuple[list[int], int]:
-        """Return the lines that ran since `begin`, and the line of the last return; then start for the next test."""
+    def take_traced_lines(self) -> tuple[list[int], int]:
+        """Return the lines since `start_tracing` and the line of the last return, and start for the next test."""
         lines = sorted(self._lines)
-        self.begin()
+        self.start_tracing()
         return lines, self._returned
 
     def _enter(self, frame: types.FrameType, event: str, argument: object) -> Any:
