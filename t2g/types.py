@@ -102,7 +102,7 @@ class Rollout:
     policy_versions: tuple[tuple[int, int, int], ...]  # (start, end, version) of tokens [start, end)
     # First character of the (last) answer; None: the response ended within its thinking.
     answer_start: int | None = 0
-    conversation: tuple[PolicyTurn, ...] = ()  # its turns; (): a response of a single turn, without an environment
+    environment_turns: tuple[PolicyTurn, ...] = ()  # (): a response of a single turn, without an environment
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's own numbers
     failure: str = ""  # why the environment gave no reply; such a conversation is not trained on
     is_window_full: bool = False  # the conversation ended because another turn would not fit into the engine's window
@@ -110,8 +110,8 @@ class Rollout:
     @property
     def turns(self) -> tuple[PolicyTurn, ...]:
         """Return the turns; without an environment the response is the only one."""
-        if self.conversation:
-            return self.conversation
+        if self.environment_turns:
+            return self.environment_turns
         single_turn = PolicyTurn(
             tokens=(0, len(self.response_ids)),
             characters=(0, len(self.response_text)),
@@ -123,7 +123,7 @@ class Rollout:
     def policy_mask(self) -> np.ndarray:
         """Return whether the policy sampled a token, [R] bool; False: the environment inserted it."""
         mask = np.ones(len(self.response_ids), bool)
-        for turn, following in pairwise(self.conversation):
+        for turn, following in pairwise(self.environment_turns):
             _, end = turn.tokens
             next_start, _ = following.tokens
             mask[end:next_start] = False

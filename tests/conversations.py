@@ -34,7 +34,7 @@ def make_conversation(
     rollout = Rollout(
         prompt_id=prompt_id, sample_index=sample_index, prompt_ids=np.array([7], np.int32),
         response_ids=response_ids, rollout_logprobs=logprobs, response_text=text, finish_reason="stop",
-        policy_versions=versions, answer_start=parts[-1].answer_start, conversation=tuple(parts),
+        policy_versions=versions, answer_start=parts[-1].answer_start, environment_turns=tuple(parts),
     )  # fmt: skip
     logprobs[~rollout.policy_mask] = 0
     return rollout
@@ -67,7 +67,7 @@ class TwoTurns(FakeRollouts):
             conversations.append(
                 replace(
                     rollout, response_ids=ids, rollout_logprobs=logprobs, response_text=f"{text[:2]}c{text[3]}",
-                    policy_versions=versions, answer_start=3, conversation=turns, metrics={"m": 1.0},
+                    policy_versions=versions, answer_start=3, environment_turns=turns, metrics={"m": 1.0},
                 )
             )  # fmt: skip
         return conversations

@@ -16,6 +16,7 @@ from t2g.types import PolicyTurn, Prompt, Rollout, SpanFeedback, read_feedback
 GROUPS = "groups.json"
 ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # arrays of a rollout, stored as base64
 PROMPT_FIELDS = ("prompt_id", "prompt_ids")  # fields of a rollout that its prompt has too
+TURNS = "conversation"  # key of the environment turns
 _TURNS = TypeAdapter(tuple[PolicyTurn, ...])
 
 
@@ -51,7 +52,7 @@ def _make_record(rollout: Rollout, feedback: SpanFeedback) -> dict[str, Any]:
     for name in ARRAYS:
         array: np.ndarray = record[name]
         record[name] = b64encode(array.tobytes()).decode()
-    record["conversation"] = [asdict(turn) for turn in rollout.conversation]
+    record[TURNS] = [asdict(turn) for turn in record.pop("environment_turns")]
     record["feedback"] = asdict(feedback)
     return record
 
@@ -91,7 +92,6 @@ def _read_sample(record: dict[str, Any], prompt: Prompt) -> tuple[Rollout, SpanF
     if len(record["response_ids"]) != len(record["rollout_logprobs"]):
         raise ValueError(f"not one logprob for each token of prompt {prompt.prompt_id}")
     record["policy_versions"] = tuple((start, end, version) for start, end, version in record["policy_versions"])
-    turns = record.get("conversation", ())
-    record["conversation"] = _TURNS.validate_python(turns)
-    rollout = Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **record)
+    turns = _TURNS.validate_python(record.pop(TURNS, ()))
+    rollout = Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, environment_turns=turns, **record)
     return rollout, feedback

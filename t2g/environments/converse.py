@@ -175,8 +175,8 @@ def join_turns(
     last_turn = turns[-1]
     response_ids = np.concatenate(transcript.ids)
     rollout_logprobs = np.concatenate(transcript.logprobs)
-    conversation = tuple(transcript.turns)
-    answer_start = conversation[-1].answer_start
+    environment_turns = tuple(transcript.turns)
+    answer_start = environment_turns[-1].answer_start
     return Rollout(
         prompt_id=prompt.prompt_id,
         sample_index=first_turn.sample_index,
@@ -187,7 +187,7 @@ def join_turns(
         finish_reason=last_turn.finish_reason,
         policy_versions=tuple(transcript.versions),
         answer_start=answer_start,
-        conversation=conversation,
+        environment_turns=environment_turns,
         metrics=metrics,
         **ending,
     )

@@ -164,16 +164,16 @@ def _copy_messages(prompt: Prompt) -> list[dict[str, str]]:
 
 def list_messages(rollout: Rollout) -> list[Message]:
     """Return a response as chat messages: one, or the answers of a conversation and the replies between them."""
-    if not rollout.conversation:
+    if not rollout.environment_turns:
         return [{"role": "assistant", "content": rollout.response_text}]
-    last_answer = {"role": "assistant", "content": rollout.answer_of(rollout.conversation[-1])}
-    return [*list_history(rollout, len(rollout.conversation) - 1), last_answer]
+    last_answer = {"role": "assistant", "content": rollout.answer_of(rollout.environment_turns[-1])}
+    return [*list_history(rollout, len(rollout.environment_turns) - 1), last_answer]
 
 
 def list_history(rollout: Rollout, num_turns: int) -> list[Message]:
     """Return the first turns of a conversation and the replies to them, as chat messages."""
     messages: list[Message] = []
-    for turn in rollout.conversation[:num_turns]:
+    for turn in rollout.environment_turns[:num_turns]:
         messages.append({"role": "assistant", "content": rollout.answer_of(turn)})
         messages += list_reply(turn.reply, turn.results)
     return messages

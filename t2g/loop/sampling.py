@@ -130,12 +130,12 @@ async def judge_answer(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
     """
     if rollout.failure:
         return make_failed_feedback("failed", source=feedback.name, version="", reason=rollout.failure)
-    if rollout.conversation and feedback.judges_turns:
+    if rollout.environment_turns and feedback.judges_turns:
         judged = await _judge_turns(feedback, prompt, rollout)
         return replace(judged, metrics=rollout.metrics | judged.metrics)
     if not rollout.has_answer:
         return SpanFeedback(critique="", spans=(), status="empty", source=feedback.name, version="", reason=NO_ANSWER)
-    if not rollout.conversation:
+    if not rollout.environment_turns:
         return shift_spans(await feedback.judge(prompt, rollout.answer), rollout.answer_start or 0)
     positions = judged_characters(rollout)
     transcript = "".join(rollout.response_text[position] for position in positions)
@@ -164,7 +164,7 @@ async def _judge_turns(feedback: FeedbackSource, prompt: Prompt, rollout: Rollou
         return shift_spans(judged, turn.answer_start or 0)
 
     works = []
-    for index, turn in enumerate(rollout.conversation):
+    for index, turn in enumerate(rollout.environment_turns):
         history = list_history(rollout, index)
         works.append(judge(turn, history))
     judgements = await gather_all(works)

@@ -192,7 +192,7 @@ def _count_sentences(scored: ScoredRollout) -> np.ndarray:
 def _ends_turn(rollout: Rollout) -> np.ndarray:
     """Return whether a token ends a turn, or a response that was not truncated, [R] bool."""
     ends = np.zeros(len(rollout.response_ids), bool)
-    for turn in rollout.conversation:
+    for turn in rollout.environment_turns:
         ends[turn.tokens[1] - 1] = True
     ends[-1:] = rollout.finish_reason == "stop"
     return ends
@@ -208,7 +208,7 @@ def sentence_states(sentence_ids: np.ndarray, *, has_end: bool) -> np.ndarray:
 def _turn_ids(rollout: Rollout) -> np.ndarray:
     """Return the number of the policy's turns that ended before each token, [R]; 0 without an environment."""
     ends = np.zeros(len(rollout.response_ids) + 1, np.int64)
-    for turn in rollout.conversation:
+    for turn in rollout.environment_turns:
         ends[turn.tokens[1]] += 1
     return ends.cumsum()[:-1]
 
@@ -338,7 +338,7 @@ def _place_rewards(scored: ScoredRollout, rewards: np.ndarray, objective: Object
 def _discounts(rollout: Rollout, objective: ObjectiveConfig) -> np.ndarray:
     """Return the discount from each token to the next, [R]: gamma, times turn_gamma from one turn to the next."""
     discounts = np.full(len(rollout.response_ids), objective.gamma)
-    for turn in rollout.conversation:
+    for turn in rollout.environment_turns:
         discounts[turn.tokens[1] - 1] *= objective.turn_gamma
     return discounts
 

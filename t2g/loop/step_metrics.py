@@ -166,7 +166,7 @@ def _conversation_metrics(responses: Sequence[JudgedResponse]) -> dict[str, floa
     is_unpaid = []
     for response in responses:
         rollout = response.rollout
-        if not rollout.conversation:
+        if not rollout.environment_turns:
             continue
         num_turns.append(len(rollout.turns))
         is_window_full.append(rollout.is_window_full)

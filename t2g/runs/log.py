@@ -172,7 +172,7 @@ def _make_sample_record(
         response=rollout.response_text,
         finish_reason=rollout.finish_reason,
         feedback=feedback,
-        turns=rollout.conversation,
+        turns=rollout.environment_turns,
     )
 
 

@@ -145,9 +145,9 @@ def test_a_conversation_stays_on_its_worker_and_starts_again_with_the_same_seeds
     assert {worker for worker, *_ in Talker.requests} == {"worker 0", "worker 1"}
     for one, other in zip(chain(*expected), chain(*groups), strict=True):
         np.testing.assert_array_equal(one.response_ids, other.response_ids)
-        assert one.conversation == other.conversation
-        assert len(one.conversation) == 2
-        assert [turn.reply for turn in one.conversation] == ["again", "again"]
+        assert one.environment_turns == other.environment_turns
+        assert len(one.environment_turns) == 2
+        assert [turn.reply for turn in one.environment_turns] == ["again", "again"]
     whole = [(index, length, seed) for worker, index, length, seed in Talker.requests if worker == "worker 1"]
     assert len(whole) == len(set(whole)) == 12, "the other worker makes every conversation once, from its first turn"
 

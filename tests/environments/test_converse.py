@@ -145,7 +145,7 @@ def test_ids_are_those_of_the_template_applied_at_once(
     length = len(tokenizer(thinking, add_special_tokens=False)["input_ids"])
     for number, (text, reply) in enumerate(zip(texts, replies, strict=False)):
         context = conversation.contexts[number].tolist()
-        for turn in reversed(rollout.conversation[:number]):  # what was sampled stays, thinking included
+        for turn in reversed(rollout.environment_turns[:number]):  # what was sampled stays, thinking included
             first = len(rollout.prompt_ids) + turn.tokens[0]
             assert tokenizer.decode(context[first : first + length]) == thinking
             del context[first : first + length]
@@ -154,13 +154,13 @@ def test_ids_are_those_of_the_template_applied_at_once(
 
     everything = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     np.testing.assert_array_equal(everything, np.concatenate([conversation.contexts[-1], conversation.sampled[-1]]))
-    for number, turn in enumerate(rollout.conversation):
+    for number, turn in enumerate(rollout.environment_turns):
         np.testing.assert_array_equal(rollout.response_ids[slice(*turn.tokens)], conversation.sampled[number])
         assert rollout.response_text[slice(*turn.characters)] == decode(tokenizer, conversation.sampled[number])
         assert (rollout.rollout_logprobs[slice(*turn.tokens)] == -1 - number).all()
     assert not rollout.rollout_logprobs[~rollout.policy_mask].any()
     assert [v for _, _, v in rollout.policy_versions] == [*range(len(texts))]
-    assert [turn.reply for turn in rollout.conversation] == replies[: len(texts)]
+    assert [turn.reply for turn in rollout.environment_turns] == replies[: len(texts)]
     assert rollout.answer.strip() == decode(tokenizer, tokenizer(texts[-1], add_special_tokens=False)["input_ids"])
     ends = rollout_offsets(tokenizer, rollout)[:, 1]
     assert ends[-1] == len(rollout.response_text)
@@ -197,7 +197,7 @@ def test_a_conversation_ends(
     check: Callable[..., Any],
 ) -> None:
     rollout = Conversation(tokenizers["chatml"], ["the cat"] * 3, end).run(environment, **options)
-    assert len(rollout.conversation) == num_turns
+    assert len(rollout.environment_turns) == num_turns
     assert rollout.sample_index == 3
     assert check(rollout)
     assert rollout.policy_mask[-1], "it ends with a sampled token"
@@ -209,7 +209,7 @@ def test_a_turn_without_an_answer_gets_no_reply(tokenizers: dict[str, Any]) -> N
     rollout = Conversation(tokenizers["thinking"], [f"{OPEN}the cat"], "<|im_end|>").run(environment)
     assert rollout.is_unfinished
     assert not environment.seen
-    assert rollout.conversation[0].answer_start is None
+    assert rollout.environment_turns[0].answer_start is None
 
 
 def test_a_template_without_earlier_answers_is_refused(tokenizers: dict[str, Any], tmp_path: Path) -> None:

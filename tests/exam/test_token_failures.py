@@ -179,6 +179,6 @@ def test_the_next_turn_continues_the_sampled_ids_and_not_their_text(tmp_path: Pa
     rollout = asyncio.run(converse(prompt, sample_turn, Again(), encode, max_turns=3, max_context_tokens=1000))
     start = len(prompt_ids)
     np.testing.assert_array_equal(contexts[1][start : start + len(sampled)], sampled)
-    for turn in rollout.conversation:
+    for turn in rollout.environment_turns:
         np.testing.assert_array_equal(rollout.response_ids[slice(*turn.tokens)], sampled)
     assert (rollout.rollout_logprobs[rollout.policy_mask] == -1).all()

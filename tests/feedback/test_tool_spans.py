@@ -162,7 +162,7 @@ def make_rollout(answers: list[str], results: list[tuple[ToolResult, ...]]) -> R
     return Rollout(
         prompt_id="p", sample_index=0, prompt_ids=np.array([1], np.int32), response_ids=np.arange(size, dtype=np.int32),
         rollout_logprobs=np.zeros(size, np.float32), response_text=text, finish_reason="stop", policy_versions=(),
-        conversation=tuple(turns),
+        environment_turns=tuple(turns),
     )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_results_are_kept_in_checkpoints_and_payloads(tmp_path: Any) -> None:
     feedback = asyncio.run(judge_answer(NextMessageFeedback(), prompt, rollout))
     write_groups(tmp_path / "buffer", {1: [Group(prompt=prompt, samples=((rollout, feedback),))]})
     ((restored, _),) = read_groups(tmp_path / "buffer", {"p": prompt})[1][0].samples
-    assert restored.conversation == rollout.conversation
+    assert restored.environment_turns == rollout.environment_turns
 
 
 def test_calls_are_counted() -> None:

@@ -147,7 +147,7 @@ def test_turns_of_a_conversation_are_sampled_after_all_that_came_before(
         return await asyncio.gather(*(source.sample(prompt(i), sampling) for i in range(12)))
 
     rollouts = [rollout for group in asyncio.run(run()) for rollout in group]
-    longer = [rollout for rollout in rollouts if len(rollout.conversation) > 1]
+    longer = [rollout for rollout in rollouts if len(rollout.environment_turns) > 1]
     assert len(rollouts) == 48 and longer
     assert all(len(r.prompt_ids) + len(r.response_ids) <= 100 for r in rollouts)
     for rollout in longer:
@@ -157,7 +157,7 @@ def test_turns_of_a_conversation_are_sampled_after_all_that_came_before(
         np.testing.assert_allclose(rollout.rollout_logprobs[mask], expected[mask], atol=1e-4)
         assert not mask.all()
         assert not rollout.rollout_logprobs[~mask].any()
-        first, second, *_ = (rollout.rollout_logprobs[slice(*turn.tokens)] for turn in rollout.conversation)
+        first, second, *_ = (rollout.rollout_logprobs[slice(*turn.tokens)] for turn in rollout.environment_turns)
         assert first[0] != second[0], "another seed"
 
 

@@ -208,9 +208,9 @@ class Quoting(FeedbackSource):
 
 def test_a_source_sees_the_transcript_without_thinking_and_its_offsets_count_its_characters() -> None:
     rollout = replace(make_conversation([4, 3], [2]), response_text="ttaaEEtcb", answer_start=7, metrics={"m": 1.0})
-    first, last = rollout.conversation
+    first, last = rollout.environment_turns
     turns = replace(first, answer_start=2), replace(last, answer_start=7)
-    rollout = replace(rollout, conversation=turns)
+    rollout = replace(rollout, environment_turns=turns)
     source = Quoting("aa", "E" + "cb")
     prompt = Prompt(prompt_id="p", prompt_text="", task="t")
     feedback = asyncio.run(judge_answer(source, prompt, rollout))
@@ -247,9 +247,9 @@ class Replying(FeedbackSource):
 
 def test_each_turn_is_judged_by_the_reply_to_it() -> None:
     rollout = replace(make_conversation([4, 3], [2]), response_text="ttabEEtcb", answer_start=7, metrics={"m": 1.0})
-    first, last = rollout.conversation
+    first, last = rollout.environment_turns
     turns = replace(first, answer_start=2, reply="wrong: a"), replace(last, answer_start=7, reply="wrong: b")
-    rollout = replace(rollout, conversation=turns)
+    rollout = replace(rollout, environment_turns=turns)
     prompt = Prompt(
         prompt_id="p", prompt_text="", task="t", messages=({"role": "user", "content": "Q"},), payload={"x": 1}
     )
@@ -265,7 +265,7 @@ def test_each_turn_is_judged_by_the_reply_to_it() -> None:
     quoted = [feedback.critique[slice(*s.critique_range)] for s in feedback.spans if s.critique_range]
     assert quoted == ["wrong: a", "wrong: b"]
 
-    silent = replace(rollout, conversation=(turns[0], replace(turns[1], reply="")))
+    silent = replace(rollout, environment_turns=(turns[0], replace(turns[1], reply="")))
     feedback = asyncio.run(judge_answer(source, prompt, silent))
     assert feedback.usable
     assert [s.criterion for s in feedback.spans] == ["turn_1"]
@@ -293,7 +293,7 @@ class TextsSeen(Aligner):
 
 def test_a_model_that_aligns_replies_reads_the_chat_before_the_turn_and_a_program_the_question() -> None:
     rollout = replace(make_conversation([4, 3], [2]), response_text="aaaaEEbbb")
-    rollout = replace(rollout, conversation=tuple(replace(t, reply=f"no {t.tokens[0]}") for t in rollout.turns))
+    rollout = replace(rollout, environment_turns=tuple(replace(t, reply=f"no {t.tokens[0]}") for t in rollout.turns))
     chat = [{"role": "user", "content": "Q"}, *list_messages(rollout), {"role": "user", "content": "no 6"}]
     logged = [sample.prompt.prompt_text for sample in make_turn_samples([{"messages": chat}], PromptsTask())]
     prompt = Prompt(prompt_id="p", prompt_text="Q", task="t")
@@ -308,9 +308,9 @@ def test_a_model_that_aligns_replies_reads_the_chat_before_the_turn_and_a_progra
 
 def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it() -> None:
     rollout = replace(make_conversation([4, 3], [2]), response_text="ttabEEttt", answer_start=None, metrics={"m": 1.0})
-    first, last = rollout.conversation
+    first, last = rollout.environment_turns
     turns = replace(first, answer_start=2, reply="wrong: a"), replace(last, answer_start=None, reply="")
-    rollout = replace(rollout, conversation=turns)
+    rollout = replace(rollout, environment_turns=turns)
     prompt = Prompt(prompt_id="p", prompt_text="", task="t")
     for source in (Replying(), whole := Quoting("a", "b")):
         feedback = asyncio.run(judge_answer(source, prompt, rollout))
@@ -318,10 +318,10 @@ def test_a_last_turn_without_an_answer_keeps_the_feedback_on_the_turns_before_it
         assert (feedback.spans[0].start, feedback.spans[0].end) == (2, 3)
     assert whole.texts == ["abEE"]
 
-    silent = replace(rollout, conversation=(replace(turns[0], answer_start=None), turns[1]))
+    silent = replace(rollout, environment_turns=(replace(turns[0], answer_start=None), turns[1]))
     feedback = asyncio.run(judge_answer(whole, prompt, silent))
     assert (feedback.status, feedback.spans, len(whole.texts)) == ("empty", (), 1)
-    lost = replace(silent, conversation=(replace(silent.conversation[0], reply=""),))
+    lost = replace(silent, environment_turns=(replace(silent.environment_turns[0], reply=""),))
     feedback = asyncio.run(judge_answer(Replying(), prompt, lost))
     assert feedback.usable
     assert feedback.reason == f"turn_1: {NO_ANSWER}"
@@ -335,7 +335,7 @@ def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() 
     for turns, rewards in (([2], [1]), ([2, 2], [3, 10]), ([2], [5])):
         rollout = make_conversation(turns, [1])
         turns_with_replies = [replace(turn, reply=f"bad: {rollout.answer_of(turn)[-1]}") for turn in rollout.turns]
-        rollout = replace(rollout, conversation=tuple(turns_with_replies))
+        rollout = replace(rollout, environment_turns=tuple(turns_with_replies))
         feedback = asyncio.run(judge_answer(Replying(), prompt, rollout))
         names = [f"turn_{number + 1}" for number in range(len(turns))]
         assert [*feedback.criteria] == names
@@ -358,7 +358,7 @@ def test_the_reward_of_a_turn_is_the_mean_over_the_conversations_that_have_it() 
 
 def test_a_span_on_the_environments_text_pays_nothing_and_is_counted() -> None:
     rollout = make_conversation([2, 3], [4])
-    start = rollout.conversation[0].characters[1]
+    start = rollout.environment_turns[0].characters[1]
     spans = tuple(
         Span(start=a, end=b, label=-1) for a, b in ((0, 1), (start, start + 4), (start + 3, start + 5), (1, 4))
     )

@@ -66,7 +66,7 @@ def test_a_held_out_conversation_without_a_reply_has_no_score_and_each_answer_is
         ranges = [(start, start + len(turn)) for start, turn in zip(starts, turns, strict=True)]
         parts = tuple(PolicyTurn(tokens=r, characters=r, answer_start=r[0]) for r in ranges)
         whole = rollout(prompt_id, "".join(turns))
-        return replace(whole, conversation=parts, answer_start=starts[-1], failure=failure)
+        return replace(whole, environment_turns=parts, answer_start=starts[-1], failure=failure)
 
     class Counting(LetterTask):
         measured: ClassVar[list[str]] = []

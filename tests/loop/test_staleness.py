@@ -209,7 +209,7 @@ def test_what_a_restart_reads_is_what_was_sampled(tokenizer: Any, tmp_path: Path
             now.response_text,
         )
         assert was.policy_versions == now.policy_versions
-        assert was.conversation == now.conversation
+        assert was.environment_turns == now.environment_turns
         np.testing.assert_array_equal(was.rollout_logprobs.view(np.uint32), now.rollout_logprobs.view(np.uint32))
     assert second.metrics()[3] == whole.metrics()[3]
     assert second.metrics()[3].get("turns/mean") == (2 if source is TwoTurns else None)

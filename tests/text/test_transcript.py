@@ -59,7 +59,7 @@ def test_thinking_is_neither_judged_nor_of_an_answer_in_any_turn(tokenizer: Any)
     rollout = Rollout(
         prompt_id="p", sample_index=0, prompt_ids=np.array([7]), response_ids=np.array(ids, np.int32),
         rollout_logprobs=np.zeros(9, np.float32), response_text="aabb\n\naabc", finish_reason="stop",
-        policy_versions=(), answer_start=7, conversation=conversation,
+        policy_versions=(), answer_start=7, environment_turns=conversation,
     )  # fmt: skip
     assert compute_answer_mask(rollout_offsets(tokenizer, rollout), rollout).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
     assert judged_characters(rollout).tolist() == [2, 3, 4, 5, 7, 8, 9]
