@@ -33,7 +33,7 @@ from t2g.config import (
 )
 from t2g.config.evaluation import SampledConfig
 from t2g.config.feedback import RolloutConfig
-from t2g.config.field_marks import can_change_on_resume
+from t2g.config.field_annotations import can_change_on_resume
 from t2g.config.resolve import DERIVED_DEFAULTS
 from t2g.config.validation_errors import list_fields, section_type
 

@@ -19,7 +19,7 @@ from jobs.benchmark_phases.phase_step import loop_job, random_sample, random_sam
 from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import loaded_learner
 from jobs.train_policy.policy_training import learner_spec
-from t2g.config.describe import count
+from t2g.config.describe import format_count
 from t2g.data.batching import make_train_batch
 from t2g.resources.flops import train_flops
 from t2g.resources.model_shape import find_shape
@@ -41,7 +41,7 @@ async def measure(bench: Bench) -> list[Record]:
     }
     records: list[Record] = []
     with ExitStack() as stack:
-        groups = {count(ranks, "rank"): stack.enter_context(make_group(bench, ranks)) for ranks in (1, 2)}
+        groups = {format_count(ranks, "rank"): stack.enter_context(make_group(bench, ranks)) for ranks in (1, 2)}
         for name, samples in samples_by_name.items():
             lengths = [len(sample) for sample in samples]
             # The reference's forward pass is a third of the policy's two.

@@ -19,7 +19,7 @@ from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import Fleets, loaded_learner
 from t2g.concurrency import run_with_background
 from t2g.config import with_overrides
-from t2g.config.describe import count
+from t2g.config.describe import format_count
 from t2g.errors import RunStopped
 
 AIM = 0.15
@@ -59,7 +59,7 @@ async def measure_all(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) 
         sides: dict[str, Side] = {"copy": partial(copy, source, target, workers), **pushes}
         if store and workers == config.workers[0]:
             sides["learner alone"] = partial(learner_alone, learner, dtype)
-        name = f"sync, {count(workers, 'engine')}"
+        name = f"sync, {format_count(workers, 'engine')}"
         aims = dict.fromkeys(pushes, AIM)
         comparison = Comparison(name=name, unit="GB", sides=sides, reference="copy", aims=aims)
         records.append(await bench.measure(comparison))

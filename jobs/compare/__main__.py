@@ -19,7 +19,7 @@ from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
 from jobs.compare.comparison_plan import plan_runs
 from t2g.config import CompareJob, DemoJob, PolicyJob
-from t2g.config.describe import count
+from t2g.config.describe import format_count
 from t2g.study.methods import ComparisonPlan
 
 
@@ -38,7 +38,7 @@ def describe(job: CompareJob) -> str:
         models = sorted({plan.reward_model(name) for name in plan.methods})
         seeds = ", ".join(map(str, config.rewards.seeds))
         lines.append(f"reward models: {', '.join(models)}, each with seeds {seeds}")
-    length = f" in {count(config.search_steps, 'step')}" if config.search_steps else ""
+    length = f" in {format_count(config.search_steps, 'step')}" if config.search_steps else ""
     lines.append(
         f"{total:,} runs: {searched} or more to choose learning rates{length}, {compared} that are "
         f"compared, {noisy} under noise\neach run:\n{indent(job.describe(), '  ')}"

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from t2g.config.common import ClusterConfig, DataConfig, LogConfig, ModelConfig, ProcessConfig, RunConfig, Section
 from t2g.config.describe import format_resources
 from t2g.config.feedback import RolloutConfig, SourceConfig
-from t2g.config.field_marks import ResumeMutable
+from t2g.config.field_annotations import ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.job_models import JobModel, PromptPreview, feedback_model
 from t2g.config.language_model import LLMConfig

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from t2g.config.base_jobs import SyncedJob
 from t2g.config.common import ProcessConfig, RunConfig, Section
 from t2g.config.feedback import RewardEngineConfig
-from t2g.config.field_marks import ResumeMutable
+from t2g.config.field_annotations import ResumeMutable
 from t2g.config.gpus import check_gpus
 
 

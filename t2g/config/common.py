@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from t2g.config.field_marks import PathContext, PathOrName, ResumeMutable
+from t2g.config.field_annotations import PathContext, PathOrName, ResumeMutable
 from t2g.config.secrets import SECRET_NAME
 from t2g.config.validation_errors import dotted_key, format_value
 from t2g.errors import UserError

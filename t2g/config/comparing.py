@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from t2g.config.common import DataConfig, Section
 from t2g.config.feedback import NoiseConfig
-from t2g.config.field_marks import PathOrName
+from t2g.config.field_annotations import PathOrName
 
 
 def _check_unique(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:

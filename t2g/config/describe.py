@@ -30,19 +30,19 @@ def max_microbatches(rollout: RolloutConfig, learner: LearnerConfig) -> int:
 def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int, sharing: GpuSharing) -> list[str]:
     """Return the sizes of one step of PPO and of the run."""
     num_samples = samples_per_step(rollout)
-    prompts = count(rollout.prompts_per_step, "prompt")
-    samples_of_prompt = count(rollout.samples_per_prompt, "sample")
-    samples = count(num_samples, "sample")
+    prompts = format_count(rollout.prompts_per_step, "prompt")
+    samples_of_prompt = format_count(rollout.samples_per_prompt, "sample")
+    samples = format_count(num_samples, "sample")
     step = f"step: {prompts} x {samples_of_prompt} = {samples}, {format_sampling(rollout)}"
     num_further = rollout.resample_zero_groups
     if num_further:
-        step += f"; at most {count(num_further, 'prompt')} more for those whose samples all earn the same"
+        step += f"; at most {format_count(num_further, 'prompt')} more for those whose samples all earn the same"
 
-    epochs = count(learner.num_epochs, "epoch")
-    minibatches = count(learner.minibatches_per_epoch, "minibatch")
-    updates = count(learner.num_epochs * learner.minibatches_per_epoch, "optimizer step")
-    microbatches = count(max_microbatches(rollout, learner), "microbatch")
-    ranks = count(learner.workers, "rank")
+    epochs = format_count(learner.num_epochs, "epoch")
+    minibatches = format_count(learner.minibatches_per_epoch, "minibatch")
+    updates = format_count(learner.num_epochs * learner.minibatches_per_epoch, "optimizer step")
+    microbatches = format_count(max_microbatches(rollout, learner), "microbatch")
+    ranks = format_count(learner.workers, "rank")
     update = (
         f"update: {epochs} x {minibatches} = {updates} a step, each of at most {microbatches} of "
         f"{learner.tokens_per_microbatch} tokens on each of {ranks}"
@@ -52,8 +52,8 @@ def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int,
     if sharing == "alternate":
         weights += "; engines and ranks time-share the GPUs"
 
-    steps = count(num_steps, "step")
-    all_samples = count(num_steps * num_samples, "sample")
+    steps = format_count(num_steps, "step")
+    all_samples = format_count(num_steps * num_samples, "sample")
     run = f"run: {steps}, {all_samples} in all"
     if num_further:
         more = num_steps * num_further * rollout.samples_per_prompt
@@ -76,22 +76,22 @@ def format_objective(objective: ObjectiveConfig) -> str:
 def format_turns(environment: str | None, rollout: RolloutConfig) -> list[str]:
     if environment is None:
         return []
-    turns = f"at most {count(rollout.max_turns, 'turn')} in a window of {rollout.max_model_len} tokens"
+    turns = f"at most {format_count(rollout.max_turns, 'turn')} in a window of {rollout.max_model_len} tokens"
     return [f"environment: {environment}, {turns}"]
 
 
 def format_sft(options: SFTOptions) -> str:
     """Return the settings of supervised training; the number of steps depends on data that is not read yet."""
-    examples = count(options.batch_size, "example")
-    ranks = count(options.workers, "rank")
+    examples = format_count(options.batch_size, "example")
+    ranks = format_count(options.workers, "rank")
     steps = f"steps = {options.num_epochs:g} x examples / {options.batch_size}"
     return f"{options.num_epochs:g} epochs, {examples} an optimizer step ({steps}), {ranks}"
 
 
 def format_process(section: str, process: ProcessConfig) -> str:
-    actors = count(process.num_processes, "actor")
+    actors = format_count(process.num_processes, "actor")
     devices = f"{process.cpus:g} CPU, {process.gpus:g} GPU"
-    threads = count(process.threads, "thread")
+    threads = format_count(process.threads, "thread")
     return f"{section}: {actors}, each {devices}, {threads}, about {process.memory_gib:g} GiB"
 
 
@@ -111,9 +111,10 @@ def format_resources(processes: Mapping[str, ProcessConfig]) -> list[str]:
     return [*lines, f"together: {cpus:g} CPU, {gpus:g} GPU, about {memory_gib:g} GiB"]
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 post", "4,000 posts", "2 minibatches"."""
+def format_count(number: float, noun: str) -> str:
+    """Return a number with its noun: "1 post", "4,000 posts", "2 minibatches", "0.5 GPUs"."""
+    digits = f"{int(number):,}" if number == int(number) else f"{number:g}"
     if number == 1:
-        return f"{number:,} {noun}"
+        return f"{digits} {noun}"
     ending = "es" if noun.endswith("batch") else "s"
-    return f"{number:,} {noun}{ending}"
+    return f"{digits} {noun}{ending}"

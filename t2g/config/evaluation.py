@@ -10,9 +10,9 @@ from t2g.config import loading
 from t2g.config.base_jobs import JobConfig
 from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, set_derived, with_overrides
 from t2g.config.comparing import RunPart
-from t2g.config.describe import count, format_sampling
+from t2g.config.describe import format_count, format_sampling
 from t2g.config.feedback import FeedbackConfig, RolloutConfig
-from t2g.config.field_marks import PathOrName, ResumeMutable
+from t2g.config.field_annotations import PathOrName, ResumeMutable
 from t2g.config.job_models import JobModel, SectionEngine, policy_model
 from t2g.config.language_model import LLMConfig
 from t2g.config.learning import RewardRuleConfig
@@ -88,7 +88,7 @@ class PolicyEvaluationJob(JobConfig):
         return (RESPONSES,)
 
     def describe_work(self) -> list[str]:
-        responses = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.name}"
+        responses = f"{format_count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.name}"
         policies = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
         feedback = [f"feedback: {self.feedback.describe()}"] if self.feedback else []
         return [policies, f"{responses}, {format_sampling(self.rollout)}", *feedback]

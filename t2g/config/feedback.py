@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from t2g.config.common import RESTART_WINDOW_S, Dtype, ProcessConfig, Section, set_derived
-from t2g.config.field_marks import PathOrName, ResumeMutable
+from t2g.config.field_annotations import PathOrName, ResumeMutable
 from t2g.config.language_model import LLMConfig
 from t2g.sandbox import SandboxConfig
 

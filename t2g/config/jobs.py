@@ -23,7 +23,7 @@ from t2g.config.common import (
 from t2g.config.comparing import CompareConfig
 from t2g.config.conversation_rules import check_conversations
 from t2g.config.describe import (
-    count,
+    format_count,
     format_objective,
     format_process,
     format_sampling,
@@ -39,7 +39,7 @@ from t2g.config.feedback import (
     RolloutConfig,
     StyleConfig,
 )
-from t2g.config.field_marks import PathOrName, ResumeMutable
+from t2g.config.field_annotations import PathOrName, ResumeMutable
 from t2g.config.job_models import JobModel, PromptPreview, SectionEngine, policy_model
 from t2g.config.learning import ObjectiveConfig, Placement, SFTOptions
 from t2g.sandbox import SandboxConfig
@@ -131,8 +131,10 @@ class PolicyJob(SyncedJob, JobConfig):
     def describe_work(self) -> list[str]:
         evaluation = "none, there is no eval_data"
         if self.eval_data is not None:
-            samples = f"{count(self.eval.num_prompts, 'prompt')} x {count(self.eval.samples_per_prompt, 'sample')}"
-            evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.name}"
+            prompts = format_count(self.eval.num_prompts, "prompt")
+            samples = format_count(self.eval.samples_per_prompt, "sample")
+            interval = format_count(self.eval.every, "step")
+            evaluation = f"every {interval}, {prompts} x {samples} of {self.eval_data.name}"
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         steps += [*format_turns(self.environment, self.rollout), f"feedback: {self.feedback.describe()}"]
         return [*steps, format_objective(self.objective), f"evaluation: {evaluation}"]
@@ -287,7 +289,7 @@ class AnnotateJob(JobConfig):
         options = self.annotate
         responses = f"the response of each record of {self.data.name}"
         if options.responses == "policy":
-            number = count(self.rollout.samples_per_prompt, "response")
+            number = format_count(self.rollout.samples_per_prompt, "response")
             responses = f"{number} to each prompt of {self.data.name}, {format_sampling(self.rollout)}"
         elif options.reads_conversations:
             responses = f"each of the assistant's turns with a reply in {self.data.name}"
@@ -352,7 +354,7 @@ class RewardJob(SFTJob):
         return style
 
     def describe_work(self) -> list[str]:
-        records = f"at most {count(self.eval_records, 'record')} of {self.eval_data.name}"
+        records = f"at most {format_count(self.eval_records, 'record')} of {self.eval_data.name}"
         engine = format_process("engine", self.engine)
         return [*super().describe_work(), f"evaluation: {records}, after the training, on {engine}"]
 
@@ -397,11 +399,11 @@ class DemoJob(SyncedJob):
         }
 
     def describe_work(self) -> list[str]:
-        posts = count(self.world.num_train, "post")
+        posts = format_count(self.world.num_train, "post")
         base_policy = format_sft(self.policy_sft)
-        responses = count(self.annotate, "response")
+        responses = format_count(self.annotate, "response")
         reward_model = format_sft(self.reward_sft)
-        methods = count(len(self.methods), "method")
+        methods = format_count(len(self.methods), "method")
         names = ", ".join(self.methods)
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         return [

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from t2g.config.common import Section
-from t2g.config.field_marks import PathOrName, ResumeMutable
+from t2g.config.field_annotations import PathOrName, ResumeMutable
 
 # Fields into which users paste API keys by mistake: the pattern and the description of a valid value.
 LLM_FORMS = {

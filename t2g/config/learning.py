@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from t2g.config.common import RESTART_WINDOW_S, Dtype, FollowingSection, RoleConfig, Section
 from t2g.config.feedback import EngineConfig
-from t2g.config.field_marks import ResumeMutable
+from t2g.config.field_annotations import ResumeMutable
 
 Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 from t2g.config.auto import auto_keys, count_auto, resolve_auto
 from t2g.config.common import with_value_at
 from t2g.config.earlier_versions import upgrade_config
-from t2g.config.field_marks import PathContext, can_change_on_resume
+from t2g.config.field_annotations import PathContext, can_change_on_resume
 from t2g.config.secrets import mask_secrets, text_problems
 from t2g.config.validation_errors import (
     Keys,

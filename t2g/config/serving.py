@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from t2g.config.base_jobs import AnyJob
 from t2g.config.common import ModelConfig, RunConfig, Section
 from t2g.config.feedback import EngineConfig
-from t2g.config.field_marks import ResumeMutable
+from t2g.config.field_annotations import ResumeMutable
 from t2g.config.job_models import JobModel, SectionEngine, policy_model
 
 

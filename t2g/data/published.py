@@ -27,7 +27,7 @@ _NAMES = {
 }
 _SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # how severe a piece of poor code is
 _OBJECTS = ("annotations", "analysis", "spans")
-_MARKS = ("good", "poor", "spans")
+LABEL_FIELDS = ("good", "poor", "spans")  # fields of a record that hold lists
 _SPAN_FIELDS = (*_OBJECTS, "label", "labels", "entities")  # where annotation tools write spans
 _SPAN_DEPTH = 5  # levels of such a field that are searched
 
@@ -62,7 +62,7 @@ def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[d
         else:
             fields[name] = value
 
-    for name in _MARKS:
+    for name in LABEL_FIELDS:
         marks = fields.get(name)
         if isinstance(marks, dict):
             fields[name] = transpose_columns(name, marks)
@@ -92,7 +92,7 @@ def _check_no_spans_are_lost(row: Mapping[str, Any], fields: Collection[str]) ->
     Raises:
         ValueError: A field has such spans.
     """
-    if any(name in fields for name in _MARKS):
+    if any(name in fields for name in LABEL_FIELDS):
         return
     for name in _SPAN_FIELDS:
         if _holds_spans(row.get(name), _SPAN_DEPTH):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from t2g.config import EngineConfig, JobConfig
 from t2g.config.artifacts import find_artifacts, is_made_later
-from t2g.config.field_marks import paths
+from t2g.config.describe import format_count
+from t2g.config.field_annotations import paths
 from t2g.deploy.manifests import SHARED, mount_of
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups
 from t2g.errors import UserError
@@ -114,12 +115,12 @@ def _pod_line(group: PodGroup) -> str:
         bounds += f", at least {pods.min}"
     if pods.max > pods.initial:
         bounds += f", at most {pods.max}"
-    contents = f"{_count(group.cpus, 'CPU')} and {group.per_pod * role.memory_gib:g} GiB"
+    contents = f"{format_count(group.cpus, 'CPU')} and {group.per_pod * role.memory_gib:g} GiB"
     if group.gpus:
-        contents = f"{_count(group.gpus, 'GPU')}, {contents}"
+        contents = f"{format_count(group.gpus, 'GPU')}, {contents}"
     kind = "engine" if group.elastic else "rank"
-    workers = f"{_count(group.workers.initial, kind)} {_worker_size(group)}"
-    return f"{group.name}: {workers} -> {_count(pods.initial, 'pod')}{bounds}; a pod has {contents} for them"
+    workers = f"{format_count(group.workers.initial, kind)} {_worker_size(group)}"
+    return f"{group.name}: {workers} -> {format_count(pods.initial, 'pod')}{bounds}; a pod has {contents} for them"
 
 
 def _worker_size(group: PodGroup) -> str:
@@ -128,7 +129,7 @@ def _worker_size(group: PodGroup) -> str:
         return "on CPUs"
     if group.elastic:
         return f"of TP {role.tensor_parallel}"
-    return f"of {_count(role.gpus, 'GPU')}"
+    return f"of {format_count(role.gpus, 'GPU')}"
 
 
 def _total_line(config: JobConfig, groups: Sequence[PodGroup]) -> str:
@@ -138,16 +139,12 @@ def _total_line(config: JobConfig, groups: Sequence[PodGroup]) -> str:
         start += group.pods.initial * group.gpus
         most += group.pods.max * group.gpus
     bound = f", at most {most}" if most > start else ""
-    return f"in all: {_count(start, 'GPU')}{bound}, and a head without workers"
+    return f"in all: {format_count(start, 'GPU')}{bound}, and a head without workers"
 
 
 def _own_gpus(config: JobConfig, groups: Sequence[PodGroup]) -> list[PodGroup]:
     """Return the groups without engines that run on the ranks' GPUs."""
     return [group for group in groups if not (config.shares_gpus and group.name == "rollout")]
-
-
-def _count(count: float, noun: str) -> str:
-    return f"{count:g} {noun}{'' if count == 1 else 's'}"
 
 
 def _shapes(config: JobConfig) -> tuple[dict[str, ModelShape], list[str]]:
@@ -194,7 +191,7 @@ def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
         yield _memory_row(group.name, [*cells, total])
     for group, fit in fits:
         if group.elastic:
-            sequences = _count(fit.num_sequences, "sequence")
+            sequences = format_count(fit.num_sequences, "sequence")
             yield (
                 f"{group.name}: an engine must hold {sequences} at once; there is room for "
                 f"{fit.fitting} of {group.role.max_model_len} tokens"
@@ -297,7 +294,7 @@ def _memory_advice(config: JobConfig, section: str) -> Iterator[str]:
 def _room_warnings(fits: Fits) -> Iterator[str]:
     for group, fit in fits:
         if group.elastic and 0 < fit.fitting < fit.num_sequences:
-            sequences = _count(fit.num_sequences, "sequence")
+            sequences = format_count(fit.num_sequences, "sequence")
             yield (
                 f"{group.section}: an engine has room for {fit.fitting} of its {sequences} at "
                 f"once, and the others wait; raise {group.section}.gpu_memory_utilization or lower max_model_len"

@@ -24,7 +24,7 @@ from t2g.config import DataConfig, StyleConfig
 from t2g.config.feedback import OffsetUnit
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import load_records
-from t2g.data.published import translate_row
+from t2g.data.published import LABEL_FIELDS, translate_row
 from t2g.errors import UserError
 from t2g.feedback.given_spans import NO_LABELS, read_spans
 from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote, replace_surrogates
@@ -33,7 +33,6 @@ from t2g.tasks.base import SPARSE, Task, describe_record, stable_id
 from t2g.text.quotes import locate
 from t2g.types import USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
-MARKS = ("good", "poor", "spans")  # fields that hold lists
 MIN_LEARNED_CONFIDENCE = 0.5  # a less likely span is rather wrong than right
 
 logger = logging.getLogger(__name__)
@@ -217,7 +216,7 @@ def parse_cells(row: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: A text of good, poor or spans is no JSON.
     """
     values = dict(row)
-    for name in MARKS:
+    for name in LABEL_FIELDS:
         cell = row.get(name)
         if not isinstance(cell, str):
             continue

@@ -14,7 +14,7 @@ from t2g.types import PolicyTurn, Span, SpanFeedback
 
 MAX_LINE_CHARS = 160
 STYLES = {(True, False): "bold green", (False, True): "bold red", (True, True): "bold yellow"}  # (good, poor)
-MARKS = {(True, False): "+", (False, True): "-", (True, True): "±"}
+LABEL_SIGNS = {(True, False): "+", (False, True): "-", (True, True): "±"}
 
 
 def show_feedback(console: Console, response: str, feedback: SpanFeedback, turns: Sequence[PolicyTurn] = ()) -> None:
@@ -56,13 +56,13 @@ def marked(response: str, feedback: SpanFeedback, colors: bool, turns: Sequence[
 def _append_marked(text: Text, piece: Piece, colors: bool) -> None:
     for segment in segments(printable(piece.text), piece.spans):
         label = (segment.good, segment.poor)
-        if colors or label not in MARKS:
+        if colors or label not in LABEL_SIGNS:
             style = STYLES.get(label)
             if segment.is_struck:
                 style = f"{style} strike"
             text.append(segment.text, style)
         else:
-            mark = MARKS[label]
+            mark = LABEL_SIGNS[label]
             text.append(f"[{mark}{segment.text}{mark}]")
         for fix in filter(None, segment.fixes):
             text.append(f"{{{printable(fix)}}}", "green")

@@ -11,8 +11,8 @@
      "contents": {"data.path": "9a0364b9e99bb480", "feedback.source": "83f1c2...", ...},
      "accepted": [{"key": "feedback.source", "before": "5be2...", "after": "83f1..."}]}
 
-`config` lacks the keys that can change on resume (`t2g.config.field_marks`) and each local path: the content behind a
-path is compared, so that a moved folder can be continued. A hub name stays in `config`, with its revision. A job that
+`config` lacks the keys that can change on resume (`t2g.config.field_annotations`) and each local path: its content
+is compared, so that a moved folder can be continued. A hub name stays in `config`, with its revision. A job that
 starts a folder calls `save_identity`. A job that continues one calls `check_identity`. `save_result` finishes a folder,
 and `load_result` returns the result of a finished one.
 """
@@ -30,7 +30,7 @@ from pydantic import BaseModel, Field, ValidationError
 from t2g.config import AnyJob, Section
 from t2g.config.artifacts import PLACEHOLDER
 from t2g.config.earlier_versions import upgrade_settings
-from t2g.config.field_marks import paths
+from t2g.config.field_annotations import paths
 from t2g.config.loading import default_values, identity_values
 from t2g.config.validation_errors import REMOVED_DEFAULTS, format_value
 from t2g.errors import UserError

@@ -24,7 +24,7 @@ from t2g.config import (
     loading,
     with_overrides,
 )
-from t2g.config.field_marks import can_change_on_resume
+from t2g.config.field_annotations import can_change_on_resume
 from t2g.config.secrets import mask_secrets
 from t2g.config.validation_errors import format_value
 from t2g.errors import UserError

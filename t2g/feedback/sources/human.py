@@ -26,11 +26,11 @@ from t2g.concurrency import gather_all
 from t2g.config.feedback import OffsetUnit, SourceConfig
 from t2g.data.formats import is_data_file
 from t2g.data.load import read_file, read_lines
-from t2g.data.published import translate_row
+from t2g.data.published import LABEL_FIELDS, translate_row
 from t2g.errors import MissingLocally, UserError
 from t2g.feedback.given_spans import NO_LABELS
 from t2g.feedback.parse import make_failed_feedback, make_feedback
-from t2g.feedback.records import MARKS, AnnotatedRecord, parse_cells, read_record, shorten_list
+from t2g.feedback.records import AnnotatedRecord, parse_cells, read_record, shorten_list
 from t2g.feedback.sources.aligning import find_spans
 from t2g.feedback.sources.chat_client import FailureLog
 from t2g.feedback.sources.votes import vote
@@ -277,5 +277,5 @@ def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
     critique = fields.get("critique", rest.get("feedback"))  # the field of SLF5K
     if not isinstance(critique, str) or not critique.strip():
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
-    marks = {name: fields[name] for name in MARKS if name in fields}
+    marks = {name: fields[name] for name in LABEL_FIELDS if name in fields}
     return critique, marks or None

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from t2g.config import AnnotateConfig, AnnotateJob, FeedbackConfig, PolicyJob
-from t2g.config.field_marks import can_change_on_resume, paths
+from t2g.config.field_annotations import can_change_on_resume, paths
 from t2g.config.loading import identity_values, load
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_failed_feedback, make_feedback
