@@ -65,6 +65,7 @@ class FakeEndpoint(ThreadingHTTPServer):
         self.reply: Callable[[int, dict[str, Any]], Reply] = lambda number, body: says(answer("Fine."))
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []  # the Authorization header of each
+        self.headers: list[dict[str, str]] = []  # all headers of each
         self.times: list[float] = []  # time.monotonic() at each
         self.open = self.most_open = 0
         self.lock = threading.Lock()
@@ -86,6 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.requests.append(body)
             server.keys.append(self.headers["Authorization"])
+            server.headers.append(dict(self.headers.items()))
             server.times.append(time.monotonic())
             number = len(server.requests)
             server.open += 1

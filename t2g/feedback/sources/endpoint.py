@@ -5,8 +5,8 @@ backoff, also those that a server sends with status 200. It retries neither an e
 two minutes. `t2g.feedback.sources.llm` sets the deadline of all attempts. A field that a server refuses is replaced or
 left out where that is possible.
 
-Key and prompt are sent to `llm.url` only: redirects are not followed. Secrets in texts of servers and libraries are
-masked.
+Key and prompt are sent to `llm.url` only: redirects are not followed. No other credential is sent: the library's
+headers from the environment are removed. Secrets in texts of servers and libraries are masked.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies
@@ -44,6 +44,10 @@ FALLBACKS = {  # fields that some servers refuse, by the error that names them; 
     "response_format": re.compile(r"response_format|json_schema"),
     "seed": re.compile(r"\bseed\b"),
 }
+# The library marks a request with its own headers, by which it selects the form of what it returns.
+SENT_HEADERS = re.compile(
+    r"accept(-encoding)?|connection|content-(length|type)|host|user-agent|x-stainless-[\w-]+", re.IGNORECASE
+)
 MAX_RETRIES = 10  # about a minute of backoff per request, unless the deadline of the judgement is earlier
 
 
@@ -75,17 +79,19 @@ class EndpointChat(Chat):
         import httpx2
         import openai
 
+        key = self._key
         limit_s = self._config.request_timeout_s
 
         class BoundedHttpClient(openai.DefaultAsyncHttpxClient):
             """Bounds bodies in size, and whole requests in time: `openai` bounds the time of each read alone."""
 
-            async def send(self, *arguments: Any, **options: Any) -> Any:
+            async def send(self, request: Any, **options: Any) -> Any:
                 started = time.monotonic()
+                limit_headers(request.headers, key)
                 try:
                     async with asyncio.timeout(limit_s):
                         options["stream"] = True
-                        response = await super().send(*arguments, **options)
+                        response = await super().send(request, **options)
                 except TimeoutError:
                     raise httpx2.ReadTimeout(f"no answer within llm.request_timeout_s={limit_s:g}") from None
                 elapsed_s = time.monotonic() - started
@@ -200,6 +206,18 @@ class EndpointChat(Chat):
             message = message.replace(key, "***")
         line = " ".join(mask_secrets(message).split())[:MAX_MESSAGE_CHARS]
         return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def limit_headers(headers: MutableMapping[str, str], key: str) -> None:
+    """Remove the headers that a request does not need, and authorize it with the key.
+
+    `openai` adds OPENAI_CUSTOM_HEADERS, OPENAI_ORG_ID and OPENAI_PROJECT_ID of the environment, which are for another
+    server: with them a judge would get its credentials.
+    """
+    for name in list(headers):
+        if not SENT_HEADERS.fullmatch(name):
+            del headers[name]
+    headers["authorization"] = f"Bearer {key}"
 
 
 def check_proxies() -> None:

@@ -58,6 +58,18 @@ def test_a_request_and_its_answer(server: FakeEndpoint) -> None:
     assert request["response_format"]["json_schema"] == {"name": "feedback", "strict": True, "schema": SCHEMA}
 
 
+def test_credentials_of_the_environment_for_another_server_are_not_sent(
+    server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer other-key\nX-Gateway-Key: gateway-key")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-other")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-other")
+    ask(chat(server))
+    assert server.keys == [f"Bearer {KEY}"]
+    values = " ".join(server.headers[0].values())
+    assert not any(text in values for text in ("other", "gateway"))
+
+
 def test_the_client_is_of_the_loop_that_asks(server: FakeEndpoint) -> None:
     client = chat(server)
     assert [ask(client).finish_reason for _ in range(2)] == ["stop", "stop"]
