@@ -11,11 +11,15 @@ from t2g.config.validation_errors import format_first_error
 from t2g.feedback.sources.chat_client import ChatCompletion, estimate_tokens
 
 MAX_BODY_BYTES = 4 * 2**20  # bytes of an answer; the rest is not read
+MAX_TOKENS = 10**9  # of one request; a larger number is an error and would use up llm.max_total_tokens
 REASON_KEYS = ("error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw")
 MAX_REASONS = 4  # reasons of an error, for a message
+MAX_PATH_CHARS = 200  # name of the field that a reason is about
+MAX_PATH_PARTS = 20
 QUOTA = re.compile(  # errors that are not worth a retry
     rb'"(code|type)"\s*:\s*"(insufficient_(quota|balance|funds)|\w*quota_(exceeded|error)|billing_\w+)"'
 )
+STATUS = re.compile(r"[45]\d\d", re.ASCII)
 RATE = re.compile(r"rate_?limit|too_?many|throttl", re.I)
 BUSY = re.compile(r"overload|unavailable|server_?error|internal|timeout", re.I)
 TAG = re.compile(r"<[^<>]*>")
@@ -43,8 +47,8 @@ class _Choice(BaseModel):
 
 
 class _Usage(BaseModel):
-    prompt_tokens: int | None = Field(None, ge=0)
-    completion_tokens: int | None = Field(None, ge=0)
+    prompt_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
 
 
 class _Body(BaseModel):
@@ -117,7 +121,7 @@ def find_error_status(body: bytes) -> int | None:
     error = answer["error"] if isinstance(answer["error"], dict) else {}
     names = [str(error[key]) for key in ("code", "status", "type") if error.get(key) is not None]
     for name in names:
-        if name.isascii() and name.isdigit() and 400 <= int(name[:9]) < 600:
+        if STATUS.fullmatch(name):
             return int(name)
     if any(map(RATE.search, names)):
         return 429
@@ -152,8 +156,12 @@ def find_reason(body: bytes) -> str:
         return " ".join(words)
     if answer is None:
         return text.strip()
-    reasons = dict.fromkeys(_find_reasons(answer, depth=8))
-    return "; ".join([*reasons][:MAX_REASONS]) or text.strip()
+    reasons: dict[str, None] = {}
+    for reason in _find_reasons(answer, depth=8):
+        reasons[reason] = None
+        if len(reasons) == MAX_REASONS:
+            break
+    return "; ".join(reasons) or text.strip()
 
 
 def _load(body: bytes) -> Any:
@@ -176,7 +184,8 @@ def _find_reasons(value: Any, depth: int) -> Iterator[str]:
         field = ""
         loc = value.get("loc")
         if isinstance(loc, list) and loc:
-            path = ".".join(map(str, loc))
+            names = [str(part)[:MAX_PATH_CHARS] for part in loc[:MAX_PATH_PARTS]]
+            path = ".".join(names)[:MAX_PATH_CHARS]
             field = f"{path}: "
         for key in REASON_KEYS:
             for reason in _find_reasons(value.get(key), depth - 1):

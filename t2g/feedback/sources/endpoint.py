@@ -259,7 +259,7 @@ async def read_response(response: Any, *, limit_s: float) -> Any:
     if response.is_success and (named := find_error_status(body)):
         extensions["label"] = f"HTTP {status} with error {named}"
         status = named
-    if not response.is_success:
+    if status >= 400:
         body = body[:MAX_ERROR_BYTES]
     headers = dict(response.headers.items())
     for name in [name for name in headers if name.startswith("content-")]:

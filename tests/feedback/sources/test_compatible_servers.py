@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fake_endpoint, says
+from httpx2 import Request, Response
 from pydantic import ValidationError
 
 from t2g.config import LLMConfig
@@ -17,7 +19,7 @@ from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources import endpoint
 from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
 from t2g.feedback.sources.completions import find_error_status, find_reason, read_completion
-from t2g.feedback.sources.endpoint import EndpointChat
+from t2g.feedback.sources.endpoint import MAX_ERROR_BYTES, EndpointChat, read_response
 
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
 MESSAGES = [{"role": "user", "content": "Is it fine?"}]
@@ -76,7 +78,18 @@ def test_reasoning_that_was_cut_is_no_answer() -> None:
     assert read_completion(json.dumps(body).encode(), prompt="x").text == ""
 
 
-@pytest.mark.parametrize("usage", [[], "none", {"prompt_tokens": -1}, {"prompt_tokens": "many"}, 3, {}])
+@pytest.mark.parametrize(
+    "usage",
+    [
+        [],
+        "none",
+        {"prompt_tokens": -1},
+        {"completion_tokens": 10**9 + 1},
+        {"prompt_tokens": "many"},
+        3,
+        {},
+    ],
+)
 def test_a_usage_in_another_form_is_estimated(usage: Any) -> None:
     answer = read("Fine!!", usage)
     assert (answer.prompt_tokens, answer.output_tokens) == (4, 2)  # bytes / 3, rounded up
@@ -117,6 +130,24 @@ def test_reasons_are_read_in_linear_time_and_bounded_depth() -> None:
     assert time.monotonic() - started < 5
 
 
+def test_an_error_with_status_200_is_as_bounded_as_others(server: FakeEndpoint) -> None:
+    error = {"code": 400, "loc": ["y" * 50_000] * 5, "errors": ["too long"]}
+    body = json.dumps({"error": error}).encode()
+    response = Response(200, content=body, request=Request("POST", server.url))
+    shortened = asyncio.run(read_response(response, limit_s=10))
+    assert (shortened.status_code, len(shortened.content)) == (400, MAX_ERROR_BYTES)
+
+    error = {"loc": ["y" * 10**6], "errors": [f"reason {number}" for number in range(20_000)]}
+    body = json.dumps({"error": error}).encode()
+    tracemalloc.start()
+    reason = find_reason(body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    field = "y" * 200
+    assert reason == "; ".join(f"{field}: reason {number}" for number in range(4))
+    assert peak < 20 * len(body)
+
+
 @pytest.mark.parametrize("code", [429, "429", "rate_limit_exceeded", 503, "overloaded_error"])
 def test_an_error_with_status_200_is_retried_as_its_code_says(
     server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, code: Any
@@ -144,6 +175,7 @@ def test_other_errors_with_status_200_are_not_retried(server: FakeEndpoint) -> N
 def test_a_completion_is_no_error() -> None:
     body = completion('{"error": 1}') | {"error": None}
     assert find_error_status(json.dumps(body).encode()) is None
+    assert find_error_status(b'{"error": {"code": "' + b"000000429" * 1000 + b'"}}') == 400, "no status"
     assert find_error_status(b'"error"') is None and find_error_status(b'{"error": ') is None
 
 
