@@ -26,7 +26,8 @@ TOOL_RESULTS = "tool_results"  # field of a payload: the results of the response
 
 QUOTES = ("``", "''", '""', ('"', '\\"'))  # the last one within a JSON text
 _WORD = re.compile(r"[`'\"](\w[\w.-]*)[`'\"]")
-_CODE = re.compile(r"`([^`\n]*[^`\w\n][^`\n]*)`")
+_CODE = re.compile(r"`([^`\n]*+)`")
+_NO_WORD = re.compile(r"\W")
 _RESULTS = TypeAdapter(tuple[ToolResult, ...])
 
 
@@ -86,7 +87,9 @@ def find_named_arguments(result: ToolResult, answer: str) -> list[tuple[int, int
 def find_quoted_words(result: ToolResult, answer: str) -> list[tuple[int, int]]:
     """Return the characters of what a message quotes of the call: a word that is a JSON text, or code within one."""
     quoted = [f'"{word}"' for word in _WORD.findall(result.text)]
-    quoted += [json.dumps(code, ensure_ascii=False)[1:-1] for code in _CODE.findall(result.text)]
+    # Names alone are left out here: without the quotes of a JSON text they occur within other words.
+    codes = [code for code in _CODE.findall(result.text) if _NO_WORD.search(code)]
+    quoted += [json.dumps(code, ensure_ascii=False)[1:-1] for code in codes]
     places: list[tuple[int, int]] = []
     for text in quoted:
         start = answer.find(text, *result.characters)

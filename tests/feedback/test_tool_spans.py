@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from t2g.feedback.tool_spans import (
     TOOL_RESULTS,
     dump_results,
     find_named_arguments,
+    find_quoted_words,
     find_tool_spans,
     load_results,
 )
@@ -185,6 +187,16 @@ def test_errors_are_mapped_and_the_user_s_program_maps_the_others() -> None:
         assert spans == expected
         assert {span.criterion for span in feedback.spans} <= {"turn_1", "turn_2"}
         assert failed.text in feedback.critique
+
+
+def test_code_in_backticks_is_found_in_linear_time() -> None:
+    call = '{"name": "run", "arguments": {"code": "x = days"}}'
+    text = "`run` fails at `x = days`"
+    fault = ToolResult(tool="run", text=text, status="failed", characters=(0, len(call)))
+    assert [call[start:end] for start, end in find_quoted_words(fault, call)] == ['"run"', "x = days"]
+    started = time.monotonic()
+    find_quoted_words(replace(fault, text="`" + "-" * 20_000), call)
+    assert time.monotonic() - started < 1
 
 
 def test_results_are_kept_in_checkpoints_and_payloads(tmp_path: Any) -> None:
