@@ -1,6 +1,6 @@
 """Prepare a job for Ray's job server: its name, command and environment, and the files uploaded with it.
 
-Uploaded are code and configs, never data, runs or secrets.
+Uploaded are code and configs, never data, runs, secrets or hidden files.
 """
 
 import os
@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +35,12 @@ MIB = 2**20
 MAX_BYTES = 50 * MIB  # Ray's own limit is 100 MiB, and every node fetches the package at its first start
 IGNORE_FILE = ".rayignore"
 EXCLUDED = (
-    "/runs", "/build", ".git", ".venv", "venv", "node_modules", "wandb", "*.egg-info", "__pycache__", "*.pyc",
-    ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".import_linter_cache", ".benchmarks",
-    ".env", ".env.*", ".netrc", ".ray", ".ssh", ".aws",
-    "*.pem", "*.key", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "credentials*",  # secrets
+    ".?*", "/runs", "/build", "venv", "node_modules", "wandb", "*.egg-info", "__pycache__", "*.pyc",
+)  # fmt: skip
+# Names of files with secrets and of folders with such files, in lower case. Python files of these names are code.
+SECRETS = (
+    "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
+    "*credential*", "*secret*", "kubeconfig*", "service-account*.json", "service_account*.json",
 )  # fmt: skip
 NUM_NAMED = 5  # files in the error message
 
@@ -142,9 +144,9 @@ def stop_wait_s(metadata: Mapping[str, str] | None) -> float:
 
 
 def files_to_upload(root: Path) -> list[Path]:
-    """Return the files under `root`, sorted and relative to it, without EXCLUDED and its .rayignore.
+    """Return the files under `root`, sorted and relative to it, without EXCLUDED, SECRETS and its .rayignore.
 
-    Links to folders are not followed.
+    Links to folders are not followed. A link to a file is left out unless that file is uploaded, too.
 
     Raises:
         UserError: .rayignore has an unsupported pattern.
@@ -155,8 +157,10 @@ def files_to_upload(root: Path) -> list[Path]:
         parent = Path(folder).relative_to(root)
         folders[:] = [name for name in folders if not _is_excluded(parent / name, True, patterns)]
         names = [parent / name for name in files if not _is_excluded(parent / name, False, patterns)]
-        result += [name for name in names if (root / name).is_file()]
-    return sorted(result)
+        result += [name for name in names if (root / name).is_file() and not _is_secret(name)]
+    real_root = root.resolve()
+    real_files = {real_root / name for name in result if not (root / name).is_symlink()}
+    return sorted(name for name in result if (root / name).resolve() in real_files)
 
 
 def refuse_large(root: Path, files: Sequence[Path]) -> None:
@@ -187,6 +191,14 @@ def write_package(root: Path, files: Sequence[Path], target: Path) -> None:
             permissions = source.stat().st_mode & 0o777
             entry.external_attr = permissions << 16
             package.writestr(entry, source.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+def _is_secret(name: Path) -> bool:
+    """Return whether a file may hold secrets, by its own name and those of its folders."""
+    if name.suffix == ".py":
+        return False
+    parts = [part.lower() for part in name.parts]
+    return any(fnmatchcase(part, pattern) for part, pattern in product(parts, SECRETS))
 
 
 def _is_excluded(name: Path, is_folder: bool, patterns: Sequence[str]) -> bool:

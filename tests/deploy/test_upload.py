@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.deploy.submission import EXCLUDED, MAX_BYTES, files_to_upload, refuse_large, write_package
+from t2g.deploy.submission import EXCLUDED, MAX_BYTES, SECRETS, files_to_upload, refuse_large, write_package
 from t2g.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,17 +28,28 @@ def test_code_and_configs_go_and_runs_caches_secrets_and_environments_stay(tmp_p
         tmp_path, "runs/own/metrics.jsonl", ".git/HEAD", ".venv/bin/python", "jobs/__pycache__/a.pyc", "build/lib.so",
         "t2g.egg-info/PKG-INFO", ".env", ".env.local", "t2g/.pytest_cache/x", "jobs/a.pyc", ".hypothesis/y",
         ".ray/auth_token", "ca.pem", "configs/own/tls.key", "id_rsa", "jobs/id_ed25519.pub", "credentials.json",
-        "t2g/credentials", ".aws/credentials", ".ssh/known_hosts",
+        "t2g/credentials", ".aws/credentials", ".ssh/known_hosts", ".envrc", "configs/Prod.env", ".git-credentials",
+        ".pypirc", ".npmrc", ".kube/config", ".docker/config.json", ".cache/huggingface/token", ".config/gcloud/db",
+        "my-Credentials.yaml", "configs/client_secret.json", "service-account-prod.json", "a.P12", "b.pfx",
+        "kubeconfig-prod.yaml", "secrets/password.txt",
     )  # fmt: skip
     assert sent(tmp_path) == [
         "README.md", "configs/own/policy.yaml", "jobs/a.py", "t2g/build/b.py", "t2g/runs/table.py",
     ]  # fmt: skip
 
 
+def test_code_with_the_name_of_a_secret_goes(tmp_path: Path) -> None:
+    tree(tmp_path, "t2g/config/secrets.py", "credentials.py", "secrets/vault.py", "tokenizer.json", "keys.yaml")
+    assert sent(tmp_path) == [
+        "credentials.py", "keys.yaml", "secrets/vault.py", "t2g/config/secrets.py", "tokenizer.json",
+    ]  # fmt: skip
+
+
 def test_secrets_stay_when_rays_own_upload_takes_the_folder(tmp_path: Path) -> None:
     """It heeds .rayignore alone."""
-    ignored = (REPOSITORY / ".rayignore").read_text().splitlines()
-    assert {".env", ".netrc", "*.pem", "*.key", "id_rsa*", "credentials*"} <= set(ignored) & set(EXCLUDED)
+    ignored = set((REPOSITORY / ".rayignore").read_text().splitlines())
+    assert ".?*" in ignored and ".?*" in EXCLUDED, "Ray applies .* to the folder itself"
+    assert {"*.env", "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "kubeconfig*"} <= ignored & set(SECRETS)
 
 
 def test_rayignore_is_heeded_as_git_would(tmp_path: Path) -> None:
@@ -54,7 +65,7 @@ def test_rayignore_is_heeded_as_git_would(tmp_path: Path) -> None:
         "t2g/docs/a",
     )
     (tmp_path / ".rayignore").write_text("# large\n/data\n*.bin\n\nt2g/notes.md\ndocs/\n")
-    assert sent(tmp_path) == [".rayignore", "docs", "notes.md", "t2g/data/load.py"]
+    assert sent(tmp_path) == ["docs", "notes.md", "t2g/data/load.py"]
 
 
 @pytest.mark.parametrize("line", ["!keep.md", "data/**/x"])
@@ -71,6 +82,15 @@ def test_links_to_folders_are_not_followed_and_broken_links_are_passed_over(tmp_
     (root / "away").symlink_to(tmp_path / "elsewhere")
     (root / "broken").symlink_to(tmp_path / "nothing")
     assert sent(root) == ["a.py"]
+
+
+def test_a_link_to_a_file_that_is_not_uploaded_is_left_out(tmp_path: Path) -> None:
+    tree(tmp_path, "code/a.py", "code/.env", "elsewhere/secret.txt")
+    root = tmp_path / "code"
+    (root / "b.py").symlink_to("a.py")
+    (root / "notes.txt").symlink_to(tmp_path / "elsewhere/secret.txt")
+    (root / "settings.txt").symlink_to(root / ".env")
+    assert sent(root) == ["a.py", "b.py"]
 
 
 def test_a_large_upload_is_refused_and_the_largest_files_are_named(tmp_path: Path) -> None:
@@ -118,5 +138,6 @@ def test_this_repository_is_small_enough_and_complete() -> None:
     refuse_large(REPOSITORY, files)
     names = {file.as_posix() for file in files}
     assert {"jobs/train_policy/__main__.py", "actors/engines/rollout.py", "t2g/loop/trainer.py"} <= names
+    assert "t2g/config/secrets.py" in names
     assert "configs/tiny/policy.yaml" in names
     assert not any(name.startswith((".git/", ".venv/", "runs/")) for name in names)
