@@ -32,7 +32,7 @@ from t2g.loop.annotation import Annotator, Sample, SampleResponses
 from t2g.runs.journal import read_journal
 from t2g.runs.progress import format_duration
 from t2g.tasks.base import Task, get_task
-from t2g.tasks.references import check_references
+from t2g.tasks.references import check_references, remove_mode
 from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.types import Prompt
 
@@ -117,7 +117,11 @@ def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[
     checked_by_id: dict[int, Prompt] = {}
     for sample, prompt in zip(has_response, checked, strict=True):
         checked_by_id[id(sample)] = prompt
-    return [replace(sample, prompt=checked_by_id.get(id(sample), sample.prompt)) for sample in samples]
+    result = []
+    for sample in samples:
+        prompt = checked_by_id.get(id(sample)) or remove_mode(sample.prompt)
+        result.append(replace(sample, prompt=prompt))
+    return result
 
 
 def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_out: bool) -> list[Prompt]:

@@ -40,6 +40,8 @@ def check_references(
 ) -> list[Prompt]:
     """Run each record's reference solution against its tests, and store the mode in which it passes in the payload.
 
+    A mode that the data themselves name is removed: a record without a solution would choose how it is measured.
+
     Args:
         folder: Run folder, where the modes are saved. A resumed run does not run references again: on a slow machine
             the result could differ and change the prompts of the run.
@@ -48,8 +50,9 @@ def check_references(
     Raises:
         UserError: No record is left, or this machine cannot isolate the programs.
     """
+    prompts = [remove_mode(prompt) for prompt in prompts]
     if sandbox.tests != "auto":
-        return list(prompts)
+        return prompts
     keys = [_make_key(prompt, task, sandbox) for prompt in prompts]
     by_key = dict(zip(keys, prompts, strict=True))
     saved_modes = _find_modes(by_key, task, sandbox, folder / MODES_FILE)
@@ -72,6 +75,12 @@ def check_references(
             raise UserError(f"{summary}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
         logger.warning("%s%s; the first is record %s", summary, remark, failed[0])
     return checked
+
+
+def remove_mode(prompt: Prompt) -> Prompt:
+    """Return the prompt without a mode of its tests."""
+    payload = {name: value for name, value in prompt.payload.items() if name != MODE_FIELD}
+    return replace(prompt, payload=payload)
 
 
 def _find_modes(by_key: Mapping[str, Prompt], task: Task, sandbox: SandboxConfig, file: Path) -> dict[str, str | None]:

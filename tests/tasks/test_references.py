@@ -80,6 +80,13 @@ def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
     assert not judged["execution"]["passed"]
 
 
+def test_a_record_without_a_solution_cannot_choose_its_mode(tmp_path: Path) -> None:
+    payload = {"test": RECORDS["patched"][1], "tests_mode": "together"}
+    bare = Prompt(prompt_id="bare", prompt_text="p", task="code", payload=payload)
+    (checked,) = check_references([bare], TASK, LIMITS, tmp_path)
+    assert checked.payload == {"test": RECORDS["patched"][1]}
+
+
 def test_a_resume_takes_the_modes_of_the_first_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records = [prompt("plain"), prompt("patched")]
     first = [p.payload for p in check_references(records, TASK, LIMITS, tmp_path)]
