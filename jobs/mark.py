@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 from jobs.common.cli import exit_code, print_outputs, program_name, stop_flag
+from jobs.common.printable_log import to_printable
 from jobs.common.run_folder import sole_process
 from t2g.config import DataConfig
 from t2g.errors import UserError
@@ -58,7 +59,7 @@ def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
         stop = stop_flag()
         lacking = [sample.problem for sample in samples if sample.problem]
         if lacking:
-            print(f"{len(lacking)} of {len(samples)} records have nothing to mark; {lacking[0]}")
+            print(to_printable(f"{len(lacking)} of {len(samples)} records have nothing to mark; {lacking[0]}"))
         print(f"{sum(marks.finished)} of {len(marks.finished)} responses are marked; go on at {server.url}", flush=True)
         while not stop:
             server.handle_request()

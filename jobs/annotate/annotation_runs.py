@@ -34,6 +34,7 @@ from t2g.runs.progress import format_duration
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references, remove_mode
 from t2g.text.policy_chat import load_policy_tokenizer
+from t2g.text.segments import printable
 from t2g.types import Prompt
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _samples_from_data(rows: Sequence[Any], task: Task, config: AnnotateJob) -> 
     if len(problems) == len(samples):
         raise UserError(f"data.path={config.data.name}: no record can be judged; {samples[0].problem}")
     for count, problem in annotation.group_reasons(problems):
-        print(f"not judged: {count} of {len(samples)} responses, as {problem}")
+        print(printable(f"not judged: {count} of {len(samples)} responses, as {problem}"))
     return samples
 
 
@@ -257,7 +258,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
 
     if summary["heldout_records"] == 0:
         text += f"\n  of one prompt or conversation: nothing is held out, and {HELDOUT_FILE} is empty"
-    print(text)
+    print(printable(text))
     return summary
 
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from jobs.common.printable_log import make_log_printable, to_printable
 from jobs.common.unknown_options import describe_unknown
 from t2g.config import AnyJob, loading
 from t2g.config.validation_errors import format_errors, section_type
@@ -158,17 +159,19 @@ def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "inte
     Args:
         interrupted: Message after a Ctrl-C.
     """
+    make_log_printable()
     try:
         return run() or 0
     except (UserError, RunStopped) as error:
         # An error that crossed a Ray actor carries the remote traceback in its own text, and the original as `cause`.
-        print(f"{prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
+        sentence = to_printable(str(getattr(error, "cause", error)))  # it may quote data
+        print(f"{prog}: {sentence}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
         if not (reason := describe_write_failure(error)):
             raise
         file = getattr(error, "filename", None) or "a file"
-        print(f"{prog}: {file}: {reason}", file=sys.stderr)
+        print(to_printable(f"{prog}: {file}: {reason}"), file=sys.stderr)
         return 2
     except Stopped:
         name = str(StopFlag.installed.signal_name)

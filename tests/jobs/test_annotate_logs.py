@@ -9,6 +9,7 @@ import pytest
 
 from jobs import __main__ as console
 from jobs.annotate.annotation_job import READ_SAMPLES, complete_annotation, describe
+from jobs.annotate.annotation_runs import read_samples
 from jobs.common.cli import main
 from jobs.starter.repair.feedback import locate
 from t2g.config import AnnotateJob, PolicyJob, loading
@@ -132,6 +133,22 @@ def test_a_folder_of_logs_without_an_aligner(starter: Path, capsys: pytest.Captu
         "no record can be judged; data record 1 (a.jsonl:1): the assistant's turn 1 has no reply"
         in capsys.readouterr().err
     )
+
+
+def test_names_of_the_data_are_printed_without_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "p", "response": "r"}, {"prompt": "p", "\x1b[2J": 1}]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    job = AnnotateJob.model_validate(
+        {
+            "run": {"root": str(tmp_path)}, "task": "prompts", "data": {"path": str(data)},
+            "annotate": {"source": "human"},
+        }
+    )  # fmt: skip
+    read_samples(job)
+    assert "data record 2 (data.jsonl:2) has no response; it has prompt, ␛[2J\n" in capsys.readouterr().out
 
 
 CALLED = {"role": "tool", "tool_call_id": "c1", "content": "rain"}

@@ -36,12 +36,13 @@ def end(job: "subprocess.Popen[str]", number: signal.Signals) -> tuple[int, str]
 
 def test_a_killed_page_goes_on_where_it_was_and_one_process_has_the_folder(tmp_path: Path) -> None:
     data = tmp_path / "my.jsonl"
-    rows = [{"prompt": "p", "response": "one two"}, {"prompt": "q", "response": "three"}, {"prompt": "no response"}]
+    rows = [{"prompt": "p", "response": "one two"}, {"prompt": "q", "response": "three"}, {"prompt": "p", "\x1b[2J": 1}]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     job, url, output = start(data)
     try:
         assert (
-            "1 of 3 records have nothing to mark; data record 3 (my.jsonl:3) has no response" in output
+            "1 of 3 records have nothing to mark; data record 3 (my.jsonl:3) has no response; it has prompt, ␛[2J\n"
+            in output
             and "0 of 2" in output
         )
         assert main([str(data), "--by", "ann"]) == 2, "another process works there"

@@ -173,6 +173,7 @@ def failing(error: BaseException) -> Callable[[DemoJob], int]:
     ("error", "code", "sentence"),
     [
         (UserError("data.path: no such file"), 2, "data.path: no such file"),
+        (UserError("field \x1b[2J"), 2, "field ␛[2J"),
         (RemoteUserError(UserError("model.policy: no folder")), 2, "model.policy: no folder"),
         (RunStopped("step 3: NaN in the loss"), 3, "step 3: NaN in the loss"),
         (KeyboardInterrupt(), 130, "interrupted"),
