@@ -124,11 +124,15 @@ class Hub:
                 owner = repository.partition("/")[0]
                 reason = f"the hub refuses the token ({status}): it must be allowed to write to {owner}"
                 raise UserError(reason) from None
-            message = mask_secrets(" ".join(str(error).split()))
-            raise UserError(f"the hub answers {status}: {message}") from None
+            raise UserError(f"the hub answers {status}: {_describe(error)}") from None
         except (httpx2.HTTPError, ConnectionError, ValueError, RuntimeError) as error:
-            reason = mask_secrets(" ".join(str(error).split())) or type(error).__name__
+            reason = _describe(error) or type(error).__name__
             raise UserError(f"the hub at {self._api.endpoint} cannot be used: {reason}") from None
+
+
+def _describe(error: Exception) -> str:
+    """Return the text of an error in one line without credentials; masked first: a secret may hold white space."""
+    return " ".join(mask_secrets(str(error)).split())
 
 
 def _make_client() -> httpx2.Client:

@@ -20,6 +20,7 @@ _SECRET = re.compile(
     r"|(?<![\w.-])(?:hf_|gsk_|xai-|gh[a-z]_|github_pat_|glpat-|AIza|AKIA|eyJ)[A-Za-z0-9]{16,999}[\w.-]{0,999}"
     r"|(?<=://)(?:[^/\s@]{1,256}|[^/\s:@]{1,99}:[^\s@]{1,256})(?=@)"  # user and password of a URL
     r"|(?<=[Bb]earer )[^\s\"']{1,999}"
+    r"|(?i:\bauthorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?basic\s{1,3}[^\s\"']{1,999})"
     r"|(?i:(?<=[?&])[\w.-]{0,40}(?:key|token|secret|sig|passw|auth)[\w.-]{0,40}=[^&#\s\"']{1,999})"
 )
 
@@ -30,7 +31,7 @@ def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
     >>> mask_secrets("https://ann:pass@proxy/v1?api-key=1 llm.model=sk-proj-12345678", {})
     'https://***@proxy/v1?*** llm.model=***'
     """
-    for value in _secret_values(environ):
+    for value in sorted(_secret_values(environ), key=len, reverse=True):  # one may be the start of another
         text = text.replace(value, "***")
     return _SECRET.sub("***", text)
 
@@ -58,5 +59,10 @@ def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
         if name.upper().endswith("_PROXY"):
             password = value.rpartition("@")[0].partition("://")[2].partition(":")[2]
             yield from {password, unquote(password)} if len(password) >= MIN_SECRET_CHARS // 2 else ()
-        elif SECRET_NAME.search(name.upper()) and len(value) >= MIN_SECRET_CHARS and not value.startswith("/"):
+        elif SECRET_NAME.search(name.upper()) and len(value) >= MIN_SECRET_CHARS and not _is_path(value):
             yield value.strip()
+
+
+def _is_path(value: str) -> bool:
+    """Return whether a value is the path of a file with a secret, which messages name."""
+    return value.startswith("/") and os.path.exists(value)

@@ -250,7 +250,7 @@ def find_origin(folder: Path) -> dict[str, str]:
     config = folder / FILE_NAME
     if config.is_file():
         origin["config"] = config.read_text(errors="replace")
-    return {name: mask_secrets(text[:MAX_CONFIG_CHARS]) for name, text in origin.items()}
+    return {name: mask_secrets(text)[:MAX_CONFIG_CHARS] for name, text in origin.items()}
 
 
 def write_report(

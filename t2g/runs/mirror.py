@@ -323,5 +323,5 @@ def _is_inside(path: str) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """Return an error of a file system in one line without credentials."""
-    text = " ".join(str(error).split())
-    return mask_secrets(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    text = " ".join(mask_secrets(str(error)).split())  # masked first: a secret may hold white space
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -514,6 +514,21 @@ def test_a_masked_text_holds_no_secret(text: str) -> None:
     assert KEY not in masked or text.endswith(("-", ".")) or KEY in text
 
 
+def test_secrets_of_the_environment_are_masked_whole(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    path.touch()
+    secret = "opensesame-1234"
+    environ = {"A_KEY": secret, "B_KEY": f"{secret}-extended", "C_KEY": "/+base64/begins/so==", "D_KEY": str(path)}
+    text = " ".join(environ.values())
+    assert mask_secrets(text, environ) == f"*** *** *** {path}"
+
+
+@pytest.mark.parametrize("header", ["Authorization: Basic dXNlcjpwYXNz", "{'authorization': 'Basic dXNlcjpwYXNz'}"])
+def test_a_header_with_user_and_password_is_masked(header: str) -> None:
+    assert "dXNl" not in mask_secrets(header, {})
+    assert mask_secrets("basic understanding", {}) == "basic understanding"
+
+
 @pytest.mark.parametrize("override", ["methods=[]", "world.seed=-1"])
 def test_a_demo_without_a_method_or_with_a_negative_seed_is_refused(tmp_path: Path, override: str) -> None:
     (tmp_path / "demo.yaml").write_text("num_steps: 1\n")

@@ -20,7 +20,7 @@ from jobs.common.mirroring import copying
 from t2g.config import with_overrides
 from t2g.errors import UserError
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.runs.mirror import MANIFEST, SESSIONS_FILE, Manifest, Mirror, TakenOver
+from t2g.runs.mirror import MANIFEST, SESSIONS_FILE, Manifest, Mirror, TakenOver, describe_error
 
 DEADLINE_S = 60
 NUM_STEPS = 8
@@ -395,6 +395,11 @@ def test_a_mirror_that_fails_costs_one_warning_without_credentials(
     shutil.rmtree(folder)
     Mirror(folder, memory_url).open()
     assert (folder / "metrics.jsonl").exists()
+
+
+def test_a_secret_with_white_space_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRROR_SECRET", "two  words\tof a secret")
+    assert describe_error(OSError("refused two  words\tof a secret\ntwice")) == "OSError: refused *** twice"
 
 
 def test_a_mirror_that_cannot_be_written_ends_the_start(tmp_path: Path, memory_url: str) -> None:

@@ -73,8 +73,8 @@ class TrackerThread:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - the run goes on without the tracker
-                text = " ".join(str(error).split())
-                self._warn(f"failed: {mask_secrets(text) or type(error).__name__}")
+                text = " ".join(mask_secrets(str(error)).split())  # masked first: a secret may hold white space
+                self._warn(f"failed: {text or type(error).__name__}")
 
     def _open(self, run: TrackedRun) -> None:
         self._close()
