@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 Characters = tuple[int, int]  # half-open range of a text
 
+MAX_PATHS_CHARS = 10**6  # of all paths; each item of a list repeats the path of the list
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
@@ -27,11 +28,15 @@ def find_values(text: str, start: int = 0) -> dict[str, Characters]:
     """Return the characters of each value of the JSON value at `start`, by its path. A repeated key counts as its last.
 
     Raises:
-        ValueError: The text has no JSON value there.
+        ValueError: The text has no JSON value there, or the paths of its values have more than MAX_PATHS_CHARS.
         RecursionError: Its values are nested too deeply.
     """
     values: dict[str, Characters] = {}
+    num_chars = 0
     for member in _walk(text, _skip_blanks(text, start), ""):
+        num_chars += len(member.path)
+        if num_chars > MAX_PATHS_CHARS:
+            raise ValueError(f"the paths of its values have more than {MAX_PATHS_CHARS} characters; shorten its keys")
         values[member.path] = (member.start, member.end)
     return values
 

@@ -1,6 +1,7 @@
 """Calls in a sampled text: what is read, at which characters, and that no text raises."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -43,6 +44,16 @@ def test_the_characters_of_each_value_are_its_json(value: Any, separators: Any, 
 def test_the_docstring_s_example() -> None:
     expected = {"town": (9, 15), "days[0]": (26, 27), "days[1]": (29, 31), "days": (25, 32), "": (0, 33)}
     assert find_values('{"town": "Oslo", "days": [1, 20]}') == expected
+
+
+def test_a_long_key_of_a_long_list_is_refused_in_little_memory() -> None:
+    text = json.dumps({"name": "f", "arguments": {"k" * 20_000: [0] * 10_000}})
+    tracemalloc.start()
+    (call,) = read_hermes_calls(f"<tool_call>{text}</tool_call>")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert call.problem.startswith("the call is no JSON: the paths of its values have more than 1000000 characters")
+    assert peak < 10 * 2**20
 
 
 @settings(max_examples=40)
