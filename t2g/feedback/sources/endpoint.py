@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies
 
 from t2g.config import LLMConfig
-from t2g.config.secrets import mask_secrets
+from t2g.config.secrets import MIN_SECRET_CHARS, mask_secrets
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import Chat, ChatCompletion, ChatError, ChatRequest, PerLoop
 from t2g.feedback.sources.completions import (
@@ -131,9 +131,10 @@ class EndpointChat(Chat):
             completion = read_completion(response.content, prompt=prompt)
         except ValueError as error:
             raise self._make_error("answer", str(error)) from None
-        # Only a refusal is masked, which goes to logs: a key may be a common word like "any" and occur in an answer.
-        if completion.finish_reason == "refusal":
+        if completion.finish_reason == "refusal":  # goes to logs
             return replace(completion, text=self._mask(completion.text))
+        if len(self._key) >= MIN_SECRET_CHARS:  # a shorter one may be a common word, like "any", and occur in an answer
+            return replace(completion, text=self._hide_key(completion.text))
         return completion
 
     async def _send(self, request: ChatRequest, fallbacks: Collection[str]) -> Any:
@@ -202,10 +203,14 @@ class EndpointChat(Chat):
 
     def _mask(self, message: str) -> str:
         """Return the message as one printable line, without the key, which servers may repeat; truncated last."""
-        for key in (self._key, self._key.replace("/", r"\/")):  # the second form occurs in JSON
-            message = message.replace(key, "***")
-        line = " ".join(mask_secrets(message).split())[:MAX_MESSAGE_CHARS]
+        message = mask_secrets(self._hide_key(message))
+        line = " ".join(message.split())[:MAX_MESSAGE_CHARS]
         return "".join(character if character.isprintable() else "?" for character in line)
+
+    def _hide_key(self, text: str) -> str:
+        for key in (self._key, self._key.replace("/", r"\/")):  # the second form occurs in JSON
+            text = text.replace(key, "***")
+        return text
 
 
 def limit_headers(headers: MutableMapping[str, str], key: str) -> None:

@@ -242,13 +242,14 @@ def test_a_key_that_is_repeated_where_the_sentence_is_cut(server: FakeEndpoint, 
         assert "x" * 60 in str(refusal(client))
 
 
-def test_a_refusal_does_not_repeat_the_key_and_an_answer_stays_as_it_is(server: FakeEndpoint) -> None:
+def test_an_answer_and_a_refusal_do_not_repeat_a_key_that_is_no_common_word(server: FakeEndpoint) -> None:
     refused = completion("")
     refused["choices"][0]["message"]["refusal"] = f"No, {KEY}, never."
-    server.reply = lambda number, body: Reply(body=refused) if number == 1 else says("any company")
+    server.reply = lambda number, body: Reply(body=refused) if number == 1 else says(f"any company with {KEY}")
     reply = ask(chat(server))
     assert (reply.text, reply.finish_reason) == ("No, ***, never.", "refusal")
-    assert ask(chat(server, "any")).text == "any company"
+    assert ask(chat(server)).text == "any company with ***"
+    assert ask(chat(server, "any")).text == f"any company with {KEY}"
 
 
 def test_a_key_with_strokes_as_json_may_spell_it(server: FakeEndpoint) -> None:
