@@ -18,7 +18,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from t2g.config import DataConfig, StyleConfig
 from t2g.config.feedback import OffsetUnit
@@ -56,8 +56,8 @@ class AnnotatedRecord(BaseModel):
     version: str = ""
     execution: dict[str, Any] = {}  # results of a program
     # A feedback function's own numbers; no line has an empty one.
-    metrics: dict[str, float] = Field({}, exclude_if=lambda metrics: not metrics)
-    agreement: float | None = None  # mean pairwise F1 of several annotators' labels
+    metrics: dict[str, FiniteFloat] = Field({}, exclude_if=lambda metrics: not metrics)
+    agreement: FiniteFloat | None = None  # mean pairwise F1 of several annotators' labels
     num_quotes: int = 0  # quotes from the source; 0: unknown
     num_located: int = 0  # quotes that occur in the response
     task: str = ""
