@@ -250,6 +250,6 @@ def _parse_word_score(item: Any) -> tuple[str, float]:
         case [str(word), int() | float() | str() as score] if word.strip():
             try:
                 return word, float(score)
-            except ValueError:
+            except (ValueError, OverflowError):
                 pass
     raise ValueError(f"an entry of word_score_list is {item!r:.80}; it needs to be [word, score]")

@@ -74,7 +74,9 @@ def _read_bounds(span: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _is_whole_number(value: Any) -> bool:
-    return isinstance(value, int | float) and float(value).is_integer()
+    if isinstance(value, int):  # float(value) fails for hundreds of digits
+        return True
+    return isinstance(value, float) and value.is_integer()
 
 
 def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> Literal[-1, 1]:
@@ -93,7 +95,7 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
 
 def _format_label(label: Any) -> str:
     """Return a label as a config names it: the text, or a class id such as 2 (or 2.0) as "2"; "" for others."""
-    if isinstance(label, int | float) and float(label).is_integer():
+    if _is_whole_number(label):
         return str(int(label))
     return label if isinstance(label, str) else ""
 

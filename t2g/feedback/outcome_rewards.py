@@ -1,6 +1,7 @@
 """Outcome rewards: numbers for whole responses, which are paid at the last token (`objective.outcome_rewards`)."""
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -196,11 +197,21 @@ def read_rewards(answer: Any, *, count: int) -> list[float | None]:
         if value is None:
             numbers.append(None)
             continue
-        is_number = hasattr(value, "__float__")  # scalars of numpy and torch have it, too; a text has not
-        if not (is_number and abs(float(value)) <= LARGEST):
+        number = _to_float(value)
+        if not abs(number) <= LARGEST:
             raise FunctionFailed(f"returned {value!r:.80} among its numbers; it needs finite numbers, or None")
-        numbers.append(float(value))
+        numbers.append(number)
     return numbers
+
+
+def _to_float(value: Any) -> float:
+    """Return a number as float: nan for what is no number, inf for an integer of hundreds of digits."""
+    if not hasattr(value, "__float__"):  # scalars of numpy and torch have it, too; a text has not
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 async def measure(

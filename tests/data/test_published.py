@@ -82,6 +82,7 @@ def test_a_users_own_outcome_is_no_execution() -> None:
         ({"word_score_list": {"a": 1}}, "field word_score_list is"),
         ({"word_score_list": [["a"]]}, r"an entry of word_score_list is \['a'\]; it needs to be \[word, score\]"),
         ({"word_score_list": [["a", "many"]]}, "an entry of word_score_list"),
+        ({"word_score_list": [["a", 10**400]]}, "an entry of word_score_list"),
         ({"word_score_list": [[" ", 1]]}, "an entry of word_score_list"),
         ({"response": []}, "field response is a list that does not end"),
         ({"response": [{"role": "assistant"}]}, "field response is a list that does not end"),

@@ -65,6 +65,8 @@ def test_a_span_with_a_text_is_that_text_or_refused(text: str, bounds: tuple[int
         ({"start": 0, "end": 3, "text": "far"}, {}, "its text 'far' does not occur near them"),
         ({"start": 1, "end": 4}, {"offsets": "utf16"}, "spans[0] has the offset 1, where no character"),
         ({"start": 0, "end": 999}, {"offsets": "bytes"}, "spans[0] has the offset 999"),
+        ({"start": 0, "end": 10**400}, {"offsets": "bytes"}, "spans[0] has the offset 1000"),
+        ({"start": 0, "end": 1, "label": 10**400}, {}, "spans[0] has the label 1000"),
         ({"start": 0, "end": 1, "label": "Neutral"}, {}, "spans[0] has the label 'Neutral'"),
         ({"start": 0, "end": 1, "label": ["good", "poor"]}, {}, "spans[0] has the label ['good', 'poor']"),
     ],

@@ -144,6 +144,7 @@ INF = math.inf
         ([1.0] * 9, r"returned more than 2 numbers for 2 completions"),
         ([1.0, NAN], r"returned nan among its numbers; it needs finite numbers, or None"),
         ([-INF, 1.0], r"returned -inf among its numbers"),
+        ([10**400, 1.0], r"returned 10000"),
         ([1e39, 1.0], r"returned 1e\+39 among its numbers"),
         (["1", "2"], r"returned '1' among its numbers"),
         ([[1.0], [2.0]], r"returned \[1.0\] among its numbers"),
