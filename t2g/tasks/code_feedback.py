@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal
 
 from t2g.config import StyleConfig
@@ -27,6 +27,7 @@ MAX_TIED = 2  # equally suspicious lines that are all blamed; of more lines only
 MAX_GOOD = 8  # good quotes in the sparse style; with a lower bound a program would gain nothing by one case more
 MAX_DESCRIBED = 3  # failing tests in the critique
 MAX_LISTED = 20  # tests in the execution
+MAX_LINE_CHARS = 200  # characters of a line in a sentence; with long lines the critique would be too long to be used
 MAX_QUOTED = 60  # good or poor lines in the dense style
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _CONDITION = re.compile(r"(if|elif)\b|case\b(?!\s+_\s*:)")
@@ -273,12 +274,24 @@ def format_critique(
         sentences.append(f"{len(failed) - MAX_DESCRIBED} more tests fail.")
     traced = {test.trace[-1] for test in described if test.trace}
     untraced = [line for line in poor if line not in traced][:MAX_DESCRIBED]
-    sentences += [f"The fault seems to lie in line {line}: {lines[line][1]}" for line in untraced]
-    sentences += [
-        f"A case is missing before line {line}, where such inputs end with others: {lines[line][1]}" for line in fallen
-    ]
-    sentences += [f"Line {line} does what it should: {lines[line][1]}" for line in good[:MAX_GOOD]]
+    sentences += [f"The fault seems to lie in line {_quote(line, lines)}" for line in untraced]
+    for line in islice(fallen, MAX_LISTED):
+        quoted = _quote(line, lines, ", where such inputs end with others")
+        sentences.append(f"A case is missing before line {quoted}")
+    sentences += [f"Line {_quote(line, lines, ' does what it should')}" for line in good[:MAX_GOOD]]
     return "\n".join(sentences)
+
+
+def _quote(line: int, lines: Mapping[int, tuple[int, str]], remark: str = "") -> str:
+    """Return the number of a line, a remark and the line, shortened.
+
+    >>> _quote(2, {2: (10, "return x")}, " is right")
+    '2 is right: return x'
+    """
+    text = lines[line][1]
+    if len(text) > MAX_LINE_CHARS:
+        text = f"{text[:MAX_LINE_CHARS]}…"
+    return f"{line}{remark}: {text}"
 
 
 def _format_headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: SandboxConfig) -> str:
@@ -309,7 +322,7 @@ def _format_failure(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> s
         event = f"raises {error}"
         if test.error == "OutOfTime":
             event = "is still running"
-        return f"{test.name} {event} in line {line}: {lines[line][1]}"
+        return f"{test.name} {event} in line {_quote(line, lines)}"
     if test.expected or test.got:
         expected = test.expected or "?"
         actual = test.got or "?"

@@ -20,6 +20,7 @@ from t2g.tasks.code_feedback import (
     find_default_lines,
     find_omissions,
     find_praised_lines,
+    format_critique,
     make_feedback_function,
     ochiai,
 )
@@ -270,6 +271,16 @@ def test_lines_that_only_passing_tests_ran_are_praised() -> None:
     tests = outcome(result(True, "1245", returned=5), result(True, "124", returned=4), result(False, "13"))
     assert find_praised_lines(tests, []) == [4, 5, 2]
     assert find_praised_lines(tests, [4]) == [5, 2]
+
+
+def test_a_long_line_is_shortened_in_each_sentence() -> None:
+    line = "x = " + "1 + " * 6000 + "y"
+    lines = find_code_lines(f"{line}\n" * 30, 0)
+    failed = [result(False, "1", trace=(1,)) for _ in range(4)]
+    ended = outcome(*failed, result(True, "2", returned=2))
+    critique = format_critique(ended, lines, good=[2], poor=[1, 3], sandbox=LIMITS, fallen=range(4, 30))
+    assert f"Line 2 does what it should: {line[:200]}…" in critique.split("\n")
+    assert len(critique) < 10_000
 
 
 def test_code_lines_are_those_of_the_compiler() -> None:
