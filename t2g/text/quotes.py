@@ -91,14 +91,16 @@ def find_occurrence(text: str, quote: str, start: int) -> int:
     return starts.index(start) + 1
 
 
-def _find_starts(text: str, quote: str) -> list[int]:
+@lru_cache(maxsize=64)  # an answer may quote one piece hundreds of times, with other occurrences
+def _find_starts(text: str, quote: str) -> tuple[int, ...]:
     """Return where the first MAX_MATCHES matches of `quote` begin: in order, those that cut a word after the others."""
     starts: list[int] = []
     start = text.find(quote)
     while start >= 0 and len(starts) < MAX_MATCHES:
         starts.append(start)
         start = text.find(quote, start + 1)
-    return sorted(starts, key=lambda start: cuts_word(text, start, start + len(quote)))
+    starts.sort(key=lambda start: cuts_word(text, start, start + len(quote)))
+    return tuple(starts)
 
 
 def _inside_word(text: str, at: int) -> bool:

@@ -234,6 +234,16 @@ def test_no_place_beyond_the_last_that_is_looked_at() -> None:
     assert locate(text, "a", 10**30) is None
 
 
+def test_other_occurrences_of_a_quote_take_no_further_search() -> None:
+    text = "a" * 3000
+    started = time.process_time()
+    locate(text, "a", 1)
+    one_s = time.process_time() - started
+    for occurrence in range(512):
+        locate(text, "a", occurrence)
+    assert time.process_time() - started < 150 * one_s  # 15; with a search for each 600
+
+
 def test_more_marks_than_a_letter_can_have_are_characters() -> None:
     marks = "\u0301" * MAX_COMBINING
     assert locate(f"e{marks} x", f"e{marks}\u00a0x") == (0, MAX_COMBINING + 3)
