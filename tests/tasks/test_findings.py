@@ -1,5 +1,7 @@
 """The feedback function that quotes inventions, and the independent measure, on texts with details counted by hand."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,13 @@ def test_faithfulness_by_hand() -> None:
     nothing = measure_faithfulness(TEXT, "")
     assert set(nothing.values()) == {0}
     assert measure_faithfulness(TEXT, TEXT)["copied"] == 1
+
+
+def test_line_ends_are_searched_in_linear_time() -> None:
+    started = time.process_time()
+    measure_faithfulness("In Rome.", "Zinc." + "\n" * 8000 + "x\n\n 2. In Rome")
+    assert time.process_time() - started < 0.5
+    assert measure_faithfulness("In Rome.", "\n\n 2. In Rome")["details"] == 1
 
 
 def test_lines_are_measured_by_their_details() -> None:
