@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,18 @@ def list_split(folder: Path, config: DataConfig) -> list[Path]:
 
     All formats are read, where `datasets` keeps the files of one. A warning names the files that are not read. The
     result is empty if `datasets` has to read the folder itself.
+
+    Raises:
+        UserError: The folder's README names a file outside of the folder.
     """
     import datasets
 
     try:
-        files_by_split = _find_splits(folder, config)
+        names_by_split = _find_splits(folder, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError):
         return []  # load_dataset raises the same
+    _check_inside(folder, chain.from_iterable(names_by_split.values()))
+    files_by_split = {split: list(map(Path, names)) for split, names in names_by_split.items()}
     files = files_by_split.get(config.split, [])
     data_files = [file for file in files if is_data_file(file)]
     names = [file.name for file in files if file not in data_files]
@@ -74,6 +79,19 @@ def list_split(folder: Path, config: DataConfig) -> list[Path]:
             more = f" and {len(names) - MAX_NAMES} more"
         logger.warning("%s: not read as split %s: %s%s", folder, config.split, skipped, more)
     return data_files
+
+
+def _check_inside(folder: Path, names: Iterable[str]) -> None:
+    """Check that local files are in a folder by their paths; the files of the hub's cache are links out of it.
+
+    Raises:
+        UserError: A file is outside: the README of somebody's data would choose what is read on this machine.
+    """
+    root = os.path.abspath(folder)
+    for name in names:
+        path = name.rpartition("::")[2]  # the archive of a file in an archive
+        if "://" not in path and not Path(os.path.abspath(path)).is_relative_to(root):
+            raise UserError(f"{folder / 'README.md'}: names the file {path}; it needs files in its own folder")
 
 
 def _find_unassigned(folder: Path, splits: Mapping[str, Sequence[Path]]) -> list[str]:
@@ -93,8 +111,8 @@ def _find_unassigned(folder: Path, splits: Mapping[str, Sequence[Path]]) -> list
     return names
 
 
-def _find_splits(folder: Path, config: DataConfig) -> dict[str, list[Path]]:
-    """Return the files of each split: of the README's configs if it has any, else by the names of files and folders."""
+def _find_splits(folder: Path, config: DataConfig) -> dict[str, list[str]]:
+    """Return the paths of each split's files: by the README's configs if any, else by the names of files."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -106,4 +124,4 @@ def _find_splits(folder: Path, config: DataConfig) -> dict[str, list[Path]]:
     else:
         patterns = get_data_patterns(str(folder))
         data_files = DataFilesDict.from_patterns(patterns, base_path=str(folder))
-    return {str(split): list(map(Path, files)) for split, files in data_files.items()}
+    return {str(split): list(map(str, files)) for split, files in data_files.items()}

@@ -66,6 +66,23 @@ def test_the_configs_of_a_readme_decide(tmp_path: Path) -> None:
     assert load(tmp_path) == [{"prompt": "a"}]
 
 
+@pytest.mark.parametrize("pattern", ["../other/*.jsonl", "ABSOLUTE", "deep/../../other/b.jsonl"])
+def test_a_readme_that_names_files_outside_of_its_folder_is_refused(tmp_path: Path, pattern: str) -> None:
+    other = tmp_path / "other"
+    folder = tmp_path / "own"
+    other.mkdir()
+    (folder / "deep").mkdir(parents=True)
+    (other / "b.jsonl").write_bytes(LINE)
+    (folder / "a.jsonl").symlink_to(other / "b.jsonl")  # as in the hub's cache
+    assert load(folder) == [{"prompt": "a"}]
+    path = pattern.replace("ABSOLUTE", str(other / "b.jsonl"))
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {path}\n---\n"
+    )
+    with pytest.raises(UserError, match=r"own/README\.md: names the file .*b\.jsonl; it needs files in its own folder"):
+        load(folder)
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst", ".GZ"])
 def test_a_compressed_file_is_read_or_refused_with_its_name(tmp_path: Path, suffix: str) -> None:
     packed = {
