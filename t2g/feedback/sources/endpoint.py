@@ -16,7 +16,9 @@ import re
 import time
 from collections.abc import AsyncIterator, Collection, MutableMapping
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from t2g.config import LLMConfig
@@ -65,6 +67,10 @@ class EndpointChat(Chat):
         if not (key.isascii() and key.isprintable()):  # the HTTP library's error message would contain the key
             raise UserError(f"the environment variable {config.key_env} contains characters that no key has")
         check_proxies()
+        if len(key) >= MIN_SECRET_CHARS and sends_in_clear(config.url):  # a server without keys gets a short word
+            logger.warning(
+                "llm.url=%s sends key and prompts unencrypted to another machine; https protects them", config.url
+            )
         import openai  # noqa: F401 the import takes a second, which must not count towards a request
 
         self._config = config
@@ -223,6 +229,22 @@ def limit_headers(headers: MutableMapping[str, str], key: str) -> None:
         if not SENT_HEADERS.fullmatch(name):
             del headers[name]
     headers["authorization"] = f"Bearer {key}"
+
+
+def sends_in_clear(url: str) -> bool:
+    """Return whether requests to a URL leave this machine unencrypted.
+
+    >>> sends_in_clear("http://judge.example/v1"), sends_in_clear("http://127.0.0.1:8000/v1")
+    (True, False)
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "http" or host == "localhost":
+        return False
+    try:
+        return not ip_address(host).is_loopback
+    except ValueError:  # a name
+        return True
 
 
 def check_proxies() -> None:

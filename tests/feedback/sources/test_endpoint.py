@@ -294,6 +294,26 @@ def test_a_key_that_is_none(server: FakeEndpoint, key: str, sentence: str) -> No
     assert KEY_VARIABLE in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "is_clear"),
+    [
+        ("http://judge.example/v1", True),
+        ("http://10.0.0.7:8000/v1", True),
+        ("http://[2001:db8::1]:8000/v1", True),
+        ("https://judge.example/v1", False),
+        ("http://localhost:8000/v1", False),
+        ("http://127.0.0.2:8000/v1", False),
+        ("http://[::1]:8000/v1", False),
+    ],
+)
+def test_a_key_that_leaves_this_machine_unencrypted_is_a_warning(
+    server: FakeEndpoint, caplog: pytest.LogCaptureFixture, url: str, is_clear: bool
+) -> None:
+    chat(server, url=url)
+    chat(server, "any", url=url)
+    assert [f"llm.url={url} sends key" in message for message in caplog.messages] == [True] * is_clear
+
+
 def test_a_line_end_behind_the_key_is_no_part_of_it(server: FakeEndpoint) -> None:
     ask(chat(server, KEY + "\n"))
     assert server.keys == [f"Bearer {KEY}"]
