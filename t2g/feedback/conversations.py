@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from t2g.types import ToolResult
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # fields of a record that may hold the messages
+MAX_HISTORY_CHARS = 50 * 10**6  # of the histories of a conversation's turns: each repeats all messages before it
+MESSAGE_CHARS = 16  # of a message without its text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class AssistantTurn:
     """One message of the assistant, with the conversation around it."""
 
     number: int  # 1, 2, ... among the assistant's messages
-    history: tuple[Message, ...]  # all messages before it
+    history: tuple[Message, ...]  # all messages before it; () above MAX_HISTORY_CHARS
     response: str
     critique: str  # the messages by users and tools before the assistant's next one; "" without a reply
     results: tuple[ToolResult, ...] = ()  # the tools' messages among them
@@ -59,15 +61,22 @@ def split_conversation(
         problems, results: See `Conversation`. A message with a problem is in the history of later turns with its text
             alone.
     """
+    sizes = (len(message["content"]) + MESSAGE_CHARS for message in messages)
+    sizes_before = list(accumulate(sizes, initial=0))
+    num_chars = 0
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     borders = [*starts, len(messages)]
     first = 0  # the message after the assistant's previous one
     for number, (start, end) in enumerate(pairwise(borders), start=1):
-        history = tuple(messages[:start])
+        num_chars += sizes_before[start]
+        is_too_long = num_chars > MAX_HISTORY_CHARS
+        history = () if is_too_long else tuple(messages[:start])
         response = messages[start]["content"]
         critique = _join_replies(messages[start + 1 : end])
         turn_problems = [problems[index] for index in range(first, end) if index in problems]
         problem = turn_problems[0] if turn_problems else ""
+        if is_too_long:
+            problem = f"the turns up to it repeat more than {MAX_HISTORY_CHARS} characters; split the conversation"
         turn_results = tuple(results[index] for index in range(start + 1, end) if index in results)
         yield AssistantTurn(
             number=number, history=history, response=response, critique=critique, results=turn_results, problem=problem

@@ -67,6 +67,18 @@ def test_every_assistant_message_is_a_turn_whose_history_is_all_before_it() -> N
         assert all(turn.history == tuple(messages[: len(turn.history)]) for turn in turns)
 
 
+def test_a_conversation_of_very_many_turns_is_not_stored_once_for_each() -> None:
+    messages = [{"role": "user", "content": "x" * 10**6}]
+    for _ in range(60):
+        messages += chat("assistant: y", "user: z")
+    turns = list(split_conversation(messages))
+    assert [len(turn.history) for turn in turns] == [*range(1, 99, 2), *[0] * 11]
+    assert turns[48].problem == ""
+    assert turns[49].problem.startswith("the turns up to it repeat more than 50000000 characters")
+    samples = make_turn_samples([{"messages": [*messages[:1], *messages[1:3] * 60]}], get_task("prompts"))
+    assert [sample.is_left_out for sample in samples] == [False] * 49 + [True] * 11
+
+
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
