@@ -14,10 +14,10 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message, with a traceback if there is one."""
-        shown = copy(record)  # other handlers get the record as it is
+        own_record = copy(record)  # other handlers get the record as it is
         if isinstance(record.args, tuple):
-            shown.args = tuple(map(_join_lines, record.args))
-        return to_printable(super().format(shown))
+            own_record.args = tuple(map(_join_lines, record.args))
+        return to_printable(super().format(own_record))
 
 
 def _join_lines(value: Any) -> Any:
