@@ -26,8 +26,8 @@ from t2g.types import ToolResult
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # fields of a record that may hold the messages
-MAX_HISTORY_CHARS = 50 * 10**6  # of the histories of a conversation's turns: each repeats all messages before it
-MESSAGE_CHARS = 16  # of a message without its text
+MAX_HISTORY_CHARS = 50 * 10**6  # all histories of a conversation: each turn repeats the messages before it
+MESSAGE_CHARS = 16  # a message without its text
 
 
 @dataclass(frozen=True, kw_only=True)

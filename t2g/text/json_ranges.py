@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Characters = tuple[int, int]  # half-open range of a text
 
-MAX_PATHS_CHARS = 10**6  # of all paths; each item of a list repeats the path of the list
+MAX_PATHS_CHARS = 10**6  # all paths of a text; each item of a list repeats the path of the list
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 

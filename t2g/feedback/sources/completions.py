@@ -11,7 +11,7 @@ from t2g.config.validation_errors import format_first_error
 from t2g.feedback.sources.chat_client import ChatCompletion, estimate_tokens
 
 MAX_BODY_BYTES = 4 * 2**20  # bytes of an answer; the rest is not read
-MAX_TOKENS = 10**9  # of one request; a larger number is an error and would use up llm.max_total_tokens
+MAX_TOKENS = 10**9  # tokens of one request; a larger number is an error that would use up llm.max_total_tokens
 REASON_KEYS = ("error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw")
 MAX_REASONS = 4  # reasons of an error, for a message
 MAX_PATH_CHARS = 200  # name of the field that a reason is about
