@@ -89,15 +89,15 @@ def judge_outcome(
 ) -> dict[str, Any]:
     """Return critique, good and poor spans, and execution. start: offset of the code in the response."""
     lines = find_code_lines(code, start)
-    fallen = find_omissions(outcome, find_default_lines(code))
-    poor = find_blamed_lines(outcome, lines, fallen)
+    omissions = find_omissions(outcome, find_default_lines(code))
+    poor = find_blamed_lines(outcome, lines, omissions)
     good = find_praised_lines(outcome, poor)
     if style.labels == "sparse":
         returned = {test.returned for test in outcome.tests if test.passed}
         good_returned = [line for line in good if line in returned]
         good = good_returned[:MAX_GOOD] or good[:1]
     else:
-        good += fallen
+        good += omissions
         executed = set[int]().union(*(test.lines for test in outcome.tests))
         poor = sorted(executed.difference(good).union(poor))
     good = [line for line in good if line in lines][:MAX_QUOTED]
@@ -105,7 +105,7 @@ def judge_outcome(
 
     critique = ""
     if style.critique:
-        critique = format_critique(outcome, lines, good, poor, sandbox, fallen)
+        critique = format_critique(outcome, lines, good, poor, sandbox, omissions)
     good_spans = [_span(*lines[line], label=1, severity=1) for line in good]
     poor_spans = []
     for line in poor:
@@ -169,16 +169,16 @@ def find_omissions(outcome: Outcome, defaults: Iterable[int]) -> list[int]:
     return sorted(failed_ends & ends & set(defaults))
 
 
-def find_blamed_lines(outcome: Outcome, lines: Mapping[int, Any], fallen: Iterable[int] = ()) -> list[int]:
+def find_blamed_lines(outcome: Outcome, lines: Mapping[int, Any], omissions: Iterable[int] = ()) -> list[int]:
     """Return the lines at fault, in order: at least one if the program failed, has a line and lacks no case.
 
     Args:
-        fallen: Result of `find_omissions`. Tests that returned there blame no line.
+        omissions: Result of `find_omissions`. Tests that returned there blame no line.
     """
     if outcome.passed:
         return []
     ended = [test for test in outcome.tests if not (test.passed or test.skipped or test.unsupported)]
-    failed = [test for test in ended if test.trace or test.returned not in fallen]
+    failed = [test for test in ended if test.trace or test.returned not in omissions]
     if ended and not failed:
         return []
     raised = {test.trace[-1] for test in failed if test.trace}
@@ -261,7 +261,7 @@ def format_critique(
     good: list[int],
     poor: list[int],
     sandbox: SandboxConfig,
-    fallen: Iterable[int] = (),
+    omissions: Iterable[int] = (),
 ) -> str:
     """Return the critique: the results of the tests, then blamed and praised lines. One sentence a line."""
     failed = [test for test in outcome.tests if not test.passed and not test.skipped]
@@ -275,7 +275,7 @@ def format_critique(
     traced = {test.trace[-1] for test in described if test.trace}
     untraced = [line for line in poor if line not in traced][:MAX_DESCRIBED]
     sentences += [f"The fault seems to lie in line {_quote(line, lines)}" for line in untraced]
-    for line in islice(fallen, MAX_LISTED):
+    for line in islice(omissions, MAX_LISTED):
         quoted = _quote(line, lines, ", where such inputs end with others")
         sentences.append(f"A case is missing before line {quoted}")
     sentences += [f"Line {_quote(line, lines, ' does what it should')}" for line in good[:MAX_GOOD]]

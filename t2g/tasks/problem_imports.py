@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from t2g.sandbox import Outcome, SandboxConfig
-from t2g.tasks.references import with_mode
+from t2g.tasks.references import resolve_tests_mode
 
 RunTests = Callable[[str, str, SandboxConfig], Outcome]
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[^\r\n]+", re.MULTILINE)
@@ -55,7 +55,7 @@ def run_with_imports(
         The outcome, with the line numbers of `code`. It has no line of the imports.
     """
     program = add_imports(code, payload)
-    outcome = run(program.code, tests, with_mode(sandbox, payload))
+    outcome = run(program.code, tests, resolve_tests_mode(sandbox, payload))
     if not program.added:
         return outcome
     tests_of_code = []

@@ -23,7 +23,7 @@ NEITHER = "neither"
 MODES_FILE = "reference_modes.json"  # in the run folder: hash of record and sandbox -> mode
 
 
-def with_mode(sandbox: SandboxConfig, payload: Mapping[str, Any]) -> SandboxConfig:
+def resolve_tests_mode(sandbox: SandboxConfig, payload: Mapping[str, Any]) -> SandboxConfig:
     """Return the sandbox with the mode that `check_references` stored in the payload."""
     if sandbox.tests == "auto" and payload.get(MODE_FIELD) == "together":
         return sandbox.model_copy(update={"tests": "together"})
