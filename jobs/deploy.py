@@ -21,7 +21,7 @@ from t2g.config import ClusterConfig, ProcessConfig
 from t2g.config.loading import load
 from t2g.deploy import check_config, render_manifests, render_slurm
 from t2g.deploy.check import path_warnings
-from t2g.deploy.diagnosis import Unreachable, findings
+from t2g.deploy.diagnosis import Unreachable, diagnose_cluster
 from t2g.deploy.image_contents import image_warnings
 from t2g.deploy.manifests import mount_of
 from t2g.deploy.status import format_status
@@ -117,7 +117,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         if config:
             where = config.roles()
             unreachable = find_unreachable(where, timeout_s=LOOK_TIMEOUT_S)
-        problems = findings(nodes, pending, where, shared, unreachable)
+        problems = diagnose_cluster(nodes, pending, where, shared, unreachable)
     finally:
         ray.shutdown()
     hint = "" if config else "; labels and storage need --config"

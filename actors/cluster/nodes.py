@@ -20,7 +20,7 @@ from actors.cluster.shortage import NAME_END, WAITING
 from t2g.config import EngineConfig, ProcessConfig, RoleConfig
 from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable
 from t2g.errors import UserError
-from t2g.resources.preflight import satisfies
+from t2g.resources.preflight import matches_selector
 from t2g.runs.versions import collect_versions
 from t2g.sandbox import find_refusal
 
@@ -134,7 +134,7 @@ def _select_nodes(nodes: Sequence[Mapping[str, Any]], roles: Sequence[ProcessCon
     """Return the nodes on which a process of one of the roles may run."""
 
     def has_role(node: Mapping[str, Any]) -> bool:
-        return any(satisfies(node["Labels"], role.labels) for role in roles)
+        return any(matches_selector(node["Labels"], role.labels) for role in roles)
 
     return [node for node in nodes if has_role(node)]
 

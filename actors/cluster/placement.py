@@ -30,7 +30,7 @@ from actors.cluster.shortage import NAME_END, describe_free, describe_waiting
 from t2g.config import ClusterConfig, ProcessConfig
 from t2g.errors import UserError
 from t2g.resources.memory import GIB
-from t2g.resources.preflight import satisfies, shortfall
+from t2g.resources.preflight import matches_selector, shortfall
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def describe_misfit(roles: Mapping[str, ProcessConfig], nodes: Sequence[Mapping[
     """Describe the first role whose worker fits on no node, None if all fit. nodes: of `ray.nodes`."""
     for section, role in roles.items():
         needs = bundle(role)
-        allowed = (node["Resources"] for node in nodes if satisfies(node["Labels"], role.labels))
+        allowed = (node["Resources"] for node in nodes if matches_selector(node["Labels"], role.labels))
         if not any(_has_room(node_resources, needs) for node_resources in allowed):
             return f"{section}: no node has {describe_requirements(role)}; lower what a worker needs"
     return None

@@ -25,7 +25,7 @@ from actors.vllm_compat.stats import make_stat_logger
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
 from t2g.errors import UserError
-from t2g.resources.memory import GPU_BATCHED_TOKENS, engine_fit
+from t2g.resources.memory import GPU_BATCHED_TOKENS, estimate_engine
 from t2g.resources.model_shape import find_shape
 from t2g.text.ends import find_end_ids
 from t2g.text.offsets import decode
@@ -282,7 +282,7 @@ class Engine:
         shape = find_shape(self._model, self._revision)
         if shape is None:
             return
-        fit = engine_fit(shape, self._config, sequences=1, gpu_bytes=gpu_bytes)
+        fit = estimate_engine(shape, self._config, sequences=1, gpu_bytes=gpu_bytes)
         if not fit.fitting:
             return
         cache = vllm_config.cache_config

@@ -136,7 +136,7 @@ def has_artifact_engines(job: PolicyJob) -> bool:
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     """Write summary.json and report.html, and print the table."""
     from t2g.files import write_atomic
-    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples, find_origin, write_report
+    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, find_origin, load_examples, write_report
     from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, read_records
 
     folder = demo.run.folder
@@ -153,7 +153,7 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
         title="Text2Grad on the tiny world",
         summary=summary,
         methods=records,
-        examples=examples(first / SAMPLES_FILE),
+        examples=load_examples(first / SAMPLES_FILE),
         origin=find_origin(first),
     )
     print(table(summary))

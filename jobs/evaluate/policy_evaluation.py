@@ -37,7 +37,7 @@ from t2g.loop.sampling import make_sampling
 from t2g.report.policy_page import write_policy_evaluation
 from t2g.runs.contents import model_version, source_hash
 from t2g.runs.versions import collect_versions
-from t2g.study.pairwise import PairwiseJudgement, question, read_verdict, win_rates
+from t2g.study.pairwise import PairwiseJudgement, make_judge_request, read_verdict, win_rates
 from t2g.study.policy_eval import (
     PASSED,
     Answers,
@@ -315,7 +315,7 @@ class Evaluation:
         for first, second in permutations(self.config.names, 2):
             for prompt, *rows in zip(self.prompts, answers[first], answers[second], strict=True):
                 texts = [row.responses[0].text for row in rows]
-                request = question(self.task, prompt.prompt_text, *texts, llm)
+                request = make_judge_request(self.task, prompt.prompt_text, *texts, llm)
                 about = {"judge": name, "prompt_id": prompt.prompt_id, "first": first, "second": second}
                 key = content_key(about, llm.url, llm.model, request)
                 items[key] = PairwiseJudgement(key=key, **about), request

@@ -166,11 +166,11 @@ def show_last_response(folder: Path) -> None:
     """Print a response of the last step with colored spans, with feedback if there is any."""
     from rich.console import Console
 
-    from t2g.report.run_page import examples
+    from t2g.report.run_page import load_examples
     from t2g.report.terminal import show_feedback
     from t2g.runs.log import SAMPLES_FILE
 
-    last_samples = [samples[-1] for samples in examples(folder / SAMPLES_FILE)]
+    last_samples = [samples[-1] for samples in load_examples(folder / SAMPLES_FILE)]
     judged = [sample for sample in last_samples if sample.feedback is not None]
     if not judged:
         return

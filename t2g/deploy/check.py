@@ -18,10 +18,10 @@ from t2g.resources.memory import (
     GPUS,
     Estimate,
     coresident_bytes,
-    engine_fit,
+    estimate_engine,
 )
 from t2g.resources.model_shape import ModelShape, find_shape
-from t2g.resources.preflight import Findings, satisfies
+from t2g.resources.preflight import Findings, matches_selector
 from t2g.sandbox import find_refusal
 from t2g.text.model_limits import find_uneven_heads
 
@@ -171,7 +171,7 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
         sequences = group.role.max_num_seqs
         if config.responses_per_step is not None:
             sequences = ceil(config.responses_per_step / workers)
-        return engine_fit(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
+        return estimate_engine(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
     ranks = find_ranks(config)
     assert ranks is not None
     return ranks.estimate_gpu(shape, group.section, workers)
@@ -306,7 +306,7 @@ def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
         labels = group.role.labels
         section = group.section
         others = [other for other in groups if other is not group]
-        matching = [other.name for other in others if satisfies(other.labels, labels)]
+        matching = [other.name for other in others if matches_selector(other.labels, labels)]
         if matching:
             yield (
                 f"{section}.labels is {labels or 'empty'}: its workers may land on pods of {', '.join(matching)}; "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from t2g.config import ProcessConfig
 from t2g.resources.memory import GIB
-from t2g.resources.preflight import satisfies
+from t2g.resources.preflight import matches_selector
 
 MAX_CLOCK_ERROR_S = 2.0  # more than the delay of any message between nodes
 OBJECT_STORE = "object_store_memory"
@@ -45,7 +45,7 @@ class Unreachable:
     reason: str
 
 
-def findings(
+def diagnose_cluster(
     nodes: Sequence[Node],
     pending: Sequence[PendingGroup],
     roles: Mapping[str, ProcessConfig],
@@ -79,7 +79,7 @@ def findings(
 
 def _missing_labels(nodes: Sequence[Node], roles: Mapping[str, ProcessConfig]) -> Iterator[str]:
     for section, role in roles.items():
-        matching = [node for node in nodes if satisfies(node.labels, role.labels)]
+        matching = [node for node in nodes if matches_selector(node.labels, role.labels)]
         if role.labels and not matching:
             yield (
                 f"no node has the labels {dict(role.labels)} of {section}.labels: start one with `ray start --labels`, "
@@ -90,7 +90,7 @@ def _missing_labels(nodes: Sequence[Node], roles: Mapping[str, ProcessConfig]) -
 def why_pending(group: PendingGroup, nodes: Sequence[Node]) -> str:
     """Return why a placement group is pending: a bundle that no node can hold, else that all nodes are in use."""
     for bundle, selector in zip(group.bundles, group.selectors, strict=True):
-        labelled = [node for node in nodes if satisfies(node.labels, selector)]
+        labelled = [node for node in nodes if matches_selector(node.labels, selector)]
         if not labelled:
             return f"no node has the labels {dict(selector)}; add such a node, or wait for the autoscaler to add it"
         for resource, need in bundle.items():

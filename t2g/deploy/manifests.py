@@ -71,7 +71,7 @@ def render_manifests(
     if config.shares_gpus:
         raise UserError(f"cluster.gpu_sharing={config.cluster.gpu_sharing}: pods share no GPU; set it to none")
 
-    job = driver(job_kind, config, config_path, overrides)
+    job = make_driver_submission(job_kind, config, config_path, overrides)
     parts = _render_parts(config, groups, job, image=image or IMAGES[cpu], mount=mount, cpu=cpu)
     documents = _documents(parts, target)
     dumped = yaml.dump_all(documents, Dumper=_NoAliases, sort_keys=False, width=120, allow_unicode=True)
@@ -193,7 +193,7 @@ def resource_name(run_name: str) -> str:
     return f"{name[:kept_length].rstrip('-')}-{digest}"
 
 
-def driver(job_kind: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:
+def make_driver_submission(job_kind: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:
     """Return the job that the head runs.
 
     It is quoted for the submitter's shell; `ray job submit` quotes it again for the head's shell.

@@ -54,7 +54,7 @@ class Series:
         """Return the finite points, at most MAX_POINTS of them."""
         points = zip(self.xs, self.ys, strict=True)
         finite = [point for point in points if all(map(math.isfinite, point))]
-        return thinned(finite)
+        return thin_points(finite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ def _scientific(tick: float, decimals: int) -> str:
     return f"{digits}e{int(power)}"
 
 
-def thinned(points: Sequence[Item], limit: int = MAX_POINTS) -> list[Item]:
+def thin_points(points: Sequence[Item], limit: int = MAX_POINTS) -> list[Item]:
     """Return at most `limit` of the points, evenly spaced, including the first and the last."""
     if len(points) <= limit:
         return [*points]

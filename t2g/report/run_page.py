@@ -19,7 +19,7 @@ from t2g.config.secrets import mask_secrets
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.report.charts import charts
-from t2g.report.curves import DASHES, thinned
+from t2g.report.curves import DASHES, thin_points
 from t2g.report.held_out import Step, headline, last_held_out, metric_rows
 from t2g.report.templates import render_page
 from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
@@ -193,7 +193,7 @@ def _read_run(folder: Path) -> _Run:
     before_training = [step for step in steps if step[m.STEP] == 0]
     base = m.select_held_out(before_training[0]) if before_training else {}
     summary = _read_summary(folder / SUMMARY_FILE, steps[-1])
-    samples = examples(folder / SAMPLES_FILE)
+    samples = load_examples(folder / SAMPLES_FILE)
     alarms = read_records(folder / ALARMS_FILE, _ALARM)
     return _Run(
         steps=steps,
@@ -220,7 +220,7 @@ def read_samples(path: Path) -> list[LoggedSample]:
     return [*read_records(path, _SAMPLE)]
 
 
-def examples(path: Path) -> list[Example]:
+def load_examples(path: Path) -> list[Example]:
     """Return the logged responses by prompt and sample index, each in the order of the steps.
 
     Examples of two steps or more come first, among them those of held-out prompts, then those of the latest steps.
@@ -274,7 +274,7 @@ def write_report(
             before training without the prefix `eval/`, which override those of step 0; `reward_model`, name -> share;
             `timing`, name -> seconds; `versions`.
         methods: name -> metrics by step, as in metrics.jsonl.
-        examples: See `examples`.
+        examples: See `load_examples`.
         origin: See `find_origin`.
         alarms: (step, message).
         beside: Not None if the methods are runs with configs of their own: name -> the value of each run, of what
@@ -347,7 +347,7 @@ def _example_values(examples: Sequence[Example]) -> dict[str, Any]:
     """Return what the page shows of the responses of one run, or of the methods of one run."""
     opening = typical_example(examples)
     further = [example for example in examples if example is not opening]
-    pairs = [ends(example) for example in further if len(example) > 1]
+    pairs = [first_and_last(example) for example in further if len(example) > 1]
     singles = [example for example in further if len(example) == 1]
     pairs_left_out = max(0, len(pairs) - MAX_EXAMPLES)
     singles_left_out = max(0, len(singles) - MAX_SINGLES)
@@ -355,9 +355,9 @@ def _example_values(examples: Sequence[Example]) -> dict[str, Any]:
         "examples": pairs[:MAX_EXAMPLES],
         "singles": singles[:MAX_SINGLES],
         "num_left_out": pairs_left_out + singles_left_out,
-        "opening": ends(opening),
+        "opening": first_and_last(opening),
         "sides": ["Before", "After"],
-        "timeline": thinned(opening, MAX_TIMELINE),
+        "timeline": thin_points(opening, MAX_TIMELINE),
         "strips": strips([*chain(*examples)]),
     }
 
@@ -396,12 +396,12 @@ def _is_judged_twice(example: Example) -> bool:
     """Return whether an example has usable feedback on its first and on its last response."""
     if len(example) < 2:
         return False
-    return all(sample.feedback is not None and sample.feedback.usable for sample in ends(example))
+    return all(sample.feedback is not None and sample.feedback.usable for sample in first_and_last(example))
 
 
 def _change(example: Example) -> int:
     """Return how much good less poor spans rise from the first to the last response."""
-    before, after = ends(example)
+    before, after = first_and_last(example)
     return _score(after) - _score(before)
 
 
@@ -410,7 +410,7 @@ def _score(sample: SampleRecord) -> int:
     return sum(span.label for span in sample.feedback.spans)
 
 
-def ends(example: Example) -> Example:
+def first_and_last(example: Example) -> Example:
     """Return the first and the last response of an example, or the only one."""
     if len(example) < 2:
         return example

@@ -27,7 +27,7 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback, turns
     """
     colors = console.color_system is not None and not console.no_color
     critique = printable(feedback.critique) or "(no critique)"
-    lines: list[str | Text] = [critique, "", marked(response, feedback, colors, turns), ""]
+    lines: list[str | Text] = [critique, "", mark_text(response, feedback, colors, turns), ""]
     in_order = sorted(feedback.spans, key=lambda span: span.start)
     lines += [span_line(span, response, feedback) for span in in_order]
     if not feedback.spans:
@@ -39,7 +39,7 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback, turns
         console.print(line, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
 
-def marked(response: str, feedback: SpanFeedback, colors: bool, turns: Sequence[PolicyTurn] = ()) -> Text:
+def mark_text(response: str, feedback: SpanFeedback, colors: bool, turns: Sequence[PolicyTurn] = ()) -> Text:
     """Return the response with its good and poor spans in colors, or between marks, each followed by its fix.
 
     A part that is folded is its title between angle brackets.

@@ -27,11 +27,11 @@ from t2g.resources.memory import (
     GIB,
     Estimate,
     critic_models,
+    estimate_rank,
     host_bytes,
     ipc_buffer_bytes,
     learner_models,
     logits_bytes,
-    rank_fit,
     sft_models,
     shared_keys_bytes,
     store_bytes,
@@ -112,11 +112,13 @@ class PolicyRanks(JobRanks):
         tokens = self._microbatch_tokens
         shared_keys = self._count_shared_keys(shape)
         if section == CRITIC_RANKS:
-            return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens, shared_keys=shared_keys)
+            return estimate_rank(
+                shape, critic_models(shape), learner, ranks=workers, tokens=tokens, shared_keys=shared_keys
+            )
         logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
         models = learner_models(shape, learner, objective)
         ipc_buffers = ipc_buffer_bytes(shape, learner, itemsize=self._engine_itemsize)
-        return rank_fit(
+        return estimate_rank(
             shape, models, learner, ranks=workers, tokens=tokens, logits=logits, shared_keys=shared_keys,
             ipc_buffers=ipc_buffers,
         )  # fmt: skip
@@ -155,7 +157,7 @@ class SupervisedRanks(JobRanks):
         sft = self.options
         tokens = self._microbatch_tokens
         logits = logits_bytes(shape, sft, tokens=tokens)
-        return rank_fit(shape, sft_models(shape, sft), sft, ranks=workers, tokens=tokens, logits=logits)
+        return estimate_rank(shape, sft_models(shape, sft), sft, ranks=workers, tokens=tokens, logits=logits)
 
     @property
     def _microbatch_tokens(self) -> int:

@@ -85,7 +85,7 @@ def states_bytes(models: Models, *, ranks: int, itemsize: int) -> dict[str, floa
     }
 
 
-def rank_fit(
+def estimate_rank(
     shape: ModelShape,
     models: Models,
     learner: LearnerConfig | SFTOptions,
@@ -287,7 +287,7 @@ def graph_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     return GRAPH_BYTES * shape.num_hidden_layers * sum(size <= largest for size in sizes)
 
 
-def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
+def estimate_engine(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
     """Estimate an engine's memory.
 
     The KV cache gets gpu_memory_utilization of the GPU less the weights (b N / TP unless quantized), `profile_bytes`,

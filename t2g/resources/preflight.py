@@ -208,7 +208,7 @@ def emulated_dtypes(roles: Mapping[str, ProcessConfig], features: Mapping[str, o
     return keys
 
 
-def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+def matches_selector(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Return whether a node with `labels` may hold a worker with `selector`; every node may if it is empty.
 
     Values are compared for equality. Ray's operators (!value, in(...), !in(...)) count as satisfied, so that they never

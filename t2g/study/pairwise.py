@@ -49,7 +49,7 @@ class PairwiseJudgement(BaseModel):
     reason: str = ""
 
 
-def question(task: Task, prompt_text: str, first: str, second: str, llm: LLMConfig) -> ChatRequest:
+def make_judge_request(task: Task, prompt_text: str, first: str, second: str, llm: LLMConfig) -> ChatRequest:
     """Return the request for a verdict on two responses."""
     subject = task.review.subject
     input_name = task.review.input_name

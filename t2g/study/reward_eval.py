@@ -217,7 +217,7 @@ def _counts(record: JudgedRecord) -> dict[tuple[str, str], float]:
         counts[name, "gold spans"] = len(gold_ranges)
         counts[name, "spans"] = len(ranges)
         counts[name, "exact"] = len(set(gold_ranges) & set(ranges))
-        counts[name, "overlapping"] = num_overlapping(gold_ranges, ranges, record.response)
+        counts[name, "overlapping"] = count_overlapping(gold_ranges, ranges, record.response)
     counts["all", "quotes"] = record.feedback.num_quotes
     counts["all", "located"] = record.feedback.num_located
     counts["all", "parse"] = record.parsed
@@ -232,7 +232,7 @@ def _counts(record: JudgedRecord) -> dict[tuple[str, str], float]:
 def _ratios(counts: Columns) -> dict[str, np.ndarray]:
     """Return {precision, recall, f1} over tokens and {span_exact_f1, span_overlap_f1} of each label, kappa and rates.
 
-    span_*_f1 = 2 pairs / (gold spans + predicted spans); pairs of equal ranges, or pairs of `num_overlapping`.
+    span_*_f1 = 2 pairs / (gold spans + predicted spans); pairs of equal ranges, or pairs of `count_overlapping`.
     kappa (Cohen 1960) = (p - e) / (1 - e) over the token classes good, poor and neutral; p: share of tokens on which
     gold and model agree, e: share expected by chance.
     located_rate: share of the quotes; parse_rate: share of the answers without guided decoding; usable_rate: share of
@@ -283,7 +283,7 @@ def _ranges(feedback: SpanFeedback, label: int) -> list[tuple[int, int]]:
     return sorted(ranges, key=lambda ends: (ends[1], ends[0]))
 
 
-def num_overlapping(gold: Sequence[tuple[int, int]], predicted: Sequence[tuple[int, int]], text: str) -> int:
+def count_overlapping(gold: Sequence[tuple[int, int]], predicted: Sequence[tuple[int, int]], text: str) -> int:
     """Count pairs of a gold and a predicted range that share a non-blank character of `text`, no range in two pairs.
 
     Greedy matching in the order of the ends: the first two ranges that overlap are a pair, else the range that ends

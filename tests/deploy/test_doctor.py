@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from t2g.config import RoleConfig
-from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable, findings, why_pending
+from t2g.deploy.diagnosis import Node, PendingGroup, Unreachable, diagnose_cluster, why_pending
 
 GIB = 2**30
 VERSIONS = {"python": "3.11.9", "ray": "2.60.0"}
@@ -22,7 +22,7 @@ def group(*bundles: dict[str, float], selector: dict[str, str] | None = None) ->
 
 def test_a_sound_cluster_has_no_findings() -> None:
     role = RoleConfig(labels={"rl/role": "learner"})
-    assert findings(NODES, [], {"learner": role, "rollout": RoleConfig()}, Path("/mnt/runs")) == []
+    assert diagnose_cluster(NODES, [], {"learner": role, "rollout": RoleConfig()}, Path("/mnt/runs")) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_each_fault_is_one_sentence() -> None:
     deaf = Node(name="deaf", labels={}, resources={"CPU": 4}, versions={}, fault="it did not answer within 60 s")
     bare = dataclasses.replace(HEAD, name="bare", sandbox="generated code cannot be isolated")
     role = RoleConfig(labels={"rl/role": "rollout"})
-    assert findings((*NODES, old, deaf, bare), [group({"CPU": 99})], {"rollout": role}, Path("/mnt/runs")) == [
+    assert diagnose_cluster((*NODES, old, deaf, bare), [group({"CPU": 99})], {"rollout": role}, Path("/mnt/runs")) == [
         "node deaf could not be inspected: it did not answer within 60 s",
         "node bare: generated code cannot be isolated",
         "ray differs between nodes: 2.59.0 on old; 2.60.0 on head, learner-0, bare; use the same image on all nodes",
@@ -78,13 +78,13 @@ def test_each_fault_is_one_sentence() -> None:
 
 def test_unreachable_pairs_are_reported() -> None:
     unreachable = [Unreachable(source="gpu-0", target="learner-0", reason="port 4711 of 10.0.0.2: timed out")]
-    (sentence,) = findings(NODES, [], {}, None, unreachable)
+    (sentence,) = diagnose_cluster(NODES, [], {}, None, unreachable)
     assert sentence.startswith("node gpu-0 does not reach node learner-0: port 4711 of 10.0.0.2: timed out; ")
 
 
 def test_a_missing_package_of_a_node_is_reported() -> None:
     bare = Node(name="bare", labels={}, resources={}, versions={"python": "3.11.9"})
-    assert findings((HEAD, bare), [], {}, None) == [
+    assert diagnose_cluster((HEAD, bare), [], {}, None) == [
         "ray differs between nodes: 2.60.0 on head; none on bare; use the same image on all nodes"
     ]
 
@@ -92,18 +92,18 @@ def test_a_missing_package_of_a_node_is_reported() -> None:
 @pytest.mark.parametrize(("error_s", "words"), [(4.8, "4.8 s ahead of"), (-61.0, "61.0 s behind")])
 def test_a_wrong_clock_is_reported_with_its_direction(error_s: float, words: str) -> None:
     wrong = dataclasses.replace(LEARNER, clock_error_s=error_s)
-    (sentence,) = findings((HEAD, wrong), [], {}, None)
+    (sentence,) = diagnose_cluster((HEAD, wrong), [], {}, None)
     assert sentence.startswith(f"the clock of node learner-0 is {words} that of this node")
-    assert findings((HEAD, dataclasses.replace(LEARNER, clock_error_s=error_s / 100)), [], {}, None) == []
+    assert diagnose_cluster((HEAD, dataclasses.replace(LEARNER, clock_error_s=error_s / 100)), [], {}, None) == []
 
 
 def test_shared_memory_below_the_object_store_is_reported() -> None:
     resources = LEARNER.resources | {"object_store_memory": 2 * GIB}
     small = dataclasses.replace(LEARNER, resources=resources, shared_bytes=64 * 2**20)
-    (sentence,) = findings((HEAD, small), [], {}, None)
+    (sentence,) = diagnose_cluster((HEAD, small), [], {}, None)
     assert sentence.startswith("node learner-0: /dev/shm has 0.06 GiB, and Ray's object store there has 2.00 GiB")
     for shared_bytes in (None, 2 * GIB):  # none: another system's way to share memory
-        assert findings((HEAD, dataclasses.replace(small, shared_bytes=shared_bytes)), [], {}, None) == []
+        assert diagnose_cluster((HEAD, dataclasses.replace(small, shared_bytes=shared_bytes)), [], {}, None) == []
 
 
 @pytest.mark.parametrize(("answer", "error_s"), [(99.0, -1.0), (100.0, 0), (103.0, 0), (105.5, 2.5)])

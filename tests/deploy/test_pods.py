@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from t2g.config import PolicyJob, WorkersConfig, loading
 from t2g.deploy.pods import GPUS_PER_POD, WORKERS_PER_POD, pod_groups, workers_per_pod
 from t2g.errors import UserError
-from t2g.resources.preflight import satisfies
+from t2g.resources.preflight import matches_selector
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,4 +73,4 @@ def test_what_fits_into_no_pod_is_refused() -> None:
     ],
 )
 def test_selectors(labels: dict[str, str], selector: dict[str, str], expected: bool) -> None:
-    assert satisfies(labels, selector) is expected
+    assert matches_selector(labels, selector) is expected

@@ -8,7 +8,7 @@ import pytest
 
 from jobs.report import main
 from t2g.errors import UserError
-from t2g.report.run_page import examples, find_run, report_run
+from t2g.report.run_page import find_run, load_examples, report_run
 
 
 def sample(
@@ -55,7 +55,7 @@ def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -
         sample(4, "late", "single and late"),
     ]
     write_lines(path, first + later)
-    pairs = examples(path)
+    pairs = load_examples(path)
     assert responses_of(pairs) == [
         ["held first", "held middle", "held last"],
         ["first", "last"],
@@ -78,7 +78,7 @@ def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> 
         sample(4, "7", "another sample", index=1),
     ]
     write_lines(path, records)
-    pairs = examples(path)
+    pairs = load_examples(path)
     assert responses_of(pairs) == [
         ["held out"],
         ["another sample"],

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from t2g.report.terminal import MAX_LINE_CHARS, marked, show_feedback, span_line
+from t2g.report.terminal import MAX_LINE_CHARS, mark_text, show_feedback, span_line
 from t2g.text.transcript import format_reply, list_reply
 from t2g.types import PolicyTurn, Span, SpanFeedback, ToolResult
 
@@ -60,9 +60,9 @@ def test_calls_and_results_of_tools_are_titles_unless_a_span_covers_them() -> No
     result = ToolResult(tool="f", text="rain\n" + "x" * 90, characters=(0, len(call)))
     text = call + format_reply(list_reply("", [result])) + "Rain."
     turn = PolicyTurn(tokens=(0, 1), characters=(0, len(call)), answer_start=0, results=(result,))
-    assert marked(text, says(), True, [turn]).plain == "<call of f>\n\n[tool f]\n<rain …>\n\n[assistant]\nRain."
+    assert mark_text(text, says(), True, [turn]).plain == "<call of f>\n\n[tool f]\n<rain …>\n\n[assistant]\nRain."
     poor = says(Span(start=call.index("2"), end=call.index("2") + 1, label=-1))
-    assert marked(text, poor, False, [turn]).plain.startswith(call.replace("2", "[-2-]") + "\n\n[tool f]\n<rain …>")
+    assert mark_text(text, poor, False, [turn]).plain.startswith(call.replace("2", "[-2-]") + "\n\n[tool f]\n<rain …>")
 
 
 def test_a_fix_follows_its_span() -> None:
@@ -77,7 +77,7 @@ def test_a_fix_follows_its_span() -> None:
 
 def test_where_good_and_poor_overlap() -> None:
     both = says(Span(start=0, end=5, label=1), Span(start=3, end=7, label=-1))
-    assert marked("abcdefgh", both, colors=False).plain == "[+abc+][±de±][-fg-]h"
+    assert mark_text("abcdefgh", both, colors=False).plain == "[+abc+][±de±][-fg-]h"
 
 
 def test_no_critique_no_spans_and_quotes_that_were_not_found() -> None:

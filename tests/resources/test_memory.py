@@ -171,7 +171,7 @@ def test_a_pass_over_a_microbatch() -> None:
     learner = LearnerConfig(workers=1, dtype="bfloat16")
 
     def parts(learner: LearnerConfig) -> dict[str, float]:
-        return memory.rank_fit(TOY, [(2792, 2792)], learner, ranks=1, tokens=10).parts
+        return memory.estimate_rank(TOY, [(2792, 2792)], learner, ranks=1, tokens=10).parts
 
     one = 2 * 8 * 8 + 4 * (8 + 4) + 8 * 16  # of a token and a layer
     assert parts(learner)["activations"] == 10 * 2 * one
@@ -195,7 +195,7 @@ def test_copied_keys_of_shared_prompts_by_hand() -> None:
         copied[name] = memory.shared_keys_bytes(TOY, learner, rollout, tokens=130, itemsize=2)
     layer = 200 * 2 * 2 * 8
     assert copied == pytest.approx({"none": 0, "all": 2 * layer, "one layer": layer})
-    fit = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=130, shared_keys=copied["all"])
+    fit = memory.estimate_rank(TOY, [(2792, 2792)], shared, ranks=1, tokens=130, shared_keys=copied["all"])
     assert fit.parts["shared_keys"] == copied["all"]
 
 
@@ -236,7 +236,7 @@ def test_logits_bytes_equal_the_peak_of_a_pass(name: str, objective: ObjectiveCo
 def test_offload_moves_the_states_to_the_host() -> None:
     learner = LearnerConfig(workers=2, dtype="bfloat16", offload="cpu")
     models = memory.learner_models(TOY, learner, CRITIC)
-    parts = memory.rank_fit(TOY, models, learner, ranks=2, tokens=10).parts
+    parts = memory.estimate_rank(TOY, models, learner, ranks=2, tokens=10).parts
     assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (0, 0, 0)
     loaded = 2 * (2792 + 2792 + 1992)
     states = memory.states_bytes(models, ranks=2, itemsize=2)
@@ -246,17 +246,17 @@ def test_offload_moves_the_states_to_the_host() -> None:
 
 def test_an_engine_by_hand() -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, max_num_seqs=64)
-    fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=100, gpu_bytes=80 * GIB)
+    fit = memory.estimate_engine(LLAMA_3_8B, engine, sequences=100, gpu_bytes=80 * GIB)
     assert fit.num_sequences == 64  # max_num_seqs
     # A step of 8,192 tokens: 2 x 8192 x (3 x 4096 + 2 x (4096 + 1024) + 3 x 14336) = 1 GiB; 64 rows of logits.
     assert fit.parts["activations"] == GIB + 64 * 128_256 * 14
     assert fit.fitting == 271  # (68 - 14.957 - 1.107 - 1) GiB / .1875 GiB
     assert fit.parts["cache"] == 64 * 0.1875 * GIB
     assert fit.cache == pytest.approx((68 - 14.957 - 1.107 - 1) * GIB, rel=1e-4)
-    two = memory.engine_fit(LLAMA_3_8B, with_overrides(engine, {"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
+    two = memory.estimate_engine(LLAMA_3_8B, with_overrides(engine, {"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
     assert (two.num_sequences, two.parts["weights"]) == (1, 8_030_261_248)
     assert two.fitting == 627  # (68 - 7.479 - .594 - .107 - 1) GiB / .09375 GiB
-    small_gpu = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=16 * GIB)
+    small_gpu = memory.estimate_engine(LLAMA_3_8B, engine, sequences=1, gpu_bytes=16 * GIB)
     assert small_gpu.fitting == 0
 
 
@@ -274,7 +274,7 @@ def test_an_engine_by_hand() -> None:
 def test_quantized_weights_of_an_engine(arguments: Any, checkpoint: Any, layer_bytes: float) -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, engine_args=arguments)
     shape = LLAMA_3_8B.model_copy(update={"quantization_config": checkpoint})
-    fit = memory.engine_fit(shape, engine, sequences=1, gpu_bytes=80 * GIB)
+    fit = memory.estimate_engine(shape, engine, sequences=1, gpu_bytes=80 * GIB)
     layers = 32 * 218_112_000
     assert fit.parts["weights"] == 2 * (8_030_261_248 - layers) + layer_bytes * layers
     beside = sum(fit.parts.values()) - fit.parts["cache"]
@@ -283,16 +283,16 @@ def test_quantized_weights_of_an_engine(arguments: Any, checkpoint: Any, layer_b
 
 def test_a_cache_of_fp8_holds_twice_as_much() -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, engine_args={"kv_cache_dtype": "fp8_e5m2"})
-    assert memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB).fitting == 535
+    assert memory.estimate_engine(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB).fitting == 535
 
 
 @pytest.mark.parametrize(("max_num_seqs", "sizes"), [(512, 51), (256, 51), (64, 3 + 16), (4, 3 + 1), (1, 2)])
 def test_graphs_of_an_engine_are_counted_for_each_size_and_layer(max_num_seqs: int, sizes: int) -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_num_seqs=max_num_seqs, enforce_eager=False)
-    fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB)
+    fit = memory.estimate_engine(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB)
     assert fit.parts["graphs"] == sizes * 32 * 400 * 1024
     without = with_overrides(engine, {"enforce_eager": True})
-    eager = memory.engine_fit(LLAMA_3_8B, without, sequences=1, gpu_bytes=80 * GIB)
+    eager = memory.estimate_engine(LLAMA_3_8B, without, sequences=1, gpu_bytes=80 * GIB)
     assert eager.parts["graphs"] == 0
     assert eager.cache - fit.cache == fit.parts["graphs"]
 
@@ -311,7 +311,7 @@ def test_two_buckets_are_lent_by_ipc_alone() -> None:
     assert memory.ipc_buffer_bytes(TOY, shared, itemsize=2) == 2 * 64 * 2**20
     for others in ({"sync_transport": "nccl"}, {"sync_transport": "store"}, {"lora": LoRAConfig(r=3)}):
         assert memory.ipc_buffer_bytes(LLAMA_3_8B, with_overrides(shared, others), itemsize=2) == 0
-    turns = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=10, ipc_buffers=7)
+    turns = memory.estimate_rank(TOY, [(2792, 2792)], shared, ranks=1, tokens=10, ipc_buffers=7)
     engine = RolloutConfig(gpus=1)
     assert turns.parts["ipc_buffers"] == 7
     assert memory.coresident_bytes(turns, engine, sharing="alternate", gpu_bytes=80 * GIB)["rollout"] == (

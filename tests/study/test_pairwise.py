@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from t2g.config import LLMConfig
-from t2g.study.pairwise import PairwiseJudgement, Verdict, question, read_verdict, win_rates
+from t2g.study.pairwise import PairwiseJudgement, Verdict, make_judge_request, read_verdict, win_rates
 from t2g.study.policy_eval import Answers, Response
 from t2g.tasks.base import get_task
 
@@ -114,7 +114,7 @@ def test_a_long_answer_is_bounded() -> None:
 def test_the_reason_is_requested_first() -> None:
     llm = LLMConfig(model="m")
     task = get_task("summarization")
-    request = question(task, "the post", "one", "two", llm)
+    request = make_judge_request(task, "the post", "one", "two", llm)
     text = request.messages[0]["content"]
     assert text.index("the post") < text.index("Answer A:\none") < text.index("Answer B:\ntwo")
     schema = Verdict.model_json_schema()

@@ -18,10 +18,10 @@ from t2g.study.reward_eval import (
     ERROR_KINDS,
     JudgedRecord,
     bootstrap_intervals,
+    count_overlapping,
     find_errors,
     judge_records,
     judged_record,
-    num_overlapping,
     parse_warning,
     reward_metrics,
     token_confusion,
@@ -140,10 +140,10 @@ def test_spans_by_hand() -> None:
 
 def test_one_long_span_is_one_pair_and_a_shared_blank_is_none() -> None:
     text = "so good so bad"
-    assert num_overlapping([(3, 7), (11, 14)], [(0, 14)], text) == 1
-    assert num_overlapping([(3, 7), (11, 14)], [(0, 7), (8, 14)], text) == 2
-    assert num_overlapping([(0, 3)], [(2, 7)], text) == 0  # character 2 is the blank
-    assert num_overlapping([], [(0, 3)], text) == 0
+    assert count_overlapping([(3, 7), (11, 14)], [(0, 14)], text) == 1
+    assert count_overlapping([(3, 7), (11, 14)], [(0, 7), (8, 14)], text) == 2
+    assert count_overlapping([(0, 3)], [(2, 7)], text) == 0  # character 2 is the blank
+    assert count_overlapping([], [(0, 3)], text) == 0
 
 
 def cut(ends: set[int], keep: list[bool]) -> list[tuple[int, int]]:
@@ -165,7 +165,7 @@ def test_no_matching_has_more_pairs(gold: list[tuple[int, int]], predicted: list
         return sum(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
 
     best = max(map(count_overlaps, permutations(many, len(few))))
-    assert num_overlapping(gold, predicted, "x" * 12) == num_overlapping(predicted, gold, "x" * 12) == best
+    assert count_overlapping(gold, predicted, "x" * 12) == count_overlapping(predicted, gold, "x" * 12) == best
 
 
 # ----------------------------------------------------------------------------------------------------------- intervals
