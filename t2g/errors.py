@@ -29,6 +29,10 @@ class LearnerLost(RunStopped):
     """A learner rank died or does not answer; its group can be restarted from the last checkpoint."""
 
 
+class RankFailed(RunStopped):
+    """A learner rank failed while others wait for it: no later call can succeed, and another start would fail alike."""
+
+
 class SamplingFailed(RunStopped):
     """A request that no worker could answer, with the error of each worker. Training drops it; other jobs end."""
 

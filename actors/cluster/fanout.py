@@ -3,12 +3,12 @@
 import re
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from t2g.errors import LearnerLost, RunStopped, UserError
+from t2g.errors import LearnerLost, RankFailed, RunStopped, UserError
 
 # How long to look for the cause of a failure: a dead actor breaks the connections of others first, and Ray reports a
 # lost node only after some seconds.
@@ -23,6 +23,7 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
     Raises:
         UserError: An actor raised it.
         RunStopped: An actor raised it, or any other error.
+        RankFailed: The same, while other actors have not answered: they wait for the one that failed.
         LearnerLost: An actor died or did not answer within timeout_s.
 
     A dead actor is reported first, then an error of t2g, then any other.
@@ -38,23 +39,32 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
             raise LearnerLost(f"{actor_name} {silent} timed out: {call} did not finish within {timeout_s:g} s")
         value, error = _outcome(done[0])
         if error:
-            index, cause = _find_cause(refs)
-            _raise(index, cause, actor_name=actor_name, call=call)
+            failure = _find_cause(refs)
+            _raise(failure, actor_name=actor_name, call=call)
         values[done[0]] = value
     return [values[ref] for ref in refs]
 
 
-def _find_cause(refs: list["ray.ObjectRef[Any]"]) -> tuple[int, RayError]:
-    """Return the position and the error of the failure that explains the others; at least one call has failed."""
-    finished, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
-    failures: list[tuple[int, RayError]] = []
+class _Failure(NamedTuple):
+    """The failure that explains the others."""
+
+    index: int  # position of the actor
+    error: RayError
+    others_wait: bool  # whether an actor has not answered
+
+
+def _find_cause(refs: list["ray.ObjectRef[Any]"]) -> _Failure:
+    """Return the failure that explains the others; at least one call has failed."""
+    finished, pending = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
+    failures: list[_Failure] = []
     for index, ref in enumerate(refs):
         if ref not in finished:
             continue
         _, error = _outcome(ref)
         if error:
-            failures.append((index, error))
-    return min(failures, key=lambda failure: _rank_of_cause(failure[1]))
+            failure = _Failure(index, error, others_wait=bool(pending))
+            failures.append(failure)
+    return min(failures, key=lambda failure: _rank_of_cause(failure.error))
 
 
 def is_short_of_memory(error: BaseException) -> bool:
@@ -109,11 +119,18 @@ def _rank_of_cause(error: RayError) -> int:
     return 0
 
 
-def _raise(index: int, error: RayError, *, actor_name: str, call: str) -> NoReturn:
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, (UserError, RunStopped)):
-            raise type(cause)(str(cause)) from error
-        raise RunStopped(f"{actor_name} {index} failed in {call}: {first_line(cause)}") from cause
-    what = "died" if isinstance(error, RayActorError) else "was lost"
-    raise LearnerLost(f"{actor_name} {index} {what} during {call}: {first_line(error)}") from error
+def _raise(failure: _Failure, *, actor_name: str, call: str) -> NoReturn:
+    error = failure.error
+    actor = f"{actor_name} {failure.index}"
+    if not isinstance(error, RayTaskError):
+        what = "died" if isinstance(error, RayActorError) else "was lost"
+        raise LearnerLost(f"{actor} {what} during {call}: {first_line(error)}") from error
+
+    cause = error.cause
+    is_ours = isinstance(cause, (UserError, RunStopped))
+    if failure.others_wait and not isinstance(cause, UserError):
+        reason = str(cause) if is_ours else first_line(cause)
+        raise RankFailed(f"{actor} failed in {call}, and others wait for it: {reason}") from cause
+    if is_ours:
+        raise type(cause)(str(cause)) from error
+    raise RunStopped(f"{actor} failed in {call}: {first_line(cause)}") from cause

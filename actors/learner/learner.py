@@ -44,7 +44,7 @@ from t2g import metrics as m
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, RoleConfig
 from t2g.data.shared_prompts import repeated_prompt_lengths
-from t2g.errors import LearnerLost
+from t2g.errors import LearnerLost, RankFailed
 from t2g.files import describe_file
 from t2g.resources.flops import peak_flops, train_flops
 from t2g.resources.host_memory import advise
@@ -239,7 +239,7 @@ class LearnerGroup:
         self.spec = spec
         self.policy_version = 0  # increased when an update begins
         self._lock = threading.Lock()  # concurrent calls would reach the ranks in different orders
-        self._lost: LearnerLost | None = None  # raised by every later call
+        self._lost: LearnerLost | RankFailed | None = None  # raised by every later call
         self.groups: list[Ranks] = []
         self.models: dict[ModelName, Ranks] = {}
 
@@ -285,17 +285,22 @@ class LearnerGroup:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         timeout_s = self.spec.learner.step_timeout_s
-        if self._lost is not None:  # ranks that hang would take every later call to its deadline again
-            raise self._lost
+        self._check_not_lost()
         if not self._lock.acquire(timeout=timeout_s):
             raise LearnerLost(f"the learner timed out: its previous call did not end within {timeout_s:g} s")
         try:
+            self._check_not_lost()  # the call that this one waited for may have lost a rank
             yield
-        except LearnerLost as lost:
-            self._lost = lost
+        except (LearnerLost, RankFailed) as error:
+            self._lost = error
             raise
         finally:
             self._lock.release()
+
+    def _check_not_lost(self) -> None:
+        """Raise the error of a lost group: ranks that hang would take every later call to its deadline again."""
+        if self._lost is not None:
+            raise self._lost
 
     def _on_models(
         self, models: Iterable[ModelName], call: str, submit: Callable[[Any, ModelName], Any]

@@ -23,7 +23,7 @@ from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.prompts import encode_teacher_prompt
-from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
+from t2g.errors import LearnerLost, RankFailed, RunStopped, Stopped, UserError
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
@@ -137,8 +137,9 @@ class Trainer:
         """Run steps until `num_steps` or until `stop()`, and write a checkpoint of the last finished step.
 
         After RunStopped, UserError or a cancellation a checkpoint keeps the finished steps, too. There is none after
-        LearnerLost, nor between the beginning of an update and the end of its step, when the learner is at no finished
-        step. If another coroutine sees the loss first and cancels this one, the call of the lost learner fails at once.
+        LearnerLost or RankFailed, nor between the beginning of an update and the end of its step, when the learner is
+        at no finished step. If another coroutine sees the loss first and cancels this one, the call of the lost learner
+        fails at once.
 
         Raises:
             RunStopped, UserError: The run must not continue.
@@ -177,7 +178,7 @@ class Trainer:
                         await self._checkpoint(producer)
                         saved = self.state.step
             except (RunStopped, UserError, asyncio.CancelledError) as error:
-                can_save = self._learner_is_at_state and not isinstance(error, LearnerLost)
+                can_save = self._learner_is_at_state and not isinstance(error, LearnerLost | RankFailed)
                 if can_save and self.state.step > saved:
                     await producer.cancel()
                     await self._checkpoint(producer)

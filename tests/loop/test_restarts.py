@@ -20,7 +20,7 @@ from jobs.common.cli import StopFlag
 from jobs.train_policy.policy_training import RestartBudget
 from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, PolicyJob, with_overrides
-from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError
+from t2g.errors import LearnerLost, RankFailed, RunStopped, SamplingFailed, Stopped, UserError
 from t2g.loop.trainer import TrainerState
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import ContentChange
@@ -203,6 +203,23 @@ def test_what_ends_beside_the_run_ends_it_and_keeps_the_finished_steps(
     with pytest.raises(RunStopped, match="no rollout worker is left"):
         asyncio.run(run_with_background(bench.tidy(), floor()))
     assert bench.checkpoint_step() == bench.metrics()[-1]["step"] >= 3
+
+
+def test_a_rank_that_failed_alone_ends_the_run_without_a_save_that_would_hang(tokenizer: Any, tmp_path: Path) -> None:
+    """The last checkpoint is of step 2, and the failure comes in step 4."""
+    sentence = "learner rank 1 failed in forward, and others wait for it: OutOfMemoryError: CUDA out of memory"
+    bench = Bench(tmp_path, tokenizer, CONFIG)
+
+    def fail(phase: str, count: int) -> None:
+        if phase == "forward" and bench.trainer.state.step == 3:
+            raise RankFailed(sentence)
+
+    counts = listen(bench, fail)
+    with pytest.raises(RankFailed) as caught:
+        with_restarts(lambda lost_at: bench.run(), LearnerConfig(max_restarts=2), StopFlag())
+    assert str(caught.value) == sentence
+    assert counts["save"] == 1
+    assert bench.checkpoint_step() == 2
 
 
 def test_unanswered_prompts_are_dropped_and_reported(tokenizer: Any, tmp_path: Path) -> None:
