@@ -166,6 +166,9 @@ class OneEngine:
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
 
+    def describe_workers(self) -> str:
+        return "the engine is up"
+
     def begin_sync(self) -> list[TorchEngine]:
         return [self.engine]
 

@@ -309,7 +309,7 @@ class Fleet:
                     reached_at = now
                 elif now - reached_at > self._replacement_timeout_s:
                     limit = f"within {self._replacement_timeout_s:g} s"
-                    raise RunStopped(f"no {self.role} worker became ready {limit}: {self._describe_workers()}")
+                    raise RunStopped(f"no {self.role} worker became ready {limit}: {self.describe_workers()}")
             except Exception as error:  # noqa: BLE001 - the waiting request raises it
                 self._admission.refuse(error)
 
@@ -498,9 +498,9 @@ class Fleet:
         num_left = len(self.started())
         noun = "workers are" if num_left > 1 else "worker is"
         left = f"{num_left or 'no'} {self.role} {noun} left"
-        return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self._describe_workers()}")
+        return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self.describe_workers()}")
 
-    def _describe_workers(self) -> str:
+    def describe_workers(self) -> str:
         """Describe the lost workers with their reasons, and the state of the others."""
         living = [f"{worker.name} is {worker.health.state}" for worker in self._workers]
         return "; ".join([*self._history, *living])

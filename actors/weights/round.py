@@ -76,6 +76,9 @@ class EngineFleet(Protocol):
     def is_starting(self) -> bool:
         """Return whether a worker waits for its placement or loads its model."""
 
+    def describe_workers(self) -> str:
+        """Describe the lost workers with their reasons, and the state of the others."""
+
     def begin_sync(self) -> Sequence[SyncWorker]:
         """Return the workers that have started and can be reached."""
 

@@ -198,9 +198,12 @@ class FleetWeightSync:
         return Round(self._learner, self._fleet, self._config, version, list(workers), deadline, self._group)
 
     async def _wait_for_workers(self) -> Sequence[SyncWorker]:
-        deadline = time.monotonic() + self._config.step_timeout_s
+        """Return the workers that are up. While one is starting there is no limit here: the fleet limits its start."""
+        limit_s = self._config.step_timeout_s
+        deadline = time.monotonic() + limit_s
         while not (workers := self._fleet.begin_sync()):
-            if time.monotonic() > deadline:
-                raise RunStopped(f"no rollout worker was up for weights within {self._config.step_timeout_s:g} s")
+            if time.monotonic() > deadline and not self._fleet.is_starting:
+                reasons = self._fleet.describe_workers()
+                raise RunStopped(f"no rollout worker was up for weights within {limit_s:g} s: {reasons}")
             await asyncio.sleep(TARGET_POLL_S)
         return workers

@@ -131,6 +131,9 @@ class FakeFleet:
         self.workers = [FakeSyncWorker(name, worker) for name, worker in workers.items()]
         self.heard: list[tuple[str, Any]] = []  # (name, version that it has, or why it missed it); workers race
 
+    def describe_workers(self) -> str:
+        return "w0 is starting" if self.is_starting else "w0 could not start (the GPU is gone)"
+
     def begin_sync(self) -> list[FakeSyncWorker]:
         return list(self.workers)
 
@@ -563,6 +566,22 @@ def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
     assert name == "w1" and reason.startswith("timed out: the start of a weight sync took more than ")
 
 
+def test_a_push_waits_for_an_engine_that_starts_longer_than_a_step_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.weights.sync.TARGET_POLL_S", 0.01)
+    fleet = FakeFleet()
+    fleet.is_starting = True  # type: ignore[misc]
+
+    async def start_late() -> None:
+        sync = FleetWeightSync(FakeLearner(), fleet, LearnerConfig(step_timeout_s=0.05))
+        waiting = asyncio.create_task(sync._wait_for_workers())
+        await asyncio.sleep(0.15)
+        fleet.is_starting = False  # type: ignore[misc]
+        fleet.workers.append(FakeSyncWorker("w0", FakeWorker()))
+        assert await waiting == fleet.workers
+
+    asyncio.run(start_late())
+
+
 def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
     fleet = FakeFleet()
 
@@ -575,7 +594,8 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
 
     asyncio.run(late())
     impatient = LearnerConfig(step_timeout_s=0.3)
-    with pytest.raises(RunStopped, match=r"no rollout worker was up for weights within 0\.3 s"):
+    reason = r"^no rollout worker was up for weights within 0\.3 s: w0 could not start \(the GPU is gone\)$"
+    with pytest.raises(RunStopped, match=reason):
         asyncio.run(FleetWeightSync(FakeLearner(), FakeFleet(), impatient).push(3))
 
 
