@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from actors.cluster import placement
 from actors.fleet import fleet as fleet_module
@@ -65,6 +65,8 @@ class Handle:
             ref.settle(await call)
         except Died:
             self.die()
+        except RayError as error:  # of Ray, not of the method
+            ref.settle(error=error)
         except Exception as error:  # noqa: BLE001 - all that a method raises
             ref.settle(error=RayTaskError("call", f"{type(error).__name__}: {error}", error))
         self.open.discard(ref)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
@@ -292,6 +292,8 @@ class Fleet:
         if isinstance(error, DIED):
             self.record_failure(worker, error)
             return f"{worker.name} {describe_loss(error)}"
+        if isinstance(error, RayError):
+            return f"{worker.name} failed: {describe_error(error)}"
         if error is not None:
             raise error
         return ""
@@ -377,6 +379,11 @@ class Fleet:
             if not self._has_started:
                 self._start_error = raised if isinstance(raised, UserError | RunStopped) else error  # has a traceback
             self._apply_event(worker, "died", f"could not start ({first_line(raised)})")
+        except RayError as error:  # Ray could not start the process, for example set up its environment
+            reason = f"could not start ({describe_error(error)})"
+            if not self._has_started:
+                self._start_error = RunStopped(f"{worker.name} {reason}")
+            self._apply_event(worker, "died", reason)
         else:
             self._has_started = True
             self._start_error = None
@@ -395,6 +402,8 @@ class Fleet:
             self._apply_event(worker, "check_failed", f"failed a health check ({describe_error(error)})")
         except DIED as error:
             self.record_failure(worker, error)
+        except RayError as error:
+            self._apply_event(worker, "check_failed", f"failed a health check ({describe_error(error)})")
 
     def _apply_event(self, worker: FleetWorker, event: Event, reason: str = "") -> None:
         """Update the health of a worker after an event, and act on its new state."""

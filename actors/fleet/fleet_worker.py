@@ -8,7 +8,14 @@ from functools import partial
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster import placement
@@ -28,10 +35,12 @@ def describe_loss(error: Exception) -> Literal["died", "could not be reached"]:
 
 
 def describe_error(error: Exception) -> str:
-    """Return one line: the error that the worker raised in a call, or the error of its constructor."""
+    """Return one line: the error that the worker raised in a call, or of its constructor, or why Ray refused it."""
     lines = str(error).strip().splitlines()
     if "creation task" in str(error):
         return f"{type(error).__name__}: {lines[-1]}"
+    if isinstance(error, RuntimeEnvSetupError) and len(lines) > 1:  # its first line gives no reason
+        return f"{type(error).__name__}: {lines[1]}"
     return first_line(unwrap_error(error))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_ray import Died, FakeRay
 from fleet_worker import Unwilling, Worker, make_fleet
-from ray.exceptions import ActorUnavailableError, ObjectLostError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RaySystemError, RuntimeEnvSetupError
 
 from actors.engines import rollout
 from actors.engines.rollout import RolloutFleet
@@ -500,6 +500,56 @@ def test_first_starts_that_fail_use_up_the_restart_budget_and_the_last_error_is_
     with pytest.raises(Exception, match="start 3 failed"):
         begin(CONFIG.model_copy(update={"workers": WorkersConfig()}), actor=Failing).wait_ready()
     assert Failing.num_starts == 1 + HEALTH.max_restarts
+
+
+class Refused(Mortal):
+    """Ray starts none while `refusals` are left, and answers for a worker in the mood "garbled" itself."""
+
+    refusals = 0
+
+    async def start(self) -> int:
+        if type(self).refusals:
+            type(self).refusals -= 1
+            raise RuntimeEnvSetupError("no space left on device\nTraceback ...")
+        return 42
+
+    async def check_health(self) -> None:
+        self.raise_if_garbled()
+
+    async def work(self, seconds: float = 0.0) -> str:
+        self.raise_if_garbled()
+        return await super().work(seconds)
+
+    def raise_if_garbled(self) -> None:
+        if self.mood == "garbled":
+            raise RaySystemError("the answer cannot be read")
+
+
+def test_starts_that_ray_refuses_are_repeated_and_end_in_one_sentence(
+    begin: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Refused, "refusals", 1)
+    config = CONFIG.model_copy(update={"workers": WorkersConfig()})
+    assert ready(begin(config, actor=Refused)).serving()[0].restarts == 1
+
+    monkeypatch.setattr(Refused, "refusals", 100)
+    reason = r"^test worker 0 could not start \(RuntimeEnvSetupError: no space left on device\)$"
+    with pytest.raises(RunStopped, match=reason):
+        begin(config, actor=Refused).wait_ready()
+
+
+def test_a_worker_for_which_ray_answers_is_passed_over_and_replaced(begin: Callable[..., Fleet]) -> None:
+    fleet = ready(begin(actor=Refused))
+    first = fleet.serving()[0]
+    become(first, "zero", "garbled")
+
+    async def run() -> list[str]:
+        answers = await asyncio.gather(*(work(fleet) for _ in range(4)))
+        await until(fleet, lambda: first.health.state is State.DEAD)
+        return answers
+
+    assert asyncio.run(run()) == ["test worker 1"] * 4
+    assert first.health.reason.startswith("failed a health check (RaySystemError: System error: the answer cannot")
 
 
 def test_restarts_that_are_older_than_the_window_do_not_count(begin: Callable[..., Fleet]) -> None:
