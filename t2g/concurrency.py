@@ -1,11 +1,15 @@
 """Concurrent coroutines that end together: no task is left running after an error or a stop."""
 
 import asyncio
+import logging
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from t2g.errors import Stopped
+
+logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2  # a signal is noticed within this time
 
@@ -14,14 +18,32 @@ Work = Coroutine[Any, Any, Result]
 
 
 async def cancel_all(tasks: Sequence["asyncio.Future[Any]"]) -> None:
-    """Cancel the tasks that still run, and wait until all have ended."""
-    for task in tasks:
+    """Cancel the tasks that still run, and wait until all have ended.
+
+    An error that a task raises after its cancellation is logged, unless the caller is raising it already.
+    """
+    raised = sys.exception()
+    running = [task for task in tasks if not task.done()]
+    for task in running:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    for task in running:
+        error = None if task.cancelled() else task.exception()
+        if error is not raised:
+            _log_error(error)
+
+
+def _log_error(error: BaseException | None) -> None:
+    """Log an error that no caller gets: for example that a last checkpoint could not be written."""
+    if error is not None:
+        logger.error("after the work was canceled: %s: %s", type(error).__name__, error)
 
 
 async def finish_in_thread(call: Callable[..., Result], *args: Any) -> Result:
-    """Return the result of call(*args) in a thread. A cancelled caller waits for the end of the thread first."""
+    """Return the result of call(*args) in a thread.
+
+    A cancelled caller waits for the end of the thread first, and an error of the thread is then logged.
+    """
     thread = asyncio.ensure_future(asyncio.to_thread(call, *args))
     try:
         return await asyncio.shield(thread)
@@ -29,6 +51,7 @@ async def finish_in_thread(call: Callable[..., Result], *args: Any) -> Result:
         while not thread.done():  # also when it is cancelled again
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([thread])
+        _log_error(thread.exception())
         raise
 
 

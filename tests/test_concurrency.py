@@ -1,12 +1,20 @@
 """Whatever ends a group of coroutines, none of them goes on behind it."""
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from t2g.concurrency import cancel_all, gather_all, gather_unless_stopped, run_with_background, wait_unless_stopped
+from t2g.concurrency import (
+    cancel_all,
+    finish_in_thread,
+    gather_all,
+    gather_unless_stopped,
+    run_with_background,
+    wait_unless_stopped,
+)
 from t2g.errors import Stopped
 
 
@@ -23,6 +31,12 @@ class Works:
             await asyncio.sleep(0)  # an ending takes a moment
             self.events.append("ended")
             raise
+
+    async def fails_at_its_end(self, error: Exception) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise error
 
     async def gives(self, value: int, rounds: int = 3) -> int:
         for _ in range(rounds):
@@ -86,6 +100,47 @@ def test_an_error_beside_the_main_work_ends_it() -> None:
     with pytest.raises(ValueError, match="failed"):
         tidy(run_with_background(works.rests(), works.gives(1), works.fails(), works.rests()))
     assert works.events == ["gave 1", "ended", "ended"]
+
+
+def test_an_error_at_the_end_of_a_cancelled_work_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a last checkpoint for which the disk has no room."""
+    works = Works()
+    with pytest.raises(ValueError, match="failed"):
+        tidy(run_with_background(works.fails_at_its_end(OSError("the disk is full")), works.fails()))
+    assert caplog.messages == ["after the work was canceled: OSError: the disk is full"]
+
+    caplog.clear()
+    lost = ValueError("learner rank 1 died")
+
+    async def fail() -> None:
+        await works.gives(1)
+        raise lost
+
+    with pytest.raises(ValueError, match="rank 1 died"):
+        tidy(gather_all([works.fails_at_its_end(lost), fail(), works.rests()]))
+    assert caplog.messages == [], "the caller raises it"
+
+
+def test_an_error_of_a_thread_whose_caller_was_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    began = threading.Event()
+    goes_on = threading.Event()
+
+    def write() -> None:
+        began.set()
+        goes_on.wait(20)
+        raise OSError("the disk is full")
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(finish_in_thread(write))
+        await asyncio.to_thread(began.wait, 20)
+        task.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    tidy(cancelled())
+    assert caplog.messages == ["after the work was canceled: OSError: the disk is full"]
 
 
 def test_an_error_of_the_main_work_is_its_own() -> None:
