@@ -65,6 +65,7 @@ class TorchEngine:
         self.handle = self
         self.syncing = False
         self.version: int | None = None
+        self.was_opened = False
         self.open_update = Remote(self._open)
         self.load_bucket = Remote(self._load)
         self.close_update = Remote(self._close)
@@ -188,6 +189,9 @@ class OneEngine:
 
     def record_missed_sync(self, worker: TorchEngine, reason: str, *, timed_out: bool = False) -> None:
         """The sync names the reason."""
+
+    def record_aborted_sync(self, worker: TorchEngine, reason: str) -> None:
+        """As `record_missed_sync`."""
 
 
 class SyncedPair:

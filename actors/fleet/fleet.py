@@ -467,6 +467,12 @@ class Fleet:
         self._apply_event(worker, "sync_missed", f"missed a weight sync ({reason})")
         worker.end_sync()
 
+    def record_aborted_sync(self, worker: FleetWorker, reason: str) -> None:
+        """Record that a sync ended for a reason that is not the worker's: it is STALE, and no miss is counted."""
+        logger.warning("%s missed a weight sync: %s", worker.name, reason)
+        self._apply_event(worker, "sync_aborted", f"missed a weight sync ({reason})")
+        worker.end_sync()
+
     def _resize(self) -> None:
         """Add or dismiss workers towards the target size."""
         living = [worker for worker in self._workers if worker.health.state is not State.DRAINING]

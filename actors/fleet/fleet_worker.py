@@ -124,6 +124,7 @@ class FleetWorker:
         self.health = Health(since=time.monotonic())
         self.load = 0  # sequences that were sent to it and are not finished
         self.version: int | None = None  # version of its weights
+        self.was_opened = False  # whether a weight sync has begun to change the weights that it loaded
         self.restart_times: tuple[float, ...] = ()  # restarts of itself and its predecessors of the same name
         self.predecessor_reason = ""  # why its predecessor was lost
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves

@@ -13,8 +13,8 @@ from typing import Literal
 from t2g.config import EngineConfig, HealthConfig, LearnerConfig
 
 Event = Literal[
-    "started", "weights_verified", "sync_missed", "request_answered", "request_failed", "check_passed",
-    "check_failed", "unreachable", "dismissed", "drained", "died",
+    "started", "weights_verified", "sync_missed", "sync_aborted", "request_answered", "request_failed",
+    "check_passed", "check_failed", "unreachable", "dismissed", "drained", "died",
 ]  # fmt: skip
 
 
@@ -58,6 +58,8 @@ def apply_event(health: Health, event: Event, *, now: float, config: HealthConfi
             stale = _into(health, State.STALE, now)
             stale = replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason)
             return _bounded(stale, now, config)
+        case "sync_aborted" if health.state in (State.STALE, State.SERVING):
+            return replace(_into(health, State.STALE, now), reason=reason)
         case "request_answered":
             return _forget_reason(replace(health, failed_requests=0, suspect=False, reachable=True))
         case "unreachable":  # many requests report it at once, perhaps for a moment: only health checks are counted

@@ -61,7 +61,8 @@ class SyncWorker(Protocol):
     name: str
     handle: Any
     version: int | None  # version of its weights; None: those of the model's folder
-    syncing: bool  # its engine is paused, until `record_verified` or `record_missed_sync` is called
+    syncing: bool  # its engine is paused, until one of `EngineFleet.record_...` is called
+    was_opened: bool  # whether a round has begun to change its weights: they are not those of the model's folder
 
 
 class EngineFleet(Protocol):
@@ -99,6 +100,9 @@ class EngineFleet(Protocol):
         Args:
             timed_out: Whether it timed out. It takes part in no sync until it passes a check or answers a request.
         """
+
+    def record_aborted_sync(self, worker: Any, reason: str) -> None:
+        """Record that the sync ended for a reason that is not the worker's."""
 
 
 @dataclass(kw_only=True)
@@ -163,6 +167,8 @@ class Round:
             def open_update(worker: Any) -> Any:
                 return worker.open_update.remote(self.id, version.number, engine.dtype, version.shapes)
 
+            for worker in self.workers:
+                worker.was_opened = True
             paused = time.monotonic()
             await self._call_all_timed(
                 "open",
@@ -374,16 +380,21 @@ class Round:
         return answers
 
     def _drop_all(self, reason: str) -> None:
+        """Continue without any worker, for a reason that is not theirs: a lost learner must not cost its engines."""
         for worker in list(self.workers):
-            self._drop(worker, reason)
+            self._leave_out(worker, reason)
+            self.fleet.record_aborted_sync(worker, reason)
 
     def _drop(self, worker: SyncWorker, reason: str, *, timed_out: bool = False) -> None:
         """Continue without this worker. A worker with two buckets in flight fails twice and is dropped once."""
         if worker in self.workers:
-            self.workers.remove(worker)
-            self.group.rendezvous = None
-            self.version.missed[worker.name] = reason
+            self._leave_out(worker, reason)
             self.fleet.record_missed_sync(worker, reason, timed_out=timed_out)
+
+    def _leave_out(self, worker: SyncWorker, reason: str) -> None:
+        self.workers.remove(worker)
+        self.group.rendezvous = None
+        self.version.missed[worker.name] = reason
 
 
 def compute_grace_s(first_s: float) -> float:

@@ -125,7 +125,8 @@ class FleetWeightSync:
             RunStopped: The gap is so large that engines and learner cannot have the same model.
         """
         gaps: list[float] = []
-        fresh = [worker for worker in await self._wait_for_workers() if worker.version is None]
+        started_workers = await self._wait_for_workers()
+        fresh = [worker for worker in started_workers if _has_model_files(worker)]
         if fresh:
             round_ = self._round(version, fresh)
             gap, answers = await round_.measure_baseline_gap()
@@ -177,7 +178,7 @@ class FleetWeightSync:
             if version is None or worker in version.verified or self._fleet.gpu_user == "learner":
                 return
             is_replayable = self._config.is_replayable
-            has_files = worker.version is None and self._equals_model_files(version)
+            has_files = _has_model_files(worker) and self._equals_model_files(version)
             gathers_again = not is_replayable and self._learner.policy_version == version.learner_version
             if not (has_files or version.buckets or gathers_again):
                 return
@@ -207,3 +208,11 @@ class FleetWeightSync:
                 raise RunStopped(f"no rollout worker was up for weights within {limit_s:g} s: {reasons}")
             await asyncio.sleep(TARGET_POLL_S)
         return workers
+
+
+def _has_model_files(worker: SyncWorker) -> bool:
+    """Return whether the worker's weights are those of the model's folder.
+
+    An engine of which a learner was lost in its first round has a part of other weights, and is still paused.
+    """
+    return worker.version is None and not worker.was_opened

@@ -400,7 +400,7 @@ class OneEngine:
     baseline_gap = None
 
     def __init__(self, worker: GlooWorker) -> None:
-        self.worker = SimpleNamespace(name="w", handle=Remote(worker), syncing=False)
+        self.worker = SimpleNamespace(name="w", handle=Remote(worker), syncing=False, was_opened=False)
         self.heard = []
 
     def begin_sync(self) -> list[SimpleNamespace]:
@@ -413,6 +413,9 @@ class OneEngine:
         self.heard.append(version)
 
     def record_missed_sync(self, target: Any, reason: str, *, timed_out: bool = False) -> None:
+        self.heard.append(reason)
+
+    def record_aborted_sync(self, target: Any, reason: str) -> None:
         self.heard.append(reason)
 
 

@@ -320,6 +320,17 @@ def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     assert first.health.missed_syncs == 1
 
 
+def test_workers_whose_learner_is_lost_again_and_again_get_no_requests_and_live(fleet: Fleet) -> None:
+    first, second = fleet.serving()
+    for _ in range(3 * HEALTH.max_failures):
+        first.syncing = True
+        fleet.record_aborted_sync(first, "the transfer was aborted: learner rank 1 died")
+    assert fleet.started() == [first, second]
+    assert fleet.serving() == [second]
+    assert not first.syncing
+    assert first.health.reason == "missed a weight sync (the transfer was aborted: learner rank 1 died)"
+
+
 def test_an_unreachable_worker_is_replaced_when_gpus_change_hands(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

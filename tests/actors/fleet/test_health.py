@@ -33,6 +33,7 @@ def life(*events: Event) -> list[Health]:
         (("started", "weights_verified", "sync_missed", "weights_verified"), "stale serving stale serving"),
         (("started", "sync_missed", "sync_missed"), "stale stale dead"),
         (("started", "sync_missed", "weights_verified", "sync_missed"), "stale stale serving stale"),
+        (("started", "weights_verified", *(3 * ("sync_aborted",))), "stale serving stale stale stale"),
         (("started", "weights_verified", "request_failed", "request_failed"), "stale serving serving dead"),
         (
             ("started", "weights_verified", "request_failed", "check_passed", "request_failed"),

@@ -116,6 +116,7 @@ class FakeSyncWorker:
         self.handle = handle
         self.syncing = False
         self.version = None
+        self.was_opened = False
 
 
 class FakeFleet:
@@ -130,6 +131,7 @@ class FakeFleet:
     def __init__(self, **workers: FakeWorker) -> None:
         self.workers = [FakeSyncWorker(name, worker) for name, worker in workers.items()]
         self.heard: list[tuple[str, Any]] = []  # (name, version that it has, or why it missed it); workers race
+        self.at_fault: list[str] = []  # names of the workers that missed a sync by themselves
 
     def describe_workers(self) -> str:
         return "w0 is starting" if self.is_starting else "w0 could not start (the GPU is gone)"
@@ -150,8 +152,12 @@ class FakeFleet:
 
     def record_missed_sync(self, worker: FakeSyncWorker, reason: str, *, timed_out: bool = False) -> None:
         self.heard.append((worker.name, reason))
+        self.at_fault.append(worker.name)
         if timed_out:
             self.workers = [other for other in self.workers if other is not worker]
+
+    def record_aborted_sync(self, worker: FakeSyncWorker, reason: str) -> None:
+        self.heard.append((worker.name, reason))
 
 
 class Group:
@@ -366,6 +372,7 @@ def test_a_learner_that_dies_leaves_every_worker_stale_and_no_stream_open(lost_a
     del caught
     words = "the transfer was aborted: learner rank 1 died during stream_weights"
     assert sorted(fleet.heard) == [("w0", words), ("w1", words)]
+    assert fleet.at_fault == []
 
 
 def cancel_push(fleet: FakeFleet, learner: FakeLearner, *, after_s: float) -> None:
@@ -389,6 +396,7 @@ def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open()
     learner = FakeLearner()
     cancel_push(fleet, learner, after_s=0.2)
     assert fleet.heard == [("w0", "the transfer was aborted: CancelledError")]
+    assert fleet.at_fault == []
 
 
 def test_a_sync_that_is_cancelled_during_a_gather_waits_for_it_and_closes_the_stream() -> None:
@@ -837,6 +845,27 @@ def test_version_0_is_sent_where_the_files_hold_other_weights(learner: dict[str,
     fleet = FakeFleet(w0=Loaded())
     asyncio.run(FleetWeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=learner)).push(0))
     assert fleet.workers[0].handle.log[1:] == ONCE[1:]
+
+
+def test_engines_that_a_lost_learner_left_paused_are_sent_the_weights_before_any_probe() -> None:
+    """A paused engine does not answer a probe, and it has a part of the weights."""
+
+    class Recording(Loaded):
+        async def _score(self, ids: np.ndarray) -> np.ndarray:
+            self.log.append("probe")
+            return await super()._score(ids)
+
+    fleet = FakeFleet(w0=Recording())
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    with pytest.raises(LearnerLost):
+        asyncio.run(FleetWeightSync(FakeLearner(lost_at=0), fleet, config).push(0))
+    worker = fleet.workers[0].handle
+    assert worker.log[:2] == ["probe", ("open", 0, "float32", 3)]
+
+    worker.log.clear()
+    result = asyncio.run(FleetWeightSync(FakeLearner(), fleet, config).push(0))
+    assert worker.log == [("open", 0, "float32", 3), *BUCKETS, "close", "probe"]
+    assert result.missed == ()
 
 
 def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: Path) -> None:
