@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray.train
@@ -66,7 +67,8 @@ def run_sft(
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
         on_report: called soon after each step with the number of steps that are done, and with the progress every
             REPORT_EVERY of them.
-        should_stop: called every POLL_S; once it holds, the training ends. The next call resumes it.
+        should_stop: called every POLL_S; once it holds, the training ends after its step with a checkpoint, from which
+            the next call resumes it.
 
     Returns:
         The last `SFTProgress` as a dict, `wall_s` with start-up and export, and `export_gap`, the largest difference
@@ -87,7 +89,8 @@ def run_sft(
     if out_folder.exists():
         raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")
-    checkpoint, done = _find_checkpoint(part, run_identity, skip_unreadable=skip_unreadable)
+    checkpoint, state = _find_checkpoint(part, run_identity, skip_unreadable=skip_unreadable)
+    done = state["step"]
     leftovers = (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,)
     for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
@@ -105,6 +108,7 @@ def run_sft(
         folder=part,
         checkpoint=checkpoint,
         done=done,
+        window=state.get("window", ()),
     )
     metrics = _fit(job, cluster, on_report, should_stop)
     metrics["wall_s"] = time.monotonic() - started
@@ -145,28 +149,29 @@ def _learner_spec(
     )
 
 
-def _find_checkpoint(part: Path, run_identity: Identity, *, skip_unreadable: bool) -> tuple[Path | None, int]:
-    """Return the folder of this training's last intact checkpoint and its steps; (None, 0) without one.
+def _find_checkpoint(
+    part: Path, run_identity: Identity, *, skip_unreadable: bool
+) -> tuple[Path | None, dict[str, Any]]:
+    """Return the folder and the state of this training's last intact checkpoint; without one, None and step 0.
 
     Raises:
         UserError: See `CheckpointStore.latest`.
     """
     if not part.exists():
-        return None, 0
+        return None, {"step": 0}
     try:
         identity.check_identity(part, run_identity)
     except Unreadable:
         raise
     except UserError as error:
         logger.warning("the training starts from the base model: %s", error)
-        return None, 0
+        return None, {"step": 0}
     store = CheckpointStore(part / CHECKPOINTS, keep=1, skip_unreadable=skip_unreadable)
     checkpoint = store.latest()
     if checkpoint is None:
         logger.warning("the training starts from the base model: %s has no checkpoint", part)
-        return None, 0
-    folder, state = checkpoint
-    return folder, state["step"]
+        return None, {"step": 0}
+    return checkpoint
 
 
 def _fit(
@@ -198,10 +203,15 @@ def _fit(
         (reports,) = wait([launcher.take_reports.remote()])
         return reports, bool(ended)
 
+    def request_stop() -> None:
+        wait([launcher.request_stop.remote()])
+
     try:
-        last = _follow(read_reports, timeout_s, on_report, should_stop)
+        last = _follow(read_reports, timeout_s, on_report, should_stop, request_stop)
         wait([running])  # raises what the training raised
-        assert last is not None, "the last step is reported"
+        if last is None or last.step < last.num_steps:
+            assert should_stop(), "only a stop ends the ranks before their last step"
+            raise Stopped
         return asdict(last)
     finally:
         ray.kill(launcher)  # it owns the controller, which owns the ranks
@@ -215,9 +225,16 @@ class Launcher:
 
     def __init__(self) -> None:
         self._reports: list[Report] = []
+        self._is_stopped = False
 
-    def report(self, report: Report) -> None:
+    def report(self, report: Report) -> bool:
+        """Store a report of rank 0; return whether the ranks must stop."""
         self._reports.append(report)
+        return self._is_stopped
+
+    def request_stop(self) -> None:
+        """Have the ranks write a checkpoint after their step and end."""
+        self._is_stopped = True
 
     def take_reports(self) -> list[Report]:
         reports = self._reports
@@ -266,20 +283,25 @@ def _follow(
     timeout_s: float,
     on_report: Callable[[int, SFTProgress | None], None],
     should_stop: Callable[[], bool] = lambda: False,
+    request_stop: Callable[[], None] = lambda: None,
 ) -> SFTProgress | None:
     """Pass on each report until the training has ended, and return the last progress.
 
     Args:
         read_reports: Returns the reports since its last call, and whether the training has ended.
+        request_stop: Called once when `should_stop` holds: the ranks then end after their step with a checkpoint.
 
     Raises:
         RunStopped: The next progress took over `timeout_s`.
-        Stopped: `should_stop` holds, and the training has not ended.
+        Stopped: `should_stop` holds before the first step of this start.
     """
     deadline = time.monotonic() + timeout_s
     last: SFTProgress | None = None
+    has_steps = False
+    is_stopping = False
     while True:
         reports, has_ended = read_reports()
+        has_steps = has_steps or bool(reports)
         for step, progress in reports:
             on_report(step, progress)
             if progress:
@@ -287,8 +309,11 @@ def _follow(
                 deadline = time.monotonic() + timeout_s
         if has_ended:
             return last
-        if should_stop():
-            raise Stopped
+        if should_stop() and not is_stopping:
+            if not has_steps:
+                raise Stopped
+            is_stopping = True
+            request_stop()
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
             raise RunStopped(

@@ -52,13 +52,18 @@ class RankJob:
     folder: Path  # folder of the unfinished training
     checkpoint: Path | None  # folder to resume from
     done: int  # steps of the checkpoint
+    window: Sequence[Metrics] = ()  # metrics of its steps since the last progress
 
 
 Report = tuple[int, SFTProgress | None]  # optimizer steps done; progress every REPORT_EVERY of them
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """Train as one rank. config: `job`, a RankJob, and `launcher`, the actor that takes the reports of rank 0."""
+    """Train as one rank until the last step, or until `launcher` asks for a stop: then a checkpoint has every step.
+
+    Args:
+        config: `job`, a RankJob, and `launcher`, the actor that takes the reports of rank 0.
+    """
     job: RankJob = config["job"]
     launcher = config["launcher"]
     options = job.options
@@ -70,7 +75,7 @@ def train_loop(config: dict[str, Any]) -> None:
     examples: list[TrainSequence] = ray.get(job.examples)
     steps = draw_steps(len(examples), num_epochs=options.num_epochs, batch_size=options.batch_size, seed=job.spec.seed)
 
-    meter = _Meter(len(steps))
+    meter = _Meter(len(steps), job.window)
     for step, indices in enumerate(steps[job.done :], start=job.done + 1):
         chosen = [examples[index] for index in indices]
         label = f"{LABEL}, step {step}, examples {_format_indices(indices)}"
@@ -81,11 +86,26 @@ def train_loop(config: dict[str, Any]) -> None:
         progress: SFTProgress | None = None
         if step % REPORT_EVERY == 0 or is_last:
             progress = meter.report(step)
-        if rank == 0:
-            ray.get(launcher.report.remote((step, progress)))
-        if options.checkpoint_every is not None and step % options.checkpoint_every == 0 and not is_last:
-            _checkpoint(worker, job.folder, step)
+        is_stopped = rank == 0 and ray.get(launcher.report.remote((step, progress)))
+        if is_last:
+            break
+        is_stopped = _broadcast_flag(worker, is_stopped)
+        if is_stopped or _is_checkpointed(step, options):
+            _checkpoint(worker, job.folder, step, meter.window)
+        if is_stopped:
+            return
     worker.export(job.folder / MODEL)
+
+
+def _broadcast_flag(worker: LearnerWorker, flag: bool) -> bool:
+    """Return rank 0's flag on every rank: all must end after the same step, since each step is a collective."""
+    sent = torch.tensor([flag], dtype=torch.int32, device=worker.models["policy"].engine.device)
+    torch.distributed.broadcast(sent, src=0)
+    return bool(sent.item())
+
+
+def _is_checkpointed(step: int, options: SFTOptions) -> bool:
+    return options.checkpoint_every is not None and step % options.checkpoint_every == 0
 
 
 def _update(worker: LearnerWorker, job: RankJob, examples: Sequence[TrainSequence], step: int, label: str) -> Metrics:
@@ -102,27 +122,29 @@ def _update(worker: LearnerWorker, job: RankJob, examples: Sequence[TrainSequenc
 class _Meter:
     """Measures the steps since the last report."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, window: Sequence[Metrics] = ()) -> None:
+        """Begin to measure. window: metrics of the steps since the last report that an earlier start made."""
         self._num_steps = num_steps
         self._began = time.monotonic()
         self._reset(self._began)
+        self.window.extend(window)
 
     def _reset(self, now: float) -> None:
         self._since = now
         self._num_tokens = 0
-        self._metrics: list[Metrics] = []
+        self.window: list[Metrics] = []  # one for each step since the last report
 
     def add(self, metrics: Metrics, *, num_tokens: int) -> None:
-        self._metrics.append(metrics)
+        self.window.append(metrics)
         self._num_tokens += num_tokens
 
     def report(self, step: int) -> SFTProgress:
         """Return the progress, and begin to measure for the next report."""
         now = time.monotonic()
         seconds = now - self._since
-        losses = [metrics[POLICY_LOSS] for metrics in self._metrics]
-        grad_norms = [metrics[fill(GRAD_NORM, "policy")] for metrics in self._metrics]
-        last = self._metrics[-1]
+        losses = [metrics[POLICY_LOSS] for metrics in self.window]
+        grad_norms = [metrics[fill(GRAD_NORM, "policy")] for metrics in self.window]
+        last = self.window[-1]
         progress = SFTProgress(
             step=step,
             num_steps=self._num_steps,
@@ -136,8 +158,12 @@ class _Meter:
         return progress
 
 
-def _checkpoint(worker: LearnerWorker, folder: Path, step: int) -> None:
-    """Write the state of every rank, then commit it on rank 0 as the only checkpoint. UserError if the disk is full."""
+def _checkpoint(worker: LearnerWorker, folder: Path, step: int, window: Sequence[Metrics]) -> None:
+    """Write the state of every rank, then commit it on rank 0 as the only checkpoint. UserError if the disk is full.
+
+    Args:
+        window: Metrics of the steps since the last report: a resumed training reports the same means.
+    """
     partial = folder / f"{ENGINE}.part"  # only rank 0 knows the name of the store's folder
     partial.mkdir(exist_ok=True)
 
@@ -146,7 +172,7 @@ def _checkpoint(worker: LearnerWorker, folder: Path, step: int) -> None:
         partial.rename(target / ENGINE)
 
     if worker.rank == 0:
-        CheckpointStore(folder / CHECKPOINTS, keep=1).write(step, save, {"step": step})
+        CheckpointStore(folder / CHECKPOINTS, keep=1).write(step, save, {"step": step, "window": window})
     else:
         worker.save("policy", partial)
 

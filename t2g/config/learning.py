@@ -469,7 +469,7 @@ class SFTOptions(RoleConfig):
         "none", description="cpu: optimizer state and parameters in host memory"
     )
     checkpoint_every: ResumeMutable[int | None] = Field(
-        500, ge=1, description="optimizer steps between checkpoints; none: no checkpoints"
+        500, ge=1, description="optimizer steps between checkpoints; none: only one at a stop"
     )
     timeout_s: ResumeMutable[float] = Field(
         1800, gt=0, description="deadline of one optimizer step with its checkpoint, and of the start-up"

@@ -15,6 +15,7 @@ from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity, save_identity
 
 MADE_OF = Identity.from_config(SFTOptions(workers=2), weights="w", data="d")
+NO_CHECKPOINT = (None, {"step": 0})
 
 
 find_checkpoint = partial(_find_checkpoint, skip_unreadable=False)
@@ -29,19 +30,19 @@ def checkpoint(part: Path, step: int) -> Path:
 
 def test_the_last_whole_checkpoint_of_the_same_training(tmp_path: Path) -> None:
     part = tmp_path / "model.part"
-    assert find_checkpoint(part, MADE_OF) == (None, 0)
+    assert find_checkpoint(part, MADE_OF) == NO_CHECKPOINT
     save_identity(part, MADE_OF)
-    assert find_checkpoint(part, MADE_OF) == (None, 0)
+    assert find_checkpoint(part, MADE_OF) == NO_CHECKPOINT
     folder = checkpoint(part, 500)
-    assert find_checkpoint(part, MADE_OF) == (folder, 500)
+    assert find_checkpoint(part, MADE_OF) == (folder, {"step": 500})
     less_memory = SFTOptions(workers=2, offload="cpu", gradient_checkpointing=True)
-    assert find_checkpoint(part, Identity.from_config(less_memory, weights="w", data="d")) == (folder, 500)
-    assert find_checkpoint(part, Identity.from_config(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
-    assert find_checkpoint(part, Identity.from_config(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
+    assert find_checkpoint(part, Identity.from_config(less_memory, weights="w", data="d")) == (folder, {"step": 500})
+    assert find_checkpoint(part, Identity.from_config(SFTOptions(workers=2), weights="w", data="e")) == NO_CHECKPOINT
+    assert find_checkpoint(part, Identity.from_config(SFTOptions(workers=1), weights="w", data="d")) == NO_CHECKPOINT
     (folder / "weights").write_text("torn")
     with pytest.raises(UserError, match=r"step-00000500 \(weights differs from manifest\.json\)"):
         find_checkpoint(part, MADE_OF)
-    assert _find_checkpoint(part, MADE_OF, skip_unreadable=True) == (None, 0)
+    assert _find_checkpoint(part, MADE_OF, skip_unreadable=True) == NO_CHECKPOINT
     (part / "identity.json").unlink()
     (part / "identity.json").mkdir()
     with pytest.raises(UserError, match=r"identity\.json is a folder"):
@@ -52,7 +53,7 @@ def test_what_another_version_of_the_program_left_is_not_gone_on_with(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint(tmp_path, 500)
-    assert find_checkpoint(tmp_path, MADE_OF) == (None, 0)
+    assert find_checkpoint(tmp_path, MADE_OF) == NO_CHECKPOINT
     assert "by another version of this program" in caplog.text
     assert "starts from the base model" in caplog.text
 
@@ -82,11 +83,30 @@ def test_the_deadline_begins_again_with_each_report() -> None:
     assert last is not None and last.step == 30
 
 
-def test_a_stop_ends_the_wait_for_the_ranks() -> None:
+def test_a_stop_is_passed_to_the_ranks_once_and_their_end_is_awaited() -> None:
+    """Another step is reported before they end."""
+    ranks = Ranks(pause_s=0)
     reports: list[int] = []
-    with pytest.raises(Stopped):
-        _follow(Ranks(pause_s=0).read, 5, lambda step, _: reports.append(step), lambda: 20 in reports)
+    requests: list[int] = []
+
+    def request_stop() -> None:
+        requests.append(reports[-1])
+        del ranks.steps[1:]
+
+    last = _follow(ranks.read, 5, lambda step, _: reports.append(step), lambda: 15 in reports, request_stop)
+    assert requests == [15]
     assert reports == [10, 15, 20]
+    assert last is not None and last.step == 20
+
+
+def test_a_stop_before_the_first_step_waits_for_no_rank() -> None:
+    with pytest.raises(Stopped):
+        _follow(lambda: ([], False), 5, lambda step, progress: None, lambda: True)
+
+
+def test_ranks_that_do_not_end_after_a_stop_are_late() -> None:
+    with pytest.raises(RunStopped, match="timed out"):
+        _follow(Ranks(pause_s=0, then_silent=True).read, 0.3, lambda step, progress: None, lambda: True)
 
 
 def test_an_end_without_a_report_has_no_progress() -> None:
