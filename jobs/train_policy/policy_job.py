@@ -89,7 +89,14 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
             with Fleets() as fleets:
                 rollouts, feedback = fleets.for_policy(config, checked.task)
                 teacher = try_teacher(config, checked, rollouts, feedback)
-                training = PolicyTraining(config=config, data=checked, rollouts=rollouts, feedback=feedback, stop=stop)
+                training = PolicyTraining(
+                    config=config,
+                    data=checked,
+                    rollouts=rollouts,
+                    feedback=feedback,
+                    stop=stop,
+                    publish_phase=publish_phase,
+                )
                 summary = training.run()
     if job.run.smoke:
         print(format_smoke_summary(job, summary), *teacher, sep="\n")

@@ -35,6 +35,7 @@ from t2g.loop.trainer import Trainer, TrainerState
 from t2g.metrics import format_step
 from t2g.report.run_page import REPORT_FILE
 from t2g.runs import identity
+from t2g.runs.control import Phase
 from t2g.runs.judgements import JournaledFeedback
 from t2g.runs.log import RunLog
 from t2g.runs.progress import ProgressBar, log_duration, show_progress
@@ -56,6 +57,7 @@ class PolicyTraining:
     stop: StopFlag
     # Called after the last step, while the learner lives and the engines have its weights; ends a run.
     on_finished: OnFinished = lambda rollouts, feedback, learner: None
+    publish_phase: Callable[[Phase], None] = lambda phase: None  # for status.json
 
     def run(self, **identity_extras: Any) -> dict[str, Any]:
         """Make the steps that the run lacks; return the written summary.
@@ -100,6 +102,7 @@ class PolicyTraining:
         Raises:
             LearnerLost: A rank died or timed out.
         """
+        self.publish_phase("loading")
         config = self.config
         rollouts = self.rollouts
         folder = config.run.folder
@@ -155,6 +158,7 @@ class PolicyTraining:
         return make_gpu_sharing(self.config, self.rollouts)
 
     def _finish(self, learner: LearnerGroup, feedback: FeedbackSource) -> None:
+        self.publish_phase("exporting")
         with log_duration("writing the policy"):
             learner.export(self.config.run.folder / "policy")
         self.on_finished(self.rollouts, feedback, learner)

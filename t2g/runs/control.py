@@ -10,6 +10,7 @@ bounds, causes a warning and never ends a run.
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -55,7 +56,10 @@ class FleetStatus(Section):
     workers: tuple[WorkerStatus, ...]
 
 
-Phase = Literal["starting", "loading", "running", "stopped", "failed", "done"]
+Phase = Literal["starting", "loading", "running", "exporting", "stopped", "failed", "done"]
+# Phases in which the driver's steering, which writes the status every few seconds, does not run.
+RENEWED_PHASES = ("starting", "loading", "exporting")
+RENEW_S = 10.0
 
 
 class Status(Section):
@@ -189,19 +193,23 @@ def write_status(folder: Path, status: Status) -> None:
 def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], None]]:
     """Publish the status of a run from its start to its end; yields a function that publishes a new phase.
 
-    An error of the block becomes the reason of phase "failed".
+    An error of the block becomes the reason of phase "failed". The status is renewed while engines or ranks start,
+    since a reader takes a driver whose status is old for dead.
     """
+    lock = threading.Lock()  # a renewal must not replace a newer phase
 
     def publish(phase: Phase, reason: str = "") -> None:
         status = Status(step=0, num_steps=num_steps, samples=0, updated=now())
-        with suppress(UserError):  # no status yet
-            status = read_status(folder)
-        changes = {"phase": phase, "reason": reason, "updated": now()}
-        write_status(folder, status.model_copy(update=changes))
+        with lock:
+            with suppress(UserError):  # no status yet
+                status = read_status(folder)
+            changes = {"phase": phase, "reason": reason, "updated": now()}
+            write_status(folder, status.model_copy(update=changes))
 
     publish("starting")
     try:
-        yield publish
+        with _renewed_status(folder, lock):
+            yield publish
     except (Stopped, KeyboardInterrupt):
         publish("stopped")
         raise
@@ -210,6 +218,32 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
         publish("failed", str(cause) or type(error).__name__)
         raise
     publish("done")
+
+
+@contextmanager
+def _renewed_status(folder: Path, lock: threading.Lock) -> Iterator[None]:
+    """Renew the time of the status in a thread while the block runs."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_S):
+            with lock:
+                _renew_status(folder)
+
+    thread = threading.Thread(target=renew, name="t2g-status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _renew_status(folder: Path) -> None:
+    with suppress(UserError):  # it cannot be read now
+        status = read_status(folder)
+        if status.phase in RENEWED_PHASES:
+            write_status(folder, status.model_copy(update={"updated": now()}))
 
 
 def read_status(folder: Path) -> Status:

@@ -1,3 +1,5 @@
+import threading
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -87,3 +89,34 @@ def test_phases_are_reported_with_the_reason_of_the_last(tmp_path: Path) -> None
     with publish_phases(tmp_path, 9):
         pass
     assert read_status(tmp_path).phase == "done"
+
+
+OLD = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+def is_renewed(folder: Path, *, within_s: float) -> bool:
+    """Return whether a status that is written as old gets the time of now."""
+    status = read_status(folder)
+    write_status(folder, status.model_copy(update={"updated": OLD}))
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if read_status(folder).updated > OLD:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_a_driver_is_no_silent_one_while_its_processes_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it runs its steering writes: a renewal then would hide that the driver hangs."""
+    monkeypatch.setattr("t2g.runs.control.RENEW_S", 0.01)
+    with publish_phases(tmp_path, 9) as publish_phase:
+        assert is_renewed(tmp_path, within_s=20)
+        publish_phase("loading")
+        assert is_renewed(tmp_path, within_s=20)
+        assert read_status(tmp_path).phase == "loading"
+        write_status(tmp_path, STATUS)
+        assert not is_renewed(tmp_path, within_s=0.1)
+        publish_phase("exporting")
+        assert is_renewed(tmp_path, within_s=20)
+    assert not is_renewed(tmp_path, within_s=0.1)
+    assert "t2g-status" not in [thread.name for thread in threading.enumerate()]

@@ -172,3 +172,21 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
     with pytest.raises(Stopped):
         training.run()
     assert reported_steps == [3, 3]
+
+
+def test_each_start_of_a_learner_is_a_phase_of_the_run(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    (config.run.folder / loading.FILE_NAME).unlink()
+    phases: list[str] = []
+
+    def publish_phase(phase: str) -> None:
+        phases.append(phase)
+        if len(phases) == 1:
+            raise LearnerLost("a rank has died")
+        raise Stopped
+
+    fleets: Any = {"rollouts": FakeFleet("rollout", 1), "feedback": SimpleNamespace(fleet=None)}
+    training = PolicyTraining(config=config, data=None, stop=StopFlag(), publish_phase=publish_phase, **fleets)
+    with pytest.raises(Stopped):
+        training.run()
+    assert phases == ["loading", "loading"]
