@@ -33,7 +33,7 @@ from actors.fleet.fleet_worker import (
 from actors.fleet.health import Event, State, apply_event, describe_overdue, restarts_left
 from actors.fleet.meter import EngineStats, summary
 from t2g.config import EngineConfig
-from t2g.errors import RunStopped, SamplingFailed, UserError
+from t2g.errors import RunStopped, SamplingFailed, Stopped, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +109,18 @@ class Fleet:
         return self
 
     # ------------------------------------------------------------------------------------------------- for the jobs
-    def wait_ready(self) -> None:
+    def wait_ready(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until every engine has started.
 
         Raises:
             UserError: The model cannot be served.
             RunStopped: Fewer than workers.min engines start in time.
+            Stopped: `should_stop` holds.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
         while self.is_starting and time.monotonic() < deadline:
+            if should_stop():
+                raise Stopped
             self.tick()
             time.sleep(TICK_S / 10)
         if len(self.started()) < self.config.workers.min:

@@ -125,17 +125,21 @@ class Fleets(ExitStack):
         return self._fleets[key]
 
 
-def wait_for_engines(*fleets: Fleet | None) -> None:
+def wait_for_engines(*fleets: Fleet | None, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Wait until the engines of all fleets have started. Raises as `Fleet.wait_ready`."""
     for fleet in fleets:
         if fleet is not None and not fleet.is_ready:
             with log_duration(f"loading and compiling: {fleet.role}"):
-                fleet.wait_ready()
+                fleet.wait_ready(should_stop)
 
 
 @contextmanager
 def loaded_learner(
-    spec: LearnerSpec, *fleets: Fleet | None, placement_timeout_s: float, placements: KeptPlacements | None = None
+    spec: LearnerSpec,
+    *fleets: Fleet | None,
+    placement_timeout_s: float,
+    placements: KeptPlacements | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[LearnerGroup]:
     """Yield a learner group once its ranks and the engines of `fleets`, which load side by side, are ready.
 
@@ -143,12 +147,13 @@ def loaded_learner(
 
     Args:
         placements: As `LearnerGroup`.
+        should_stop: As `Fleet.wait_ready`.
     """
     for fleet in fleets:
         if fleet is not None:
             fleet.yield_placements()
     with closing(LearnerGroup(spec, placement_timeout_s=placement_timeout_s, placements=placements)) as learner:
-        wait_for_engines(*fleets)
+        wait_for_engines(*fleets, should_stop=should_stop)
         with log_duration("loading: learner"):
             learner.wait_ready()
         yield learner

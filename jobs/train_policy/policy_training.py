@@ -119,7 +119,7 @@ class PolicyTraining:
                 gpu_sharing.attach_learner(learner, sync.sending)
             progress = StepProgress(config, steering)
             callbacks: dict[str, Any] = {
-                "stop": lambda: bool(self.stop),
+                "stop": self._should_stop,
                 "on_step": progress.on_step,
                 "on_phase": progress.on_phase,
                 "on_checkpoint": journaled.start_file,
@@ -154,7 +154,7 @@ class PolicyTraining:
     def _share_gpus(self) -> FleetGpuTimeSharing | None:
         if self.config.cluster.gpu_sharing != "none":
             # vLLM measures the memory of a GPU that nothing else takes meanwhile.
-            wait_for_engines(self.feedback.fleet, self.rollouts)
+            wait_for_engines(self.feedback.fleet, self.rollouts, should_stop=self._should_stop)
         return make_gpu_sharing(self.config, self.rollouts)
 
     def _finish(self, learner: LearnerGroup, feedback: FeedbackSource) -> None:
@@ -167,7 +167,12 @@ class PolicyTraining:
         spec = learner_spec(self.config)
         timeout_s = placement_timeout(self.config, is_replaced=is_replaced)
         fleets = (self.feedback.fleet, self.rollouts)
-        return loaded_learner(spec, *fleets, placement_timeout_s=timeout_s, placements=placements)
+        return loaded_learner(
+            spec, *fleets, placement_timeout_s=timeout_s, placements=placements, should_stop=self._should_stop
+        )
+
+    def _should_stop(self) -> bool:
+        return bool(self.stop)
 
 
 class RestartBudget:

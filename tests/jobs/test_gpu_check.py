@@ -179,7 +179,7 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
         def __init__(self, model: str, config: RolloutConfig, **place: Any) -> None:
             self.config = config
 
-        def wait_ready(self) -> None: ...
+        def wait_ready(self, should_stop: Any) -> None: ...
 
         async def supervise(self) -> None:
             await asyncio.Event().wait()

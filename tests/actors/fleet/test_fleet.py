@@ -18,7 +18,7 @@ from actors.fleet.fleet import Fleet
 from actors.fleet.fleet_worker import FleetWorker
 from actors.fleet.health import Health, State
 from t2g.config import EngineConfig, HealthConfig, WorkersConfig
-from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
+from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError
 
 HEALTH = HealthConfig(check_interval_s=0.2, check_timeout_s=1.0, max_failures=2, max_restarts=2)
 CONFIG = EngineConfig(
@@ -621,6 +621,13 @@ def test_start_messages_reach_the_user_and_a_late_start_is_reported(
     late = begin(CONFIG.model_copy(update={"start_timeout_s": 1.0}), gate=tmp_path / "never")
     with pytest.raises(RunStopped, match=r"^no test worker is left, workers\.min=1: "):
         late.wait_ready()
+
+
+def test_a_stop_ends_the_wait_for_engines(begin: Callable[..., Fleet], tmp_path: Path) -> None:
+    fleet = begin(gate=tmp_path / "never")
+    with pytest.raises(Stopped):
+        fleet.wait_ready(lambda: True)
+    assert not fleet.is_ready
 
 
 def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
