@@ -1,5 +1,6 @@
 """The folder of a run: the check of its identity, its begin, and its lock for one process."""
 
+import errno
 import fcntl
 import os
 import shlex
@@ -22,6 +23,7 @@ from t2g.runs.progress import PROGRESS_FILE, record_lines
 from t2g.runs.trackers.tracker_threads import Trackers
 
 LOCK = "lock"
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems that have no locks
 SMOKE_STEPS = 3  # steps of a training
 SMOKE_PROMPTS = 3  # prompts of an evaluation
 SMOKE_INPUTS = 8  # inputs of an annotation
@@ -117,7 +119,7 @@ def sole_process(folder: Path) -> Iterator[None]:
     """Lock the run folder for this process. Blocks can be nested.
 
     Raises:
-        UserError: Another process has locked it.
+        UserError: Another process has locked it, or its file system has no locks.
     """
     if folder in _locked:
         yield
@@ -129,6 +131,12 @@ def sole_process(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it when this process ends
         except BlockingIOError:
             sentence = f"another process works in {folder}: wait for it, or take another run.name"
+            raise UserError(sentence) from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+            reason = os.strerror(error.errno)
+            sentence = f"{folder} cannot be locked ({reason}): mount it with locks, or set another run.root"
             raise UserError(sentence) from None
         _locked.add(folder)
         try:

@@ -1,6 +1,8 @@
 """One command line for all jobs: exit codes, sentences without tracebacks, help at once, signals that set a flag."""
 
+import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -130,6 +132,18 @@ def test_a_lock_that_is_no_file_of_ours_is_not_followed(
     assert f"{tmp_path / 'lock'}: " in error_output
     assert f"remove the {what} in its place" in error_output
     assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_mount_without_locks_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    reason = re.escape(os.strerror(number))
+    sentence = rf"^{tmp_path} cannot be locked \({reason}\): mount it with locks, or set another run\.root$"
+    with pytest.raises(UserError, match=sentence), sole_process(tmp_path):
+        pass
 
 
 BEGIN = """
