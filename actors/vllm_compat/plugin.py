@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +54,11 @@ def _end_with_owner(owner: int) -> None:
 
     The owner may die before this check, and its pid may then belong to another process: only an ancestor is the owner.
     """
-    while descends_from(owner):
+    while True:
+        with suppress(psutil.Error):  # an ancestor ended while they were listed: the next look shows what is left
+            if not descends_from(owner):
+                os._exit(1)
         time.sleep(OWNER_POLL_S)
-    os._exit(1)
 
 
 def descends_from(pid: int) -> bool:
