@@ -17,8 +17,18 @@ GRACE_S = 10.0
 SHORT_OF_MEMORY = r"OutOfMemory|OOM killer|out of memory|low on memory|can't allocate memory|MemoryError"
 
 
-def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str, timeout_s: float) -> list[Any]:
+def collect(
+    refs: Sequence["ray.ObjectRef[Any]"],
+    *,
+    actor_name: str,
+    call: str,
+    timeout_s: float,
+    limit_s: float | None = None,
+) -> list[Any]:
     """Return the results in order. Errors name an actor by `actor_name` and its position, and the request by `call`.
+
+    Args:
+        limit_s: The limit that the user set, for messages, if timeout_s is what is left of it.
 
     Raises:
         UserError: An actor raised it.
@@ -36,7 +46,8 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, actor_name: str, call: str,
         done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
         if not done:
             silent = ", ".join(str(index) for index, ref in enumerate(refs) if ref in pending)
-            raise LearnerLost(f"{actor_name} {silent} timed out: {call} did not finish within {timeout_s:g} s")
+            limit_s = timeout_s if limit_s is None else limit_s
+            raise LearnerLost(f"{actor_name} {silent} timed out: {call} did not finish within {limit_s:g} s")
         value, error = _outcome(done[0])
         if error:
             failure = _find_cause(refs)

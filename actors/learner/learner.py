@@ -239,6 +239,7 @@ class LearnerGroup:
         self.spec = spec
         self.policy_version = 0  # increased when an update begins
         self._lock = threading.Lock()  # concurrent calls would reach the ranks in different orders
+        self._running_call = ""
         self._lost: LearnerLost | RankFailed | None = None  # raised by every later call
         self.groups: list[Ranks] = []
         self.models: dict[ModelName, Ranks] = {}
@@ -261,6 +262,7 @@ class LearnerGroup:
                     placement_timeout_s=placement_timeout_s,
                     environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
                     memory_advice=advise("learner", spec.learner),
+                    limit_s=spec.learner.step_timeout_s,
                 )
                 self.groups.append(ranks)
                 self.models |= dict.fromkeys(names, ranks)
@@ -283,11 +285,13 @@ class LearnerGroup:
         return time.monotonic() + self.spec.learner.step_timeout_s
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _exclusive(self, call: str) -> Iterator[None]:
         timeout_s = self.spec.learner.step_timeout_s
         self._check_not_lost()
         if not self._lock.acquire(timeout=timeout_s):
-            raise LearnerLost(f"the learner timed out: its previous call did not end within {timeout_s:g} s")
+            running = self._running_call
+            raise LearnerLost(f"the learner timed out: {running} did not end within {timeout_s:g} s, and {call} waits")
+        self._running_call = call
         try:
             self._check_not_lost()  # the call that this one waited for may have lost a rank
             yield
@@ -306,7 +310,7 @@ class LearnerGroup:
         self, models: Iterable[ModelName], call: str, submit: Callable[[Any, ModelName], Any]
     ) -> dict[ModelName, list[Any]]:
         """Call submit(worker, model) for all ranks of all models, then wait; return the results by rank."""
-        with self._exclusive():
+        with self._exclusive(call):
             deadline = self._deadline()
             refs: dict[ModelName, list[Any]] = {}
             for model in models:
@@ -337,7 +341,7 @@ class LearnerGroup:
                 for sequences, plan in zip(minibatches, plans, strict=True):
                     rank_batch = select_rank_batch(sequences, plan[rank])
                     worker_batches.append(rank_batch)
-                rank_batches[worker] = ray.put(worker_batches)
+                rank_batches[worker] = ranks.put(rank, worker_batches)
                 indices[worker] = [*chain.from_iterable(plans[0][rank])]
         return rank_batches, indices
 
@@ -454,7 +458,7 @@ class LearnerGroup:
     def address(self) -> tuple[str, int]:
         """Return a host and port that rank 0 reserves for the rendezvous of the next `stream_weights`."""
         ranks = self.models["policy"]
-        with self._exclusive():
+        with self._exclusive("address"):
             ref = ranks.workers[0].address.remote()
             (address,) = ranks.collect([ref], "address", self._deadline())
             return address
@@ -476,7 +480,7 @@ class LearnerGroup:
         ranks = self.models["policy"]
         ahead = 1 if self.spec.learner.sync_transport == "ipc" else STREAM_AHEAD
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
-        with self._exclusive():
+        with self._exclusive("stream_weights"):
             calls = [worker.stream_weights.options(**options) for worker in ranks.workers]
             streams = [call.remote(dtype, full, rendezvous) for call in calls]
             yield from self._buckets(ranks, streams)
@@ -487,15 +491,12 @@ class LearnerGroup:
         """Yield from rank 0's stream. If it fails, the ends of all streams together show the cause."""
         stream = streams[0]
         ends = [stream.completed() for stream in streams]
-        timeout_s = self.spec.learner.step_timeout_s
-        poll_s = min(FAILURE_POLL_S, timeout_s)
+        poll_s = min(FAILURE_POLL_S, self.spec.learner.step_timeout_s)
         while True:
             deadline = self._deadline()
             while not ray.wait([stream], timeout=poll_s, fetch_local=False)[0]:
-                if any_failed(ends[1:]):
-                    ranks.collect(ends, "stream_weights", self._deadline())
-                if time.monotonic() > deadline:
-                    raise LearnerLost(f"learner rank 0 timed out: no bucket of weights arrived within {timeout_s:g} s")
+                if any_failed(ends[1:]) or time.monotonic() > deadline:
+                    ranks.collect(ends, "stream_weights", deadline)  # raises
             try:
                 ref = next(stream)
             except StopIteration:

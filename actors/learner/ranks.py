@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from actors.cluster import placement
-from actors.cluster.fanout import collect, is_short_of_memory
+from actors.cluster.fanout import collect, first_line, is_short_of_memory
 from actors.cluster.kept_placements import KeptPlacements
 from actors.cluster.toolkit import EXACT_PINNED
 from t2g.config import RoleConfig
@@ -55,18 +56,21 @@ class Ranks:
         placement_timeout_s: float,
         environment: Mapping[str, str],
         memory_advice: str = "",
+        limit_s: float | None = None,
     ) -> None:
         """Start actor(*args, role, rank) for each rank.
 
         Args:
             placements: Keeps the placement group after `close`; if None, it is removed.
             memory_advice: What lowers the memory of a rank, for the error of one that was short of it.
+            limit_s: The configured limit of a call, for messages.
 
         Raises:
             UserError: The ranks do not fit; the message names the config section.
         """
         self.actor_name = actor_name
         self._memory_advice = memory_advice
+        self._limit_s = limit_s
         self.workers: list[Any] = []
         self._own_placements = KeptPlacements()
         try:
@@ -84,11 +88,21 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.workers)
 
+    def put(self, rank: int, value: Any) -> "ray.ObjectRef[Any]":
+        """Store an argument of a rank's call. Raises RunStopped if the object store or its disk is full."""
+        try:
+            return ray.put(value)
+        except RayError as error:
+            raise RunStopped(
+                f"the batch of {self.actor_name} {rank} cannot be stored: {first_line(error)}; raise "
+                "cluster.object_store_gib, or free the disk of Ray's temporary folder"
+            ) from error
+
     def collect(self, refs: Sequence["ray.ObjectRef[Any]"], call: str, deadline: float) -> list[Any]:
         """Return the results in order of rank; errors as `fanout.collect`. deadline: of time.monotonic."""
         timeout_s = max(0.0, deadline - time.monotonic())
         try:
-            return collect(refs, actor_name=self.actor_name, call=call, timeout_s=timeout_s)
+            return collect(refs, actor_name=self.actor_name, call=call, timeout_s=timeout_s, limit_s=self._limit_s)
         except (LearnerLost, RunStopped) as error:
             if not self._memory_advice or not is_short_of_memory(error):
                 raise

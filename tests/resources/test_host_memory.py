@@ -200,6 +200,7 @@ def test_a_lost_rank_that_was_short_of_memory_says_what_lowers_it(monkeypatch: p
     group = Ranks.__new__(Ranks)
     group.actor_name = "learner rank"
     group._memory_advice = advise("learner", LearnerConfig())
+    group._limit_s = None
     group.workers = []
     killed = RuntimeError("The actor died: the process was killed by the OOM killer due to high memory usage")
 

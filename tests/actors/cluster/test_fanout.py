@@ -33,10 +33,12 @@ def raised(cause: Exception) -> RayTaskError:
     return RayTaskError("update", f"{type(cause).__name__}: {cause}", cause)
 
 
-def collect(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any], num_ranks: int) -> list[Any]:
+def collect(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any], num_ranks: int, limit_s: float | None = None
+) -> list[Any]:
     monkeypatch.setattr(fanout, "ray", FakeRay(answers))
     refs: Any = list(range(num_ranks))
-    return fanout.collect(refs, actor_name="learner rank", call="update", timeout_s=0.1)
+    return fanout.collect(refs, actor_name="learner rank", call="update", timeout_s=0.1, limit_s=limit_s)
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any], num_ranks: int) -> Exception:
@@ -71,3 +73,12 @@ def test_a_death_and_a_wrong_setting_are_reported_as_such_while_others_wait(monk
     assert type(fail(monkeypatch, {1: ActorDiedError()}, 2)) is LearnerLost
     wrong = fail(monkeypatch, {1: raised(UserError("model.policy='x' cannot be loaded"))}, 2)
     assert type(wrong) is UserError
+
+
+@pytest.mark.parametrize(("limit_s", "expected"), [(None, "0.1"), (600.0, "600")])
+def test_every_silent_rank_is_named_with_the_limit_that_the_user_set(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, expected: str
+) -> None:
+    with pytest.raises(LearnerLost) as caught:
+        collect(monkeypatch, {1: "b"}, 3, limit_s)
+    assert str(caught.value) == f"learner rank 0, 2 timed out: update did not finish within {expected} s"
