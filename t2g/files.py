@@ -178,3 +178,14 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Call `sync_path` on every file and folder in a folder, and on itself.
+
+    Call it before a file that declares the folder complete: after a power cut that file could be there without them.
+    """
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            sync_path(path)
+    sync_path(folder)

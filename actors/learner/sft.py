@@ -28,7 +28,7 @@ from actors.learner.spec import LearnerSpec
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, Stopped, Unreadable, UserError
-from t2g.files import write_atomic
+from t2g.files import sync_folder, sync_path, write_atomic
 from t2g.resources.host_memory import advise
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
@@ -122,8 +122,10 @@ def _publish(part: Path, out_folder: Path, metrics: dict[str, float], run_identi
     exported = json.loads((written / EXPORT_FILE).read_text())
     metrics["export_gap"] = exported["probe_gap"]["largest"]
     identity.save_identity(written, run_identity)
+    sync_folder(written)
     write_atomic(written / DONE_FILE, json.dumps(metrics, indent=1).encode())
     os.replace(written, out_folder)
+    sync_path(out_folder.parent)
     shutil.rmtree(part)
 
 

@@ -8,7 +8,7 @@ from actors.learner.export import EXPORT_FILE
 from jobs.common import run_folder
 from t2g.config import PolicyJob, with_overrides
 from t2g.config.run_values import POLICY
-from t2g.files import read_regular, write_json
+from t2g.files import read_regular, sync_folder, write_json
 from t2g.metrics import EVAL_S, NEUTRAL_SHARE, SAMPLES, STEP, STEP_S, select_held_out
 from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
@@ -117,9 +117,12 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     export = folder / POLICY / EXPORT_FILE
     if export.is_file():
         summary["export"] = json.loads(export.read_text())
+    has_policy = (folder / POLICY).is_dir()
+    if has_policy:
+        sync_folder(folder / POLICY)
     write_json(folder / SUMMARY_FILE, summary)
 
-    if (folder / POLICY).is_dir():
+    if has_policy:
         write_model_card(folder / POLICY, config, base, policy)
     report_run(folder)
     return summary

@@ -27,6 +27,7 @@ from t2g.files import (
     describe_write_failure,
     make_read_error,
     make_write_error,
+    sync_folder,
     sync_path,
     write_json,
 )
@@ -270,8 +271,7 @@ def _seal(folder: Path, hashes: FileHashes) -> None:
         if path.is_file():
             name = str(path.relative_to(folder))
             files[name] = hashes.get(name) or describe_file(path)
-    for path in folder.rglob("*"):
-        sync_path(path)
+    sync_folder(folder)
     write_json(folder / MANIFEST, {"files": files})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from fakes import letter_tokenizer
+from synced_paths import record_syncs
 
 from actors.learner.export import EXPORT_FILE
 from actors.learner.zero3 import lr_factor
@@ -73,6 +74,19 @@ def test_the_gap_of_the_export_stands_in_the_summary(tmp_path: Path) -> None:
     (job.run.folder / "policy" / EXPORT_FILE).write_text(json.dumps(exported))
     write_summary(job, seconds=30.0)
     assert json.loads((job.run.folder / "summary.json").read_text())["export"] == exported
+
+
+def test_the_policy_is_on_the_disk_before_the_summary_that_declares_the_run_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = summary_of(tmp_path, LINES)
+    weights = job.run.folder / "policy" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("weights")
+    synced = record_syncs(monkeypatch)
+    write_summary(job, seconds=30.0)
+    summary = next(number for number, path in enumerate(synced) if "summary.json" in path.name)
+    assert {weights, weights.parent} <= {*synced[:summary]}
 
 
 def test_a_smoke_run_of_a_function_that_quotes_nothing_says_so(tmp_path: Path) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from synced_paths import record_syncs
 from torch.distributed import HashStore
 
 from actors.learner import sft_rank
-from actors.learner.sft import Launcher
+from actors.learner.export import EXPORT_FILE
+from actors.learner.sft import DONE_FILE, Launcher, _publish
 from actors.learner.sft_rank import CHECKPOINTS, MODEL, RankJob, SFTProgress, train_loop
 from t2g.config import SFTOptions
 from t2g.metrics import GRAD_NORM, LEARNING_RATE, POLICY_LOSS, fill
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import Identity
 
 NUM_STEPS = 24
 STOP_AT = 7
@@ -131,3 +134,24 @@ def test_a_stop_after_the_last_step_comes_too_late(tmp_path: Path) -> None:
     train(make_job(tmp_path), stop_at=NUM_STEPS)
     assert (tmp_path / MODEL).read_text() == str(NUM_STEPS)
     assert not (tmp_path / CHECKPOINTS).exists()
+
+
+def test_the_model_is_on_the_disk_before_the_file_that_declares_it_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut that file alone would make a model without weights a finished one."""
+    synced = record_syncs(monkeypatch)
+    part = tmp_path / "model.part"
+    written = part / MODEL
+    (written / "adapter").mkdir(parents=True)
+    weights = [written / "model.safetensors", written / "adapter" / "adapter_model.safetensors"]
+    for file in weights:
+        file.write_text("weights")
+    (written / EXPORT_FILE).write_text('{"probe_gap": {"largest": 0.5}}')
+    out_folder = tmp_path / "model"
+    _publish(part, out_folder, {"loss": 1.0}, Identity.from_config(SFTOptions(workers=1), weights="w"))
+
+    assert (out_folder / DONE_FILE).is_file()
+    done = next(number for number, path in enumerate(synced) if DONE_FILE in path.name)
+    assert {*weights, written / "adapter", written} <= {*synced[:done]}
+    assert synced[-1] == tmp_path, "the move"
