@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
-from jobs.common.cli import exit_code, program_name
+from jobs.common.cli import program_name, run_to_exit_code
 from t2g.config import ClusterConfig, ProcessConfig
 from t2g.config.loading import load
 from t2g.deploy import check_config, render_manifests, render_slurm
@@ -32,7 +32,7 @@ from t2g.resources.preflight import Findings, preflight
 from t2g.runs.control import TargetSizes, now, read_status, write_target_sizes
 from t2g.runs.progress import log_duration
 
-LOOK_TIMEOUT_S = 60.0  # for all nodes together
+INSPECTION_TIMEOUT_S = 60.0  # for all nodes together
 NODES_TIMEOUT_S = 600.0  # from the start of Ray's head to its last node
 JOB_SERVERS = ("http://", "https://")
 
@@ -79,10 +79,10 @@ def stop(arguments: argparse.Namespace) -> int:
     from actors.cluster.job_server import JobServer
 
     with JobServer.connect(arguments.address) as server:
-        living = server.running_attempts(arguments.run)
-        if not living:
+        attempts = server.running_attempts(arguments.run)
+        if not attempts:
             raise UserError(f"--run: no job of run {arguments.run} is alive on this cluster")
-        for job_id, wait_s in living.items():
+        for job_id, wait_s in attempts.items():
             print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
             with log_duration(f"stopping job {job_id}"):
                 print(f"job {job_id}: {server.stop(job_id, wait_s)}")
@@ -101,7 +101,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     config = None
     shared = None
-    where: Mapping[str, ProcessConfig] = {}
+    roles: Mapping[str, ProcessConfig] = {}
     require: Sequence[str] = ()
     if arguments.config:
         config = load(JOBS[arguments.job_kind].schema, arguments.config, arguments.overrides)
@@ -111,13 +111,13 @@ def doctor(arguments: argparse.Namespace) -> int:
             require = feedback_sections[0].sandbox.require
     connect(ClusterConfig(address=address), {})
     try:
-        nodes = inspect_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
+        nodes = inspect_nodes(shared, require, timeout_s=INSPECTION_TIMEOUT_S)
         pending = pending_groups()
         unreachable: Sequence[Unreachable] = ()
         if config:
-            where = config.roles()
-            unreachable = find_unreachable(where, timeout_s=LOOK_TIMEOUT_S)
-        problems = diagnose_cluster(nodes, pending, where, shared, unreachable)
+            roles = config.roles()
+            unreachable = find_unreachable(roles, timeout_s=INSPECTION_TIMEOUT_S)
+        problems = diagnose_cluster(nodes, pending, roles, shared, unreachable)
     finally:
         ray.shutdown()
     hint = "" if config else "; labels and storage need --config"
@@ -166,9 +166,9 @@ def render(arguments: argparse.Namespace) -> int:
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
         config = read_config(arguments.job_kind, arguments.config, arguments.overrides, Path.cwd(), find_resources=None)
     findings = preflight(config)
-    nowhere = list(path_warnings(config, mount_of(config)))
+    invisible_paths = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
-        raise_findings(findings, *nowhere)
+        raise_findings(findings, *invisible_paths)
     if arguments.target == "rayjob":
         for text in image_warnings(config, arguments.config):
             print(f"warning: {text}", file=sys.stderr)
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only a subcommand's own parser finds key=value before and behind options.
     arguments = command.parse_intermixed_args(command_line[1:]) if command else top.parse_args(command_line)
     interrupted = "interrupted; a job that was submitted goes on"
-    return exit_code(top.prog, lambda: arguments.command(arguments), interrupted)
+    return run_to_exit_code(top.prog, lambda: arguments.command(arguments), interrupted)
 
 
 if __name__ == "__main__":

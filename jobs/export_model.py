@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.common.cli import exit_code, print_outputs, program_name
+from jobs.common.cli import print_outputs, program_name, run_to_exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = write_published(arguments.source, arguments.folder, adapter=arguments.adapter)
         print_outputs(model=model)
 
-    return exit_code(parser.prog, export)
+    return run_to_exit_code(parser.prog, export)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from jobs.common.cli import exit_code, print_outputs, program_name, stop_flag
+from jobs.common.cli import install_stop_flag, print_outputs, program_name, run_to_exit_code
 from jobs.common.printable_log import to_printable
 from jobs.common.run_folder import sole_process
 from t2g.config import DataConfig
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="by default a free one")
     options = parser.parse_args(arguments)
     folder = options.out or options.data.with_suffix(".marks")
-    return exit_code(parser.prog, lambda: serve(options.data, folder, options.by, options.task, options.port))
+    return run_to_exit_code(parser.prog, lambda: serve(options.data, folder, options.by, options.task, options.port))
 
 
 def _name(text: str) -> str:
@@ -56,7 +56,7 @@ def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
     records = load_records(DataConfig(path=str(data)))
     samples = make_samples(records, get_task(task))
     with sole_process(folder / by), closing(Marks(folder, by, samples)) as marks, MarkServer(marks, port) as server:
-        stop = stop_flag()
+        stop = install_stop_flag()
         lacking = [sample.problem for sample in samples if sample.problem]
         if lacking:
             print(to_printable(f"{len(lacking)} of {len(samples)} records have nothing to mark; {lacking[0]}"))

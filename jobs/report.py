@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jobs.common.cli import exit_code, print_outputs, program_name
+from jobs.common.cli import print_outputs, program_name, run_to_exit_code
 from t2g.report.run_page import find_run, report_beside, report_run
 
 
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = report_run(folders[0]) if len(folders) == 1 else report_beside(folders)
         print_outputs(report=report)
 
-    return exit_code(parser.prog, write)
+    return run_to_exit_code(parser.prog, write)
 
 
 if __name__ == "__main__":

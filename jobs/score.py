@@ -33,13 +33,13 @@ def describe(config: ScoreJob) -> str:
 
 
 def run(config: ScoreJob, prompt: str, text: str) -> None:
-    from jobs.train_reward.reward_models import connected_model, with_trained_style
+    from jobs.train_reward.reward_models import serve_reward_model, with_trained_style
 
     config = with_trained_style(config)
     prompt_text = read_text("--prompt", prompt)
     item = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)
     response = read_text("--text", text)
-    with connected_model(config) as model:
+    with serve_reward_model(config) as model:
         feedback = asyncio.run(model.judge(item, response))
     show(feedback, response)
 

@@ -16,7 +16,7 @@ import sys
 import time
 from contextlib import ExitStack
 
-from jobs.common.cli import main, stop_flag
+from jobs.common.cli import install_stop_flag, main
 from t2g.config import ServeJob, loading
 from t2g.config.run_values import serving_values
 from t2g.errors import RunStopped, Stopped, UserError
@@ -35,24 +35,24 @@ def expand_command(template: str, *, url: str, model: str, tokenizer: str) -> li
 
 
 def run(config: ServeJob) -> int:
-    from actors.engines.server import POLL_S, ended, serving
+    from actors.engines.server import POLL_S, run_process, run_server
     from jobs.common.run_folder import sole_process
     from t2g.runs.progress import log_duration
 
-    stop = stop_flag(saves_work=False)
+    stop = install_stop_flag(saves_work=False)
     folder = config.run.folder
     template = config.serve.command
     with sole_process(folder), ExitStack() as started:
         loading.write(config, folder)
         log = folder / "server.log"
         with log_duration("starting the server"):
-            server, url = started.enter_context(serving(config, log, lambda: bool(stop)))
+            server, url = started.enter_context(run_server(config, log, lambda: bool(stop)))
         print(f"{config.serve.name} answers at {url}", flush=True)
         harness = None
         if template is not None:
             arguments = expand_command(template, url=url, model=config.serve.name, tokenizer=config.model.policy)
             try:
-                harness = started.enter_context(ended(arguments))
+                harness = started.enter_context(run_process(arguments))
             except OSError as error:
                 raise UserError(f"serve.command: {arguments[0]} cannot be started: {error.strerror}") from error
         while server.poll() is None and not stop:

@@ -41,7 +41,7 @@ class KeptPlacements:
         deadline = time.monotonic() + timeout_s
         while not is_intact(group):
             if time.monotonic() > deadline:
-                raise placement.describe_shortage({section: role}, [section], timeout_s=timeout_s)
+                raise placement.make_shortage_error({section: role}, [section], timeout_s=timeout_s)
             time.sleep(POLL_S)
         return group
 

@@ -293,13 +293,13 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
         return [group for _, group in groups]
 
     try:
-        raise describe_shortage(roles, waiting, timeout_s=timeout_s)
+        raise make_shortage_error(roles, waiting, timeout_s=timeout_s)
     finally:  # also where the cluster does not say what is free
         for _, group in groups:
             remove_placement_group(group)
 
 
-def describe_shortage(roles: Mapping[str, ProcessConfig], waiting: Sequence[str], *, timeout_s: float) -> UserError:
+def make_shortage_error(roles: Mapping[str, ProcessConfig], waiting: Sequence[str], *, timeout_s: float) -> UserError:
     """Return the error of placement groups that are not ready: what is free on each node, and what waits for what.
 
     Args:

@@ -35,7 +35,8 @@ from t2g.types import FinishReason
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # tokens of one step of a CPU engine
 PLUGIN = "t2g_store"  # the entry point of actors.vllm_compat.plugin
-SCHEDULERS = [f"actors.vllm_compat.scheduler.Joining{kind}Scheduler" for kind in ("", "Async")]
+JOINING_SCHEDULER = "actors.vllm_compat.scheduler.JoiningScheduler"
+JOINING_ASYNC_SCHEDULER = "actors.vllm_compat.scheduler.JoiningAsyncScheduler"
 CORE_POLL_S = 1.0
 OVERRIDES_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # a variable that overrides kv_cache_memory_bytes, in steps of 1 GiB
 LOG = "the worker's log in Ray's folder"
@@ -233,7 +234,8 @@ class Engine:
             if is_on:
                 raise UserError(f"engine_args asks for {name}, which join_outputs excludes; set join_outputs=false")
         scheduling = vllm_config.scheduler_config
-        scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]
+        is_async = scheduling.async_scheduling
+        scheduling.scheduler_cls = JOINING_ASYNC_SCHEDULER if is_async else JOINING_SCHEDULER
 
     def _check_adapters(self, vllm_config: Any) -> None:
         """Raise UserError for an architecture whose adapters vLLM cannot load."""

@@ -30,7 +30,7 @@ from t2g.text.policy_chat import load_policy_tokenizer
 
 MODULE = "vllm.entrypoints.openai.api_server"
 TEMPLATE_FILE = "chat_template.jinja"  # in the folder of the log
-ENDS_FOLDER = "generation"  # in the same folder
+GENERATION_FOLDER = "generation"  # in the same folder
 END_S = 20.0  # timeout from SIGTERM to the end of the process
 POLL_S = 0.2
 
@@ -59,7 +59,7 @@ def options(arguments: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def run_server(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Start the server, and end all its processes with the block.
 
     Args:
@@ -80,7 +80,7 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
     environment = {name: value for name, value in os.environ.items() if name != OVERRIDES_CACHE}
     environment |= engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
     environment |= listening_environment(os.environ)
-    with log.open("wb") as output, ended(command, environment, stdout=output, stderr=output) as process:
+    with log.open("wb") as output, run_process(command, environment, stdout=output, stderr=output) as process:
         _wait_for_server(process, url, job, log, stop)
         # vLLM binds the port long before it listens there, and until then another process can.
         if not is_listening(process.pid, port):
@@ -92,7 +92,7 @@ def _server_arguments(job: ServeJob, port: int, folder: Path) -> dict[str, Any]:
     """Return the arguments of the server by vLLM's names; the files that they name are written into `folder`."""
     engine = Engine(job.model.policy, job.engine, seed=job.run.seed, revision=job.model.revision, guided=True)
     own_arguments = {"host": job.serve.host, "port": port, "served_model_name": job.serve.name}
-    own_arguments["generation_config"] = str(write_ends(job.model, folder))
+    own_arguments["generation_config"] = str(write_generation_config(job.model, folder))
     if job.model.system_prompt or job.model.chat_template_kwargs:
         template = load_policy_tokenizer(job.model).chat_template
         template_file = folder / TEMPLATE_FILE
@@ -104,7 +104,7 @@ def _server_arguments(job: ServeJob, port: int, folder: Path) -> dict[str, Any]:
 def _wait_for_server(
     process: subprocess.Popen[bytes], url: str, job: ServeJob, log: Path, stop: Callable[[], bool]
 ) -> None:
-    """Return once the server answers; errors as `serving`."""
+    """Return once the server answers; errors as `run_server`."""
     timeout_s = job.engine.start_timeout_s
     deadline = time.monotonic() + timeout_s
     server = f"the server of {job.model.policy}"
@@ -119,10 +119,10 @@ def _wait_for_server(
         time.sleep(POLL_S)
 
 
-def write_ends(model: ModelConfig, folder: Path) -> Path:
+def write_generation_config(model: ModelConfig, folder: Path) -> Path:
     """Write a generation_config.json with the ends of a response, and nothing else; return its folder."""
     ends = find_end_ids(load_policy_tokenizer(model), model.policy, model.revision)
-    target = folder / ENDS_FOLDER
+    target = folder / GENERATION_FOLDER
     target.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"eos_token_id": ends})
     write_atomic(target / "generation_config.json", text.encode())
@@ -130,7 +130,7 @@ def write_ends(model: ModelConfig, folder: Path) -> Path:
 
 
 @contextmanager
-def ended(
+def run_process(
     command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command; end it with all its child processes when the block ends."""

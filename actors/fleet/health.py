@@ -51,31 +51,31 @@ def apply_event(health: Health, event: Event, *, now: float, config: HealthConfi
         return health
     match event:
         case "started" if health.state is State.STARTING:
-            return _into(health, State.STALE, now)
+            return _enter_state(health, State.STALE, now)
         case "weights_verified" if health.state in (State.STALE, State.SERVING):
-            return _forget_reason(replace(_into(health, State.SERVING, now), missed_syncs=0))
+            return _forget_reason(replace(_enter_state(health, State.SERVING, now), missed_syncs=0))
         case "sync_missed" if health.state in (State.STALE, State.SERVING):
-            stale = _into(health, State.STALE, now)
+            stale = _enter_state(health, State.STALE, now)
             stale = replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason)
-            return _bounded(stale, now, config)
+            return _apply_failure_limit(stale, now, config)
         case "sync_aborted" if health.state in (State.STALE, State.SERVING):
-            return replace(_into(health, State.STALE, now), reason=reason)
+            return replace(_enter_state(health, State.STALE, now), reason=reason)
         case "request_answered":
             return _forget_reason(replace(health, failed_requests=0, suspect=False, reachable=True))
         case "unreachable":  # many requests report it at once, perhaps for a moment: only health checks are counted
             return replace(health, reachable=False, suspect=True, reason=reason)
         case "request_failed":
             failed = replace(health, failed_requests=health.failed_requests + 1, suspect=True, reason=reason)
-            return _bounded(failed, now, config)
+            return _apply_failure_limit(failed, now, config)
         case "check_passed":
             return _forget_reason(replace(health, failed_checks=0, suspect=False, reachable=True))
         case "check_failed":
             failed = replace(health, failed_checks=health.failed_checks + 1, suspect=True, reason=reason)
-            return _bounded(failed, now, config)
+            return _apply_failure_limit(failed, now, config)
         case "dismissed" if health.state is State.SERVING:
-            return _into(health, State.DRAINING, now)
+            return _enter_state(health, State.DRAINING, now)
         case "dismissed" | "drained" | "died":
-            return replace(_into(health, State.DEAD, now), reason=reason or event)
+            return replace(_enter_state(health, State.DEAD, now), reason=reason or event)
     return health
 
 
@@ -100,7 +100,7 @@ def restarts_left(restart_times: Sequence[float], *, now: float, config: HealthC
     return max(0, config.max_restarts - num_recent)
 
 
-def _into(health: Health, state: State, now: float) -> Health:
+def _enter_state(health: Health, state: State, now: float) -> Health:
     if health.state is state:
         return health
     return replace(health, state=state, since=now)
@@ -114,9 +114,9 @@ def _forget_reason(health: Health) -> Health:
     return replace(health, reason="") if has_recovered else health
 
 
-def _bounded(health: Health, now: float, config: HealthConfig) -> Health:
+def _apply_failure_limit(health: Health, now: float, config: HealthConfig) -> Health:
     """Return DEAD once a count of successive failures reaches max_failures."""
     num_failures = max(health.failed_checks, health.failed_requests, health.missed_syncs)
     if num_failures < config.max_failures:
         return health
-    return _into(health, State.DEAD, now)
+    return _enter_state(health, State.DEAD, now)

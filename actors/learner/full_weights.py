@@ -40,7 +40,7 @@ def get_shapes(engine: Any, *, adapters: bool = False) -> Shapes:
 def _own_shapes(model: torch.nn.Module, *, adapters: bool) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight by the name that it has in the model without adapters."""
     shapes = {name: tuple(parameter.ds_shape) for name, parameter in model.named_parameters()}
-    sources = lora.sources(shapes, adapters=adapters)
+    sources = lora.map_weight_sources(shapes, adapters=adapters)
     own_shapes = {name: shapes[source] for name, (source, *_) in sources.items()}
     if not adapters:
         for name, buffer in get_sent_buffers(model).items():
@@ -59,7 +59,7 @@ def get_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if name not in module._non_persistent_buffers_set:
                 full_name = f"{prefix}.{name}" if prefix else name
                 buffers[full_name] = buffer
-    sources = lora.sources(buffers)
+    sources = lora.map_weight_sources(buffers)
     return {name: buffers[source] for name, (source, *_) in sources.items()}
 
 
@@ -99,16 +99,16 @@ class FullWeights:
 
     @torch.no_grad()
     def buckets(
-        self, bucket_bytes: int, dtype: Dtype, *, device: Any = "cpu", everywhere: bool = False
+        self, bucket_bytes: int, dtype: Dtype, *, device: Any = "cpu", on_all_ranks: bool = False
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield the buckets of `plan_buckets`: pairs of a name and a contiguous tensor of `dtype` on `device`.
 
-        Rank 0 yields them, or every rank with `everywhere`; other ranks yield empty lists. Under LoRA these are the
+        Rank 0 yields them, or every rank with `on_all_ranks`; other ranks yield empty lists. Under LoRA these are the
         merged weights. Names and layout are those of the model's files. A buffer keeps its own type.
         """
         model = self._engine.module
         named = dict(model.named_parameters())
-        sources = lora.sources(named, adapters=self._adapters)
+        sources = lora.map_weight_sources(named, adapters=self._adapters)
         shapes = _own_shapes(model, adapters=self._adapters)
         buffers = {name: buffer for name, buffer in get_sent_buffers(model).items() if name in shapes}
         target = torch.device(device)
@@ -116,7 +116,7 @@ class FullWeights:
             weights = [name for name in names if name not in buffers]
             needed = chain.from_iterable(sources[name] for name in weights)
             pieces = self.gather({source: named[source] for source in needed})
-            if not everywhere and self._engine.global_rank != 0:
+            if not on_all_ranks and self._engine.global_rank != 0:
                 yield []
                 continue
 

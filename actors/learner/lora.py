@@ -100,12 +100,12 @@ def adapters_off(model: torch.nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def sources(names: Iterable[str], *, adapters: bool = False) -> dict[str, tuple[str, ...]]:
+def map_weight_sources(names: Iterable[str], *, adapters: bool = False) -> dict[str, tuple[str, ...]]:
     """Map the checkpoint's name of each weight to the model's names: (own,), or (frozen weight, A, B) with an adapter.
 
     With `adapters`, only the weights of adapters, by `adapter_name`.
 
-    >>> sources(["q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight"])
+    >>> map_weight_sources(["q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight"])
     {'q.weight': ('q.base_layer.weight', 'q.lora_A.default.weight', 'q.lora_B.default.weight')}
     """
     mapping: dict[str, tuple[str, ...]] = {}
@@ -138,7 +138,7 @@ def merged_weight(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tens
 
 
 def checkpoint_weight(model: torch.nn.Module, name: str, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the checkpoint's tensor `name`; parts: the full tensors of `sources(...)[name]`."""
+    """Return the checkpoint's tensor `name`; parts: the full tensors of `map_weight_sources(...)[name]`."""
     weight, *factors = (part.detach() for part in parts)
     if not factors:
         return weight

@@ -414,7 +414,7 @@ class PolicyTrainer(ModelTrainer):
         sender = self._sender
         target: dict[str, Any] = {}
         if sender is not None:
-            target = {"device": self.engine.device, "everywhere": sender.everywhere}
+            target = {"device": self.engine.device, "on_all_ranks": sender.on_all_ranks}
             if rendezvous is not None and self.engine.global_rank == 0:
                 sender.join_group(rendezvous, self.engine.device)
 

@@ -372,7 +372,7 @@ def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
         if not adam.state[flat]:  # before the first step: without Adam's initial state a conversion fails
             moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
             adam.state[flat] = {"step": 0, **moments}
-    _type_steps(engine)
+    _convert_step_counts(engine)
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
 
@@ -419,7 +419,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool =
     if universal:
         _load_buffers(engine.module, folder / tag)
     _check_optimizer(engine, source / tag)
-    _type_steps(engine)
+    _convert_step_counts(engine)
 
 
 def _check_optimizer(engine: Engine, source: Path) -> None:
@@ -449,7 +449,7 @@ def _load_buffers(model: torch.nn.Module, checkpoint: Path) -> None:
             buffer.copy_(saved[name])
 
 
-def _type_steps(engine: Engine) -> None:
+def _convert_step_counts(engine: Engine) -> None:
     """Set the step count of each sub-group to the type of its optimizer; loaded counts may have another type."""
     adam = engine.optimizer.optimizer
     is_torch = isinstance(adam, torch.optim.AdamW)

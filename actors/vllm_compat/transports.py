@@ -91,7 +91,7 @@ def communicator(store: TCPStore, rank: int, size: int, device: torch.device) ->
 class NcclSender:
     """Broadcast from rank 0. A failure of an engine raises nothing here: the engine reports it itself."""
 
-    everywhere = False  # whether every rank needs the tensors of a bucket, or only rank 0
+    on_all_ranks = False  # whether every rank needs the tensors of a bucket, or only rank 0
     _group: Any = None
     _rendezvous: Rendezvous | None = None
 
@@ -127,7 +127,7 @@ class NcclSender:
         yield Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta=meta)
         if self._group is None or self._group.disabled:
             return
-        _finish(tensors)  # the broadcast has streams of its own
+        _synchronize(tensors)  # the broadcast has streams of its own
         try:
             with abort_when_stalled(self._group):
                 pairs = iter(zip(names, tensors, strict=True))
@@ -173,7 +173,7 @@ class IpcSender:
     The memories are allocated once and reused: memory that a removed engine has mapped could not be freed.
     """
 
-    everywhere = True
+    on_all_ranks = True
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -190,7 +190,7 @@ class IpcSender:
         shared = self._shared[slot]
         as_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         torch.cat(as_bytes, out=shared.memory[:num_bytes])
-        _finish([shared.memory])
+        _synchronize([shared.memory])
         handles = dict(self.gather((shared.gpu, shared.handle)))
         if self._rank == 0:
             gather_s = time.monotonic() - started
@@ -224,7 +224,7 @@ def format_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _finish(tensors: Sequence[torch.Tensor]) -> None:
+def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
     """Wait for this process's GPU: other streams and processes do not wait for it."""
     if tensors[0].is_cuda:
         torch.cuda.synchronize()

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from jobs.common.cli import print_outputs, stop_flag
+from jobs.common.cli import install_stop_flag, print_outputs
 from t2g.config import AnnotateJob
 
 READ_SAMPLES = "jobs.annotate.annotation_runs:read_samples"  # late: it imports numpy
@@ -21,7 +21,7 @@ def complete_annotation(config: AnnotateJob, samples: Any) -> Path:
 
             opened.enter_context(on_cluster(config))
             fleets = opened.enter_context(Fleets())
-        runs.annotate_samples(config, samples, fleets, stop_flag())
+        runs.annotate_samples(config, samples, fleets, install_stop_flag())
     folder = config.run.folder
     records = folder / runs.ANNOTATED_FILE
     print_outputs(records=records, training=folder / runs.TRAIN_FILE, held_out=folder / runs.HELDOUT_FILE)

@@ -17,7 +17,7 @@ from actors.learner.learner import LearnerGroup
 from jobs.benchmark_phases.bare import BareLearner, begin
 from jobs.benchmark_phases.phase_step import loop_job, random_sample, random_samples
 from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
-from jobs.common.fleets import loaded_learner
+from jobs.common.fleets import start_learner
 from jobs.train_policy.policy_training import learner_spec
 from t2g.config.describe import format_count
 from t2g.data.batching import make_train_batch
@@ -104,7 +104,7 @@ def make_group(
     threads = max(1, bench.config.learner.threads // ranks)
     job = loop_job(bench, {"learner.workers": ranks, "learner.threads": threads, **(changes or {})})
     spec = learner_spec(job)
-    return loaded_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s)
+    return start_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s)
 
 
 async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) -> Done:

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from actors.engines.server import ended
+from actors.engines.server import run_process
 from jobs.benchmark_phases.phase_step import loop_job
 from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, cpu_seconds, cpu_since
 from t2g.config import loading, with_overrides
@@ -59,7 +59,7 @@ async def run_timed(command: list[str]) -> Done:
     """Return `time_lines` of a command, which ends when this call is cancelled."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     started = time.monotonic()
-    with ended(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with run_process(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         return await asyncio.to_thread(time_lines, process, started)
 
 

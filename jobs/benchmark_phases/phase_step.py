@@ -19,7 +19,7 @@ from actors.weights.sync import FleetWeightSync
 from jobs.benchmark_phases.bare import BareEngine, BareLearner, begin
 from jobs.benchmark_phases.bare_trl import Grpo
 from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
-from jobs.common.fleets import Fleets, loaded_learner
+from jobs.common.fleets import Fleets, start_learner
 from jobs.train_policy.policy_training import learner_spec
 from t2g.concurrency import cancel_all, run_with_background
 from t2g.config import BenchmarkJob, PolicyJob, with_overrides
@@ -61,7 +61,7 @@ async def measure(bench: Bench) -> list[Record]:
     if bench.config.cluster.gpu_sharing == "none":
         candidates = {name: make() for name, make in makers.items()}
         libraries = await select_working(candidates, bench.config.deadline_s)
-        async with running_loop(bench, loop_job(bench)) as step:
+        async with start_loop(bench, loop_job(bench)) as step:
             sides = {BARE: bare_step(bench), **libraries, OURS: step}
             record = await bench.measure(Comparison(name="step", unit=UNIT, sides=sides))
     else:
@@ -86,7 +86,7 @@ async def measure_variants(bench: Bench) -> Record:
     """Return the variants of our side, each measured alone."""
     sides: Record = {}
     for name, changes in variants(bench.config).items():
-        async with running_loop(bench, loop_job(bench, changes)) as step:
+        async with start_loop(bench, loop_job(bench, changes)) as step:
             record = await bench.measure(Comparison(name="step", unit=UNIT, sides={name: step}))
             sides |= record["sides"]
     return sides
@@ -106,7 +106,7 @@ async def measure_alone(bench: Bench, makers: Mapping[str, Callable[[], Side]]) 
             measured |= record["sides"]
         del sides
         gc.collect()  # ends the actors of the side
-    async with running_loop(bench, loop_job(bench)) as step:
+    async with start_loop(bench, loop_job(bench)) as step:
         record = await bench.measure(Comparison(name="step", unit=UNIT, sides={OURS: step}))
     return {**record, "sides": measured | record["sides"]}
 
@@ -274,7 +274,7 @@ def make_trainer(
 
 
 @asynccontextmanager
-async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
+async def start_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
     """Yield the side that is one step of the trainer on real parts; the trainer waits at the end of each step."""
     may_go_on = asyncio.Semaphore(0)
     has_ended = asyncio.Semaphore(0)
@@ -305,7 +305,7 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
     log = RunLog(job.run.folder, job.log)
     with Fleets() as fleets:
         fleet = fleets.rollouts(job.model, rollout, job)
-        with loaded_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
+        with start_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
             trainer = make_trainer(bench, job, fleet, learner, log, wait_for_turn)
             trainer.on_step = lambda _, metrics: last_metrics.update(metrics)
             log.truncate(0)

@@ -16,7 +16,7 @@ from actors.weights.buckets import num_bytes
 from actors.weights.sync import FleetWeightSync
 from jobs.benchmark_phases.phase_step import loop_job
 from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
-from jobs.common.fleets import Fleets, loaded_learner
+from jobs.common.fleets import Fleets, start_learner
 from t2g.concurrency import run_with_background
 from t2g.config import with_overrides
 from t2g.config.describe import format_count
@@ -32,7 +32,7 @@ async def measure(bench: Bench) -> list[Record]:
     spec = LearnerSpec(model=job.model, learner=job.learner, loss="none", num_updates=0, seed=job.run.seed)
     with Fleets() as fleets:
         fleet = fleets.rollouts(job.model, job.rollout, job)
-        with loaded_learner(spec, fleet, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
+        with start_learner(spec, fleet, placement_timeout_s=job.cluster.placement_timeout_s) as learner:
             return await run_with_background(measure_all(bench, learner, fleet), fleet.supervise())
 
 

@@ -87,7 +87,7 @@ def main(
         result = run_checked(checked, partial(run, **arguments))
         return result if isinstance(result, int) else 0
 
-    return exit_code(parser.prog, execute)
+    return run_to_exit_code(parser.prog, execute)
 
 
 def _parse(parser: argparse.ArgumentParser, schema: type[AnyJob], argv: Sequence[str]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def run_checked(checked: CheckedJob, run: Callable[..., Result]) -> Result:
         opened.enter_context(config_errors(config))
         if config.run.mirror_url:
             mirroring = import_module("jobs.common.mirroring")  # heavy
-            opened.enter_context(mirroring.mirrored(config))
+            opened.enter_context(mirroring.mirror_run_folder(config))
         return run(config, *checked.inputs)
 
 
@@ -153,7 +153,7 @@ def config_errors(config: AnyJob) -> Iterator[None]:
         raise UserError("\n".join(format_errors(type(config), error))) from error
 
 
-def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:
+def run_to_exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Return the exit code of `run`, whose errors are printed after the name of the program.
 
     Args:
@@ -229,7 +229,7 @@ class StopFlag:
             os.write(STDERR, f"{answer}\n".encode())
 
 
-def stop_flag(*, saves_work: bool = True) -> StopFlag:
+def install_stop_flag(*, saves_work: bool = True) -> StopFlag:
     """Install the signal handlers and return their flag. Call it after `ray.init`, which sets its own handler.
 
     Only the main thread can have handlers. In another one, return the flag that the caller of the job sets.

@@ -134,7 +134,7 @@ def wait_for_engines(*fleets: Fleet | None, should_stop: Callable[[], bool] = la
 
 
 @contextmanager
-def loaded_learner(
+def start_learner(
     spec: LearnerSpec,
     *fleets: Fleet | None,
     placement_timeout_s: float,

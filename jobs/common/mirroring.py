@@ -19,7 +19,7 @@ POLL_S = 2.0  # how often the thread looks for a new checkpoint
 
 
 @contextmanager
-def mirrored(config: AnyJob) -> Iterator[None]:
+def mirror_run_folder(config: AnyJob) -> Iterator[None]:
     """Restore an empty run folder from `run.mirror`, and copy the folder there while the block runs.
 
     Args:
@@ -32,12 +32,14 @@ def mirrored(config: AnyJob) -> Iterator[None]:
     with sole_process(folder):
         mirror = Mirror(folder, str(config.run.mirror_url))
         mirror.open(may_continue=config.run.resume != "never")
-        with copying(mirror):
+        with copy_periodically(mirror):
             yield
 
 
 @contextmanager
-def copying(mirror: Mirror, *, interval_s: float = INTERVAL_S, final_s: float = MIRROR_END_S) -> Iterator[None]:
+def copy_periodically(
+    mirror: Mirror, *, interval_s: float = INTERVAL_S, final_s: float = MIRROR_END_S
+) -> Iterator[None]:
     """Copy the run folder in a thread while the block runs, and once more at its end.
 
     A copy that fails causes a warning; the next one tries again. At most `final_s` is spent at the end.

@@ -15,7 +15,7 @@ import sys
 from textwrap import indent
 from typing import Any
 
-from jobs.common.cli import main, stop_flag
+from jobs.common.cli import install_stop_flag, main
 from jobs.common.run_folder import begin_folder, sole_process
 from jobs.compare.comparison_plan import plan_runs
 from t2g.config import CompareJob, DemoJob, PolicyJob
@@ -79,7 +79,7 @@ def run(job: CompareJob, data: Any) -> None:
     from jobs.compare.comparison_report import finish
     from jobs.compare.comparison_rewards import make_comparison_artifacts
     from jobs.compare.comparison_runs import run_all
-    from jobs.train_policy.prepared import prepared_job
+    from jobs.train_policy.prepared import prepare_job
 
     plan = ComparisonPlan(job)
     check(plan)
@@ -91,8 +91,8 @@ def run(job: CompareJob, data: Any) -> None:
     methods = [plan.make_job(name, 0) for name in plan.methods]
     with sole_process(job.run.folder):
         begin_folder(job)
-        with prepared_job(job, data, methods=methods, make_artifacts=make_artifacts) as checked:
-            search = run_all(plan, checked, stop_flag())
+        with prepare_job(job, data, methods=methods, make_artifacts=make_artifacts) as checked:
+            search = run_all(plan, checked, install_stop_flag())
         finish(plan, search, rewards)
 
 

@@ -18,7 +18,7 @@ from jobs.compare.comparison_report import TARGETING_FILE, load_run
 from jobs.compare.reference_responses import ReferenceResponses
 from jobs.train_policy.baseline_runs import run_baseline
 from jobs.train_policy.policy_data import PolicyData, read_data
-from jobs.train_policy.policy_results import finished
+from jobs.train_policy.policy_results import load_finished_summary
 from jobs.train_policy.policy_training import OnFinished, PolicyTraining
 from t2g.config import CompareJob, PolicyJob
 from t2g.data.load import load_records
@@ -65,7 +65,7 @@ class Session:
         if self.results.find(method_job, **identity_extras):
             print(f"{name}, seed {method_job.run.seed}: in {self.plan.job.compare.results}, and not made again")
             return
-        summary = finished(method_job, **identity_extras)
+        summary = load_finished_summary(method_job, **identity_extras)
         if summary is None:
             if self.stop:
                 raise Stopped

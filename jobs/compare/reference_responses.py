@@ -13,7 +13,7 @@ from actors.learner.learner import LearnerGroup
 from jobs.artifacts.demo_artifacts import (
     load_or_run,
 )
-from jobs.common.fleets import Fleets, loaded_learner, wait_for_engines
+from jobs.common.fleets import Fleets, start_learner, wait_for_engines
 from jobs.compare.comparison_report import TARGETING_FILE
 from jobs.train_policy.policy_data import PolicyData
 from jobs.train_policy.policy_training import learner_spec, make_rollout_source
@@ -88,7 +88,7 @@ class ReferenceResponses:
         exported = with_overrides(method_job, changes)
         placement_timeout_s = method_job.cluster.placement_timeout_s
         spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
-        with loaded_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
+        with start_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
             measured = self._compute_logprobs(learner, has_reference=False)
         with Fleets() as fleets:
             rollouts = fleets.rollouts(exported.model, exported.rollout, exported)

@@ -12,7 +12,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from jobs.common.cli import main, print_outputs, stop_flag
+from jobs.common.cli import install_stop_flag, main, print_outputs
 from jobs.demo.demo_methods import METHODS_FOLDER, method_job
 from t2g.config import DemoJob, Placement, PolicyJob
 from t2g.errors import UserError
@@ -95,7 +95,7 @@ def run(demo: DemoJob) -> None:
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.run_folder import sole_process
     from jobs.train_policy.policy_data import read_data
-    from jobs.train_policy.policy_results import finished, report_steps_done
+    from jobs.train_policy.policy_results import load_finished_summary, report_steps_done
     from jobs.train_policy.policy_training import PolicyTraining
     from t2g.runs.progress import format_duration, log_duration
 
@@ -112,11 +112,11 @@ def run(demo: DemoJob) -> None:
             artifacts = make_demo_artifacts(demo, artifact_fleets)
 
         data = read_data(jobs[demo.methods[0]])  # the same for all
-        stop = stop_flag()
+        stop = install_stop_flag()
         methods: dict[str, dict[str, Any]] = {}
         for method, job in jobs.items():
             with log_duration(f"phase {method}", PURPOSES[method]):
-                summary = finished(job)
+                summary = load_finished_summary(job)
                 if not summary:
                     rollouts, feedback = fleets.for_policy(job, data.task)
                     training = PolicyTraining(config=job, data=data, rollouts=rollouts, feedback=feedback, stop=stop)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-from jobs.common.cli import print_outputs, stop_flag
+from jobs.common.cli import install_stop_flag, print_outputs
 from jobs.train_policy.policy_job import READ_DATA
 from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob
 
@@ -12,7 +12,7 @@ from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob, PolicyJob
 def measure_reward_model(config: EvaluateJob, records: Any) -> dict[str, Any]:
     """Compare the spans of a reward model with those of held-out records."""
     from jobs.common.run_folder import begin_folder
-    from jobs.train_reward.reward_models import connected_model, evaluate_reward, with_trained_style
+    from jobs.train_reward.reward_models import evaluate_reward, serve_reward_model, with_trained_style
     from t2g.config.jobs import EVALUATION_FILE
     from t2g.report.reward_page import HTML_FILE
     from t2g.text.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ def measure_reward_model(config: EvaluateJob, records: Any) -> dict[str, Any]:
     feedback = resolved.feedback
     tokenizer = load_tokenizer(str(feedback.reward_model), feedback.reward_revision)  # its own
     folder = begin_folder(config)
-    with connected_model(resolved) as model:
+    with serve_reward_model(resolved) as model:
         metrics = evaluate_reward(resolved, records, model, tokenizer, folder)
     figures = [f"{name} {value:.4g}" for name, value in metrics.items()]
     print(" ".join(figures))
@@ -33,13 +33,13 @@ def measure_teacher(config: PolicyJob, data: Any) -> dict[str, Any]:
     """Measure whether a critique in the prompt helps the policy, for objective.teacher."""
     from jobs.common.fleets import Fleets
     from jobs.common.run_folder import begin_folder, sole_process
-    from jobs.train_policy.prepared import prepared_job
+    from jobs.train_policy.prepared import prepare_job
     from jobs.train_policy.teacher_evaluation import TEACHER_FILE, evaluate_teacher, format_result
     from t2g.files import write_json
 
     with sole_process(config.run.folder):
         folder = begin_folder(config)
-        with prepared_job(config, data) as checked, Fleets() as fleets:
+        with prepare_job(config, data) as checked, Fleets() as fleets:
             rollouts, source = fleets.for_policy(config, checked.task)
             result = evaluate_teacher(config, checked, rollouts, source)
         write_json(folder / TEACHER_FILE, result)
@@ -71,7 +71,7 @@ def measure_policies(config: PolicyEvaluationJob, questions: Any) -> dict[str, A
         lacks_responses = any(map(evaluation.is_incomplete, config.policies))
         needs_engines = lacks_responses or (has_judge and evaluation.lacks_feedback())
         with on_cluster(config) if needs_engines else nullcontext():
-            result = evaluation.run(serve, stop_flag(), serve_feedback)
+            result = evaluation.run(serve, install_stop_flag(), serve_feedback)
     folder = config.run.folder
     print((folder / "evaluation.md").read_text())
     print_outputs(report=folder / "evaluation.html", numbers=folder / "evaluation.json")

@@ -5,7 +5,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from jobs.common.cli import print_outputs, stop_flag
+from jobs.common.cli import install_stop_flag, print_outputs
 from t2g.config import PolicyJob
 from t2g.errors import RunStopped
 
@@ -66,9 +66,9 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
     """Connect, start the fleets, train. data: PolicyData, None if artifacts are made first."""
     from jobs.common.fleets import Fleets
     from jobs.common.run_folder import sole_process
-    from jobs.train_policy.policy_results import finished, limit_smoke, report_steps_done
+    from jobs.train_policy.policy_results import limit_smoke, load_finished_summary, report_steps_done
     from jobs.train_policy.policy_training import PolicyTraining
-    from jobs.train_policy.prepared import prepared_job
+    from jobs.train_policy.prepared import prepare_job
     from t2g.runs.control import publish_phases
 
     config = limit_smoke(job)
@@ -76,16 +76,16 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
     policy_run = PolicyRun(folder=folder)
     if report_steps_done(config):
         return policy_run
-    summary = finished(config)
+    summary = load_finished_summary(config)
     teacher: list[str] = []
     if summary is None:
         with (
             sole_process(folder),
             publish_phases(folder, config.num_steps) as publish_phase,
-            prepared_job(config, data) as checked,
+            prepare_job(config, data) as checked,
         ):
             publish_phase("loading")
-            stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
+            stop = install_stop_flag()  # before the engines start: a signal during their start ends the run as well
             with Fleets() as fleets:
                 rollouts, feedback = fleets.for_policy(config, checked.task)
                 teacher = try_teacher(config, checked, rollouts, feedback)

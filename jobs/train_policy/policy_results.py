@@ -71,7 +71,7 @@ def find_steps_done(*configs: PolicyJob, should_save: bool = True) -> list[tuple
     return steps
 
 
-def finished(config: PolicyJob, **identity_extras: Any) -> dict[str, Any] | None:
+def load_finished_summary(config: PolicyJob, **identity_extras: Any) -> dict[str, Any] | None:
     """Return the summary of a run that already has all its steps; None for others and for a smoke run.
 
     See `run_folder.check_folder` for `identity_extras` and errors.

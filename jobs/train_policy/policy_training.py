@@ -23,7 +23,7 @@ from actors.weights.gpu_time_sharing import FleetGpuTimeSharing
 from actors.weights.probe import PROBE_TOKENS
 from actors.weights.sync import FleetWeightSync
 from jobs.common.cli import StopFlag
-from jobs.common.fleets import loaded_learner, wait_for_engines
+from jobs.common.fleets import start_learner, wait_for_engines
 from jobs.common.run_folder import begin_folder, make_trackers, sole_process
 from jobs.train_policy.policy_data import PolicyData
 from jobs.train_policy.policy_results import open_checkpoints, write_summary
@@ -114,7 +114,7 @@ class PolicyTraining:
         log = RunLog(folder, config.log, [RayMetrics(config.run.name), trackers])
         with closing(journaled), loading as learner, ExitStack() as opened:
             sync = make_weight_sync(config, self.data, learner, rollouts)
-            opened.enter_context(joining_engines_served(rollouts, sync))
+            opened.enter_context(attach_catch_up(rollouts, sync))
             if gpu_sharing is not None:
                 gpu_sharing.attach_learner(learner, sync.sending)
             progress = StepProgress(config, steering)
@@ -167,7 +167,7 @@ class PolicyTraining:
         spec = learner_spec(self.config)
         timeout_s = placement_timeout(self.config, is_replaced=is_replaced)
         fleets = (self.feedback.fleet, self.rollouts)
-        return loaded_learner(
+        return start_learner(
             spec, *fleets, placement_timeout_s=timeout_s, placements=placements, should_stop=self._should_stop
         )
 
@@ -235,7 +235,7 @@ class StepProgress:
 
 
 @contextmanager
-def joining_engines_served(rollouts: RolloutFleet, sync: FleetWeightSync) -> Iterator[None]:
+def attach_catch_up(rollouts: RolloutFleet, sync: FleetWeightSync) -> Iterator[None]:
     """Give engines that start within the block the weights of the learner, whose ranks end with it."""
     rollouts.catch_up = sync.catch_up
     try:

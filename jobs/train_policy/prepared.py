@@ -19,7 +19,7 @@ def make_artifacts(config: PolicyJob, demo: DemoJob) -> None:
 
 
 @contextmanager
-def prepared_job(
+def prepare_job(
     config: PolicyJob,
     data: PolicyData | None,
     *,

@@ -10,7 +10,7 @@ Leaves `<run folder>/model` with span_reward.json in it, metrics.jsonl and rewar
 import sys
 from typing import Any
 
-from jobs.common.cli import main, print_outputs, stop_flag
+from jobs.common.cli import install_stop_flag, main, print_outputs
 from t2g.config import RewardJob
 
 
@@ -22,7 +22,7 @@ def run(config: RewardJob, data: Any) -> None:
 
     check_folder(config)
     with on_cluster(config), Fleets() as fleets:
-        metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer, stop=stop_flag())
+        metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer, stop=install_stop_flag())
     figures = [f"{name} {value:.3f}" for name, value in metrics.items()]
     print(" ".join(figures))
     print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / REWARD_FILE)

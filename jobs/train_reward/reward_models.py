@@ -166,7 +166,7 @@ def read_heldout(config: EvaluateJob) -> list[AnnotatedRecord]:
 
 
 @contextmanager
-def connected_model(config: ScoreJob) -> Iterator[ServedModel]:
+def serve_reward_model(config: ScoreJob) -> Iterator[ServedModel]:
     """Serve the reward model of `config` on its cluster; both end with the block."""
     task = get_task(config.task)
     with on_cluster(config), Fleets() as fleets:

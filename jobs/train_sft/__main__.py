@@ -10,7 +10,7 @@ the folder `smoke` and says how long all of them will take.
 import sys
 from typing import Any
 
-from jobs.common.cli import main, print_outputs, stop_flag
+from jobs.common.cli import install_stop_flag, main, print_outputs
 from t2g.config import SFTJob
 
 
@@ -22,7 +22,7 @@ def run(config: SFTJob, examples: Any) -> None:
 
     check_folder(config)
     with on_cluster(config):
-        supervise(config, examples, title="supervised fine-tuning", stop=stop_flag())
+        supervise(config, examples, title="supervised fine-tuning", stop=install_stop_flag())
     print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / METRICS_FILE)
 
 

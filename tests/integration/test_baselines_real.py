@@ -8,7 +8,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.train_policy.baseline_runs import run_baseline
 from jobs.train_policy.policy_data import read_data
-from jobs.train_policy.policy_results import finished
+from jobs.train_policy.policy_results import load_finished_summary
 from t2g.config import PolicyJob, WorldConfig
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.tasks.tiny.assets import build_model, build_tokenizers
@@ -62,4 +62,4 @@ def test_a_baseline_runs_and_is_kept(job: PolicyJob, fleets: Fleets, method: str
     assert summary["base"]["score"] == first["eval/score"]
     assert summary["policy"]["score"] == last["eval/score"]
     assert (folder / "policy" / "model.safetensors").exists() == (method != "reflection")
-    assert finished(method_job, procedure=method, reviser=None) == summary
+    assert load_finished_summary(method_job, procedure=method, reviser=None) == summary

@@ -14,7 +14,7 @@ import pytest
 from models import random_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from actors.engines.engine import SCHEDULERS, Engine, engine_environment
+from actors.engines.engine import JOINING_ASYNC_SCHEDULER, JOINING_SCHEDULER, Engine, engine_environment
 from t2g.config import EngineConfig, LoRAConfig
 from t2g.config.feedback import RESERVED_ARGUMENTS
 from t2g.errors import UserError
@@ -130,7 +130,7 @@ def test_outputs_that_are_not_joined_are_refused_unless_joining_is_off(
 def test_joining_sets_one_of_our_schedulers(tmp_path: Path) -> None:
     resolved = vllm_config(folder := random_model(tmp_path), EngineConfig(max_model_len=64))
     Engine(str(folder), EngineConfig(), seed=1)._join_outputs(resolved)
-    assert resolved.scheduler_config.scheduler_cls in SCHEDULERS
+    assert resolved.scheduler_config.scheduler_cls in (JOINING_SCHEDULER, JOINING_ASYNC_SCHEDULER)
 
 
 def test_every_argument_that_is_refused_is_one_of_vllms() -> None:

@@ -15,7 +15,7 @@ from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet
 from actors.learner.learner import LearnerGroup
 from actors.learner.spec import LearnerSpec
-from jobs.common.fleets import loaded_learner
+from jobs.common.fleets import start_learner
 from t2g.config import EngineConfig, HealthConfig, LearnerConfig, ModelConfig, WorkersConfig
 from t2g.errors import LearnerLost, SamplingFailed, UserError
 
@@ -131,7 +131,7 @@ def test_of_engines_and_ranks_that_load_side_by_side_the_first_error_ends_all(
     spec = LearnerSpec(model=ModelConfig(policy=model), learner=learner, num_updates=1, seed=1, loss="supervised")
     before = free_cpus()
     fleet = begin(actor=engine)
-    with pytest.raises(UserError, match=error), loaded_learner(spec, fleet, placement_timeout_s=PATIENCE_S):
+    with pytest.raises(UserError, match=error), start_learner(spec, fleet, placement_timeout_s=PATIENCE_S):
         raise AssertionError("nothing may start")
     fleet.close()
     deadline = time.monotonic() + PATIENCE_S

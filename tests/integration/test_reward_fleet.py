@@ -16,7 +16,7 @@ from models import random_model
 import jobs.train_reward.reward_models
 from actors.engines.reward import RewardFleet
 from jobs.common.run_folder import begin_folder
-from jobs.train_reward.reward_models import connected_model, evaluate_reward, usable_records, with_trained_style
+from jobs.train_reward.reward_models import evaluate_reward, serve_reward_model, usable_records, with_trained_style
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
@@ -67,7 +67,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluateJob:
 def fleet(job: EvaluateJob, cluster: None) -> Iterator[RewardFleet]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.train_reward.reward_models, "on_cluster", lambda *requests: nullcontext())  # it is connected
-        with connected_model(job) as fleet:
+        with serve_reward_model(job) as fleet:
             yield fleet
 
 

@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from actors.engines.engine import SCHEDULERS
+from actors.engines.engine import JOINING_ASYNC_SCHEDULER, JOINING_SCHEDULER
 from actors.vllm_compat.scheduler import (
     MAX_KEPT_STEPS,
     JoiningAsyncScheduler,
@@ -202,7 +202,7 @@ def test_they_are_vllms_schedulers() -> None:
     assert issubclass(JoiningScheduler, Scheduler) and issubclass(JoiningAsyncScheduler, AsyncScheduler)
     assert JoiningAsyncScheduler.update_from_output is JoiningMixin.update_from_output
     classes = [JoiningScheduler, JoiningAsyncScheduler]
-    assert [f"{kind.__module__}.{kind.__name__}" for kind in classes] == [*SCHEDULERS]
+    assert [f"{kind.__module__}.{kind.__name__}" for kind in classes] == [JOINING_SCHEDULER, JOINING_ASYNC_SCHEDULER]
 
 
 def test_every_finish_reason_of_vllm_is_classified() -> None:

@@ -209,7 +209,7 @@ def test_the_step_is_compared_with_the_bare_libraries_and_trl_by_alternating_run
         async def __aexit__(self, *error: object) -> None:
             ran.append("closed")
 
-    monkeypatch.setattr(phase_step, "running_loop", Ours)
+    monkeypatch.setattr(phase_step, "start_loop", Ours)
     monkeypatch.setattr(phase_step, "find_spec", lambda name: name if with_trl else None)
     monkeypatch.setattr(phase_step, "bare_step", lambda bench: side(phase_step.BARE))
     monkeypatch.setattr(phase_step, "trl", lambda bench, vllm: side("vllm" if vllm else "generate"))
@@ -268,12 +268,12 @@ def test_on_one_gpu_the_sides_of_a_step_have_it_one_after_the_other(
         return turn
 
     @asynccontextmanager
-    async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
+    async def start_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
         assert (job.cluster.gpu_sharing, job.learner.sync_transport) == ("split", "ipc")
         assert alive == [], "engine and rank need the whole GPU"
         yield make_side("t2g")
 
-    monkeypatch.setattr(phase_step, "running_loop", running_loop)
+    monkeypatch.setattr(phase_step, "start_loop", start_loop)
     monkeypatch.setattr(phase_step, "find_spec", lambda name: name)
     monkeypatch.setattr(phase_step, "bare_step", lambda bench: make_side("bare"))
     monkeypatch.setattr(phase_step, "trl", lambda bench, vllm: make_side("vllm" if vllm else "generate"))
@@ -310,7 +310,7 @@ def test_a_step_with_each_use_of_a_teacher_takes_turns_with_one_without(
 
         yield turn
 
-    monkeypatch.setattr(phase_teacher, "running_loop", loop)
+    monkeypatch.setattr(phase_teacher, "start_loop", loop)
     bench = Bench(job(tmp_path))
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
     records = asyncio.run(phase_teacher.measure(bench))

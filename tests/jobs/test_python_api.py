@@ -21,7 +21,7 @@ from jobs.annotate.annotation_job import READ_SAMPLES, complete_annotation
 from jobs.api import PolicyRun, annotate, evaluate, job_start, train
 from jobs.api.job_start import start
 from jobs.common import cli
-from jobs.common.cli import StopFlag, stop_flag
+from jobs.common.cli import StopFlag, install_stop_flag
 from jobs.common.run_folder import begin_folder
 from t2g.config import AnnotateJob, ModelConfig, PolicyJob, loading
 from t2g.config.python_functions import forget_functions, import_object
@@ -275,7 +275,7 @@ def test_a_signal_ends_the_run_at_its_next_checkpoint(
     flags: list[StopFlag] = []
 
     def job(job: AnnotateJob, read: Any) -> None:
-        stop = stop_flag()
+        stop = install_stop_flag()
         deadline = time.monotonic() + 30
         flags.append(stop)
         threading.Timer(0.2, os.kill, (os.getpid(), number)).start()

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trainer_bench import Bench, job
 
 from jobs.common import mirroring
-from jobs.common.mirroring import copying
+from jobs.common.mirroring import copy_periodically
 from t2g.config import with_overrides
 from t2g.errors import UserError
 from t2g.runs.checkpoint import CheckpointStore
@@ -348,7 +348,7 @@ def test_a_slow_mirror_delays_no_step(tmp_path: Path, memory_url: str, caplog: p
     filesystem = BlockedFilesystem()
     mirror = Mirror(folder, memory_url, filesystem=filesystem)
     mirror.open()
-    with copying(mirror, interval_s=0.01, final_s=0.1):
+    with copy_periodically(mirror, interval_s=0.01, final_s=0.1):
         assert filesystem.entered.wait(DEADLINE_S)
         for step in (4, 6, 8):
             go_on(folder, store, step)
@@ -362,7 +362,7 @@ def test_a_new_checkpoint_is_copied_at_once(tmp_path: Path, memory_url: str, mon
     store = make_run(folder)
     mirror = Mirror(folder, memory_url)
     mirror.open()
-    with copying(mirror, interval_s=DEADLINE_S):
+    with copy_periodically(mirror, interval_s=DEADLINE_S):
         go_on(folder, store, 4)
         deadline = time.monotonic() + DEADLINE_S / 2
         while "checkpoints/step-00000004/weights" not in read_manifest(mirror).files:
@@ -384,7 +384,7 @@ def test_a_mirror_that_fails_costs_one_warning_without_credentials(
         calls.release()
         raise PermissionError(f"403 for key {SECRET}")
 
-    with caplog.at_level(logging.WARNING), copying(mirror, interval_s=0.01), monkeypatch.context() as patch:
+    with caplog.at_level(logging.WARNING), copy_periodically(mirror, interval_s=0.01), monkeypatch.context() as patch:
         patch.setattr(mirror._filesystem, "open", refuse)
         for _ in range(4):
             assert calls.acquire(timeout=DEADLINE_S)

@@ -56,9 +56,9 @@ def rank_main(rank: int, folder: str, whole: dict[str, torch.Tensor]) -> None:
     weights = FullWeights(FakeEngine(whole, rank, 2))
     all_buckets = []
     addresses = []
-    for dtype, everywhere in (("float32", False), ("float32", True), ("bfloat16", False)):
+    for dtype, on_all_ranks in (("float32", False), ("float32", True), ("bfloat16", False)):
         buckets = list[list[tuple[str, torch.Tensor]]]()
-        for bucket in weights.buckets(40, dtype, everywhere=everywhere):
+        for bucket in weights.buckets(40, dtype, on_all_ranks=on_all_ranks):
             buckets.append([(name, tensor.clone()) for name, tensor in bucket])
             addresses += [tensor.data_ptr() for name, tensor in bucket if dtype == "float32" and name == "embed.weight"]
         all_buckets.append(buckets)
@@ -79,7 +79,7 @@ def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(rank_main, (str(tmp_path), whole), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     names = [["embed.weight"], ["layers.0.a", "layers.0.b", "norm.weight"]]
-    for (rank0, rank1), everywhere, dtype in zip(
+    for (rank0, rank1), on_all_ranks, dtype in zip(
         zip(first["buckets"], second["buckets"], strict=True),
         (False, True, False),
         (torch.float32, torch.float32, torch.bfloat16),
@@ -89,7 +89,7 @@ def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
         for name, tensor in chain.from_iterable(rank0):
             assert tensor.dtype == dtype, name
             assert torch.equal(tensor, whole[name].to(dtype)), name
-        assert names_of(rank1) == (names if everywhere else [[], []])
+        assert names_of(rank1) == (names if on_all_ranks else [[], []])
         for name, tensor in chain.from_iterable(rank1):
             assert torch.equal(tensor, whole[name].to(dtype)), name
     assert len(set(first["addresses"])) == 1, "memory is kept from call to call"

@@ -62,7 +62,7 @@ def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tm
     assert torch.equal(logits(model), trained)
     assert all(p.requires_grad == (lora.adapter_name(name) is not None) for name, p in named.items())
 
-    sources = lora.sources(named)
+    sources = lora.map_weight_sources(named)
     assert sources.keys() == dict(base.named_parameters()).keys()
     merged = {}
     for name, parameters in sources.items():
@@ -134,7 +134,7 @@ def test_a_bfloat16_merge_rounds_once() -> None:
 
 def test_a_bias_under_an_adapter_keeps_its_name() -> None:
     factors = ("q.lora_A.default.weight", "q.lora_B.default.weight")
-    assert lora.sources(["head.weight", "q.base_layer.weight", "q.base_layer.bias", *factors]) == {
+    assert lora.map_weight_sources(["head.weight", "q.base_layer.weight", "q.base_layer.bias", *factors]) == {
         "head.weight": ("head.weight",),
         "q.weight": ("q.base_layer.weight", *factors),
         "q.bias": ("q.base_layer.bias",),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.common.cli import main, print_outputs, program_name, stop_flag
+from jobs.common.cli import install_stop_flag, main, print_outputs, program_name
 from jobs.common.run_folder import sole_process
 from t2g.config import DemoJob, EvaluateJob, PolicyJob, RunConfig
 from t2g.config.loading import load
@@ -304,8 +304,8 @@ def child(code: str) -> subprocess.Popen[str]:
 
 LOOP = """
 import signal, time
-from jobs.common.cli import stop_flag
-stop = stop_flag()
+from jobs.common.cli import install_stop_flag
+stop = install_stop_flag()
 assert not stop
 print("ready", flush=True)
 deadline = time.monotonic() + 30
@@ -316,7 +316,7 @@ print(stop.signal_name, flush=True)
 
 @pytest.mark.parametrize(("name", "saves_work"), [("SIGTERM", True), ("SIGINT", True), ("SIGINT", False)])
 def test_a_signal_only_sets_the_flag(name: str, saves_work: bool) -> None:
-    process = child(LOOP.replace("stop_flag()", f"stop_flag(saves_work={saves_work})"))
+    process = child(LOOP.replace("install_stop_flag()", f"install_stop_flag(saves_work={saves_work})"))
     process.send_signal(signal.Signals[name])
     assert process.stderr is not None and process.stderr.readline() == "\n"
     answer = process.stderr.readline()  # at once, before the job ends
@@ -342,7 +342,7 @@ def test_a_second_interrupt_stops_at_once() -> None:
 def test_the_flag_is_the_handler_that_stands() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
-        flag = stop_flag()
+        flag = install_stop_flag()
         os.kill(os.getpid(), signal.SIGTERM)
         assert flag
         assert flag.signal_name == "SIGTERM"
