@@ -14,6 +14,7 @@ from urllib.parse import unquote
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|(^|_)KEY")  # name of an environment variable
 MIN_SECRET_CHARS = 12  # shorter values of such variables, such as "EMPTY", occur in ordinary text
+_FILE_PATH = re.compile(r"/[\w./-]*\.[A-Za-z]\w{0,9}")  # the file may be on another machine
 # Bounded repetitions: a server's answer of megabytes is searched in linear time.
 _SECRET = re.compile(
     r"(?<![\w.-])sk-(?=[\w-]{0,99}\d)[\w-]{8,999}"
@@ -64,5 +65,5 @@ def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_path(value: str) -> bool:
-    """Return whether a value is the path of a file with a secret, which messages name."""
-    return value.startswith("/") and os.path.exists(value)
+    """Return whether a value is the path of a file with a secret, which messages name; keys in base64 have no dot."""
+    return _FILE_PATH.fullmatch(value) is not None or (value.startswith("/") and os.path.exists(value))
