@@ -157,7 +157,7 @@ def _state_ids(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, seed
             counts = [_count_sentences(response) for response in scored]
         case "span":
             unit = objective.rewards.unit
-            placed = [_place_rewards(response, response.token_rewards, objective, seed) for response in scored]
+            placed = [_apply_placement(response, response.token_rewards, objective, seed) for response in scored]
             counts = [count_paid_spans(rewards, unit) for rewards in placed]
     return pad_sampled(scored, _within_turns(scored, counts)).long()
 
@@ -216,8 +216,8 @@ def _turn_ids(rollout: Rollout) -> np.ndarray:
 def _collect_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, seed: int) -> _FeedbackRewards:
     if objective.normalize_criteria:
         return _normalize_rewards(scored, objective, seed)
-    placed_rewards = [_place_rewards(response, response.token_rewards, objective, seed) for response in scored]
-    values = [_place_values(response, response.span_values, objective, seed) for response in scored]
+    placed_rewards = [_apply_placement(response, response.token_rewards, objective, seed) for response in scored]
+    values = [_apply_placement_to_values(response, response.span_values, objective, seed) for response in scored]
     outcome_rewards = [response.outcome_reward for response in scored]
     return _FeedbackRewards(
         spans=pad_sampled(scored, placed_rewards),
@@ -235,7 +235,7 @@ def _normalize_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConf
     span_values = torch.zeros_like(mask)
     names = dict.fromkeys(chain.from_iterable(response.criteria for response in scored))
     for name in names:
-        rows = [_place_criterion(response, name, objective, seed) for response in scored]
+        rows = [_apply_placement_to_criterion(response, name, objective, seed) for response in scored]
         rewards = pad_sampled(scored, [row.token_rewards for row in rows])
         values = pad_sampled(scored, [row.span_values for row in rows])
         is_judged = torch.tensor([name in response.criteria for response in scored])
@@ -252,23 +252,27 @@ def _normalize_rewards(scored: Sequence[ScoredRollout], objective: ObjectiveConf
     return _FeedbackRewards(spans=spans, span_values=span_values, outcomes=outcomes)
 
 
-def _place_criterion(scored: ScoredRollout, name: str, objective: ObjectiveConfig, seed: int) -> CriterionRewards:
+def _apply_placement_to_criterion(
+    scored: ScoredRollout, name: str, objective: ObjectiveConfig, seed: int
+) -> CriterionRewards:
     """Return the rewards of one criterion after `rewards.placement`; 0 for a response that lacks it."""
     criterion = scored.criteria.get(name)
     if criterion is None:
         zeros = np.zeros_like(scored.token_rewards)
         return CriterionRewards(token_rewards=zeros, span_values=zeros, weight=0.0)
     return CriterionRewards(
-        token_rewards=_place_rewards(scored, criterion.token_rewards, objective, seed),
-        span_values=_place_values(scored, criterion.span_values, objective, seed),
+        token_rewards=_apply_placement(scored, criterion.token_rewards, objective, seed),
+        span_values=_apply_placement_to_values(scored, criterion.span_values, objective, seed),
         weight=criterion.weight,
     )
 
 
-def _place_values(scored: ScoredRollout, values: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+def _apply_placement_to_values(
+    scored: ScoredRollout, values: np.ndarray, objective: ObjectiveConfig, seed: int
+) -> np.ndarray:
     """Return the values of the spans on their own tokens, [R]; the control "shuffled" moves them as well."""
     if objective.rewards.placement == "shuffled":
-        return _place_rewards(scored, values, objective, seed)
+        return _apply_placement(scored, values, objective, seed)
     return values
 
 
@@ -319,7 +323,7 @@ def number_prompts(scored: Sequence[ScoredRollout]) -> torch.Tensor:
     return torch.tensor([last_index[prompt_id] for prompt_id in prompt_ids])
 
 
-def _place_rewards(scored: ScoredRollout, rewards: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
+def _apply_placement(scored: ScoredRollout, rewards: np.ndarray, objective: ObjectiveConfig, seed: int) -> np.ndarray:
     """Return token rewards after `rewards.placement`, which moves them among the tokens of the answers, [R]."""
     rollout = scored.rollout
     is_answer = scored.answer_mask
