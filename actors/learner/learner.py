@@ -251,16 +251,18 @@ class LearnerGroup:
         try:
             for section, role in roles.items():
                 names = [model for model, of_model in sections.items() if of_model == section]
+                actor_name = "learner rank" if section == "learner" else "critic rank"
+                environment = rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc)
                 ranks = Ranks(
                     self.actor,
                     spec,
                     names,
                     section=section,
                     role=role,
-                    actor_name="learner rank" if section == "learner" else "critic rank",
+                    actor_name=actor_name,
                     placements=placements,
                     placement_timeout_s=placement_timeout_s,
-                    environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
+                    environment=environment,
                     memory_advice=advise("learner", spec.learner),
                     limit_s=spec.learner.step_timeout_s,
                 )

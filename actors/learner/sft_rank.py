@@ -67,8 +67,7 @@ def train_loop(config: dict[str, Any]) -> None:
     job: RankJob = config["job"]
     launcher = config["launcher"]
     options = job.options
-    rank = ray.train.get_context().get_world_rank()
-    worker = LearnerWorker(job.spec, ["policy"], options, rank)
+    worker = LearnerWorker(job.spec, ["policy"], options, ray.train.get_context().get_world_rank())
     worker.start((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     if job.checkpoint is not None:
         worker.load("policy", job.checkpoint / ENGINE, universal=False)
@@ -86,10 +85,9 @@ def train_loop(config: dict[str, Any]) -> None:
         progress: SFTProgress | None = None
         if step % REPORT_EVERY == 0 or is_last:
             progress = meter.report(step)
-        is_stopped = rank == 0 and ray.get(launcher.report.remote((step, progress)))
+        is_stopped = _report(worker, launcher, (step, progress))
         if is_last:
             break
-        is_stopped = _broadcast_flag(worker, is_stopped)
         if is_stopped or _is_checkpointed(step, options):
             _checkpoint(worker, job.folder, step, meter.window)
         if is_stopped:
@@ -97,11 +95,15 @@ def train_loop(config: dict[str, Any]) -> None:
     worker.export(job.folder / MODEL)
 
 
-def _broadcast_flag(worker: LearnerWorker, flag: bool) -> bool:
-    """Return rank 0's flag on every rank: all must end after the same step, since each step is a collective."""
-    sent = torch.tensor([flag], dtype=torch.int32, device=worker.models["policy"].engine.device)
-    torch.distributed.broadcast(sent, src=0)
-    return bool(sent.item())
+def _report(worker: LearnerWorker, launcher: Any, report: Report) -> bool:
+    """Report from rank 0, and return on every rank whether to stop.
+
+    All ranks must stop after the same step, since each step is a collective.
+    """
+    is_stopped = worker.rank == 0 and ray.get(launcher.report.remote(report))
+    flag = torch.tensor([is_stopped], dtype=torch.int32, device=worker.models["policy"].engine.device)
+    torch.distributed.broadcast(flag, src=0)
+    return bool(flag.item())
 
 
 def _is_checkpointed(step: int, options: SFTOptions) -> bool:
