@@ -3,8 +3,9 @@
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -223,13 +224,21 @@ async def measure(
         UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
     """
     async with limit:
-        metrics = await asyncio.to_thread(task.measure, prompt, answer, sandbox=sandbox)
+        threads = _start_threads(sandbox.max_concurrent)
+        call = partial(task.measure, prompt, answer, sandbox=sandbox)
+        metrics = await asyncio.get_running_loop().run_in_executor(threads, call)
     if not metrics or task.score_name not in metrics:
         raise UserError(
             f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "
             "that it does; correct one of the two methods"
         )
     return metrics
+
+
+@cache
+def _start_threads(count: int) -> ThreadPoolExecutor:
+    """Return the threads in which tasks measure: in those of asyncio, a call of the learner would wait for programs."""
+    return ThreadPoolExecutor(count, thread_name_prefix="t2g-measure")
 
 
 def _check_has_metrics(source: str, config: PolicyJob) -> None:

@@ -5,6 +5,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,6 +242,27 @@ def test_the_task_measures_the_answers_that_are_trained_on() -> None:
     rewards = OutcomeRewards(paying("task"), task, [prompt])
     assert [f.outcomes for f in asyncio.run(rewards.score(prompt, pairs))] == [{"task": 0.5}, {}, {}]
     assert len(task.sandboxes) == 1
+
+
+def test_programs_that_are_measured_keep_no_call_of_the_learner_waiting() -> None:
+    """The learner is called in asyncio's threads: here there is one, and it is taken."""
+    task = LetterTask()
+    prompt = letter_prompts(1)[0]
+    rewards = OutcomeRewards(paying("task"), task, [prompt])
+    may_end = threading.Event()
+
+    async def score_meanwhile() -> list[SpanFeedback]:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        learner = asyncio.ensure_future(asyncio.to_thread(may_end.wait, 20))
+        try:
+            async with asyncio.timeout(10):
+                return await rewards.score(prompt, make_samples(prompt, ("aab",)))
+        finally:
+            may_end.set()
+            await learner
+
+    assert [feedback.outcomes for feedback in asyncio.run(score_meanwhile())] == [{"task": 0.5}]
 
 
 @pytest.mark.parametrize("span_coef", [0.0, 1.0])
