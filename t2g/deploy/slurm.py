@@ -19,6 +19,7 @@ from t2g.deploy.submission import submission
 from t2g.errors import UserError
 from t2g.resources.job_memory import store_gib
 from t2g.resources.memory import GIB
+from t2g.runs.control import STATUS_FILE
 
 HEAD = "head"
 HEAD_CPUS = 4
@@ -51,7 +52,8 @@ def render_slurm(
 ) -> str:
     """Return a batch script that starts Ray on its nodes by role, submits the run and follows its log.
 
-    A fleet has nodes for its most workers. Near its time limit the job stops at a checkpoint and is queued again.
+    A fleet has nodes for its most workers. Near its time limit the job stops at a checkpoint and is queued again,
+    unless the run has made no step.
 
     Args:
         config: The config of `config_path` with `overrides`. The driver reads both again.
@@ -83,7 +85,8 @@ def render_slurm(
     submitted = shlex.join(["--config", config_path, *overrides])
     job_values = {"job_kind": job_kind, "submitted": submitted, "keys": keys_of(config), "signal_s": signal_s}
     run_name = config.run.name
-    names = {"name": resource_name(run_name), "run": shlex.quote(run_name)}
+    status = shlex.quote(str(config.run.folder / STATUS_FILE))
+    names = {"name": resource_name(run_name), "run": shlex.quote(run_name), "status": status}
     store = {"store_bytes": round(store_gib(config) * GIB), "head_store_bytes": HEAD_STORE_GIB * GIB}
     return templates.get_template("slurm.sh.j2").render(
         header=_header([*command, *overrides], run_name),

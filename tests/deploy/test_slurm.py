@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jobs import deploy
 from t2g.config import PolicyJob, loading
 from t2g.deploy import render_slurm, submission
 from t2g.errors import UserError
+from t2g.runs.control import Status
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "configs/tiny/policy.yaml"
@@ -35,7 +37,8 @@ time.sleep(60)' ${port:+"$port"}
 """
 PYTHON = """
 case $3 in
-  submit) until (( $(grep -ao 'ray start --block' $FOLDER/commands | wc -l) >= COMPONENTS )); do sleep 0.05; done
+  submit) [[ -e $FOLDER/status-later ]] && mv $FOLDER/status-later $FOLDER/runs/tiny-policy/status.json
+    until (( $(grep -ao 'ray start --block' $FOLDER/commands | wc -l) >= COMPONENTS )); do sleep 0.05; done
     until [[ -e $FOLDER/stopped || ! -e $FOLDER/waits ]]; do sleep 0.05; done
     [[ -e $FOLDER/stopped ]] && exit 130
     exit 0 ;;
@@ -240,6 +243,33 @@ def test_a_signal_stops_the_run_and_the_end_of_the_time_queues_it_again(
     assert stop[-2:] == ["--run", "tiny-policy"]
     requeued = [words for words in job.commands() if words[0] == "scontrol"]
     assert requeued == ([["scontrol", "requeue", job.id]] if again else [])
+
+
+@pytest.mark.parametrize(
+    ("first_step", "last_step", "again"), [(None, 0, False), (None, 2, True), (2, 2, False), (2, 3, True)]
+)
+def test_a_run_is_queued_again_only_if_it_has_made_a_step(
+    tmp_path: Path, start: Callable[[str], Job], first_step: int | None, last_step: int, again: bool
+) -> None:
+    """Otherwise --time is too short for a start and a step, and the job would be queued for ever."""
+    script = render(f"run.root={tmp_path / 'runs'}")
+    folder = tmp_path / "runs" / "tiny-policy"
+    folder.mkdir(parents=True)
+
+    def make_status(step: int) -> str:
+        status = Status(step=step, num_steps=9, samples=5, updated=datetime.now(UTC))
+        return status.model_dump_json(indent=1)
+
+    if first_step is not None:
+        (folder / "status.json").write_text(make_status(first_step))
+    (tmp_path / "status-later").write_text(make_status(last_step))
+    (tmp_path / "waits").touch()
+    job = start(script)
+    job.wait_for("submit")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.finish() == (130 if again else 3), job.output
+    assert ("--time needs more than its start and a step take" in job.output) != again
+    assert any(words[0] == "scontrol" for words in job.commands()) == again
 
 
 def test_a_time_limit_that_is_too_short_does_not_queue_the_job_for_ever(
