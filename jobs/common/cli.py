@@ -223,8 +223,8 @@ class StopFlag:
         when = " as soon as its finished work is saved" if self.saves_work else ""
         answer = f"\n{self.signal_name}: the job stops{when}"
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
-            answer += "; a second Ctrl-C stops it at once"
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C saves nothing
+            answer += "; after a second Ctrl-C it waits only for a learner call or a write that is running"
         with suppress(OSError):  # stderr is closed
             os.write(STDERR, f"{answer}\n".encode())
 
