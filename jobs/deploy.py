@@ -166,9 +166,9 @@ def render(arguments: argparse.Namespace) -> int:
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
         config = read_config(arguments.job_kind, arguments.config, arguments.overrides, Path.cwd(), find_resources=None)
     findings = preflight(config)
-    invisible_paths = list(path_warnings(config, mount_of(config)))
+    path_problems = list(path_warnings(config, mount_of(config)))
     if arguments.target != "claim":
-        raise_findings(findings, *invisible_paths)
+        raise_findings(findings, *path_problems)
     if arguments.target == "rayjob":
         for text in image_warnings(config, arguments.config):
             print(f"warning: {text}", file=sys.stderr)

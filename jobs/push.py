@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.common.cli import exit_code, program_name
+from jobs.common.cli import program_name, run_to_exit_code
 from t2g.errors import UserError
 
 MIB = 2**20
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hub-url", metavar="URL", help="another hub than huggingface.co")
     parser.add_argument("--dry-run", action="store_true", help="print what would be pushed")
     arguments = parser.parse_args(argv)
-    return exit_code(parser.prog, lambda: push(arguments))
+    return run_to_exit_code(parser.prog, lambda: push(arguments))
 
 
 def push(arguments: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ async def cancel_all(tasks: Sequence["asyncio.Future[Any]"]) -> None:
 def _log_error(error: BaseException | None) -> None:
     """Log an error that no caller gets: for example that a last checkpoint could not be written."""
     if error is not None:
-        logger.error("after the work was canceled: %s: %s", type(error).__name__, error)
+        logger.error("error after cancellation: %s: %s", type(error).__name__, error)
 
 
 async def finish_in_thread(call: Callable[..., Result], *args: Any) -> Result:

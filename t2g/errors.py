@@ -30,7 +30,7 @@ class LearnerLost(RunStopped):
 
 
 class RankFailed(RunStopped):
-    """A learner rank failed while others wait for it: no later call can succeed, and another start would fail alike."""
+    """A learner rank failed while others wait for it: no later call can succeed, and a restart would fail likewise."""
 
 
 class SamplingFailed(RunStopped):

@@ -65,7 +65,7 @@ class TorchEngine:
         self.handle = self
         self.syncing = False
         self.version: int | None = None
-        self.was_opened = False
+        self.has_begun_update = False
         self.open_update = Remote(self._open)
         self.load_bucket = Remote(self._load)
         self.close_update = Remote(self._close)

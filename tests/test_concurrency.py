@@ -107,7 +107,7 @@ def test_an_error_at_the_end_of_a_cancelled_work_is_logged(caplog: pytest.LogCap
     works = Works()
     with pytest.raises(ValueError, match="failed"):
         tidy(run_with_background(works.fails_at_its_end(OSError("the disk is full")), works.fails()))
-    assert caplog.messages == ["after the work was canceled: OSError: the disk is full"]
+    assert caplog.messages == ["error after cancellation: OSError: the disk is full"]
 
     caplog.clear()
     lost = ValueError("learner rank 1 died")
@@ -140,7 +140,7 @@ def test_an_error_of_a_thread_whose_caller_was_cancelled_is_logged(caplog: pytes
             await task
 
     tidy(cancelled())
-    assert caplog.messages == ["after the work was canceled: OSError: the disk is full"]
+    assert caplog.messages == ["error after cancellation: OSError: the disk is full"]
 
 
 def test_an_error_of_the_main_work_is_its_own() -> None:

@@ -61,7 +61,7 @@ class _Failure(NamedTuple):
 
     index: int  # position of the actor
     error: RayError
-    others_wait: bool  # whether an actor has not answered
+    has_waiting_actors: bool  # whether an actor has not answered
 
 
 def _find_cause(refs: list["ray.ObjectRef[Any]"]) -> _Failure:
@@ -73,7 +73,7 @@ def _find_cause(refs: list["ray.ObjectRef[Any]"]) -> _Failure:
             continue
         _, error = _outcome(ref)
         if error:
-            failure = _Failure(index, error, others_wait=bool(pending))
+            failure = _Failure(index, error, has_waiting_actors=bool(pending))
             failures.append(failure)
     return min(failures, key=lambda failure: _rank_of_cause(failure.error))
 
@@ -139,7 +139,7 @@ def _raise(failure: _Failure, *, actor_name: str, call: str) -> NoReturn:
 
     cause = error.cause
     is_ours = isinstance(cause, (UserError, RunStopped))
-    if failure.others_wait and not isinstance(cause, UserError):
+    if failure.has_waiting_actors and not isinstance(cause, UserError):
         reason = str(cause) if is_ours else first_line(cause)
         raise RankFailed(f"{actor} failed in {call}, and others wait for it: {reason}") from cause
     if is_ours:

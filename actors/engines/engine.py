@@ -277,7 +277,7 @@ class Engine:
         vLLM's measurement counts memory that other processes on the GPU allocate or free meanwhile: two engines that
         start together would fail. If the shape is unknown or nothing seems to fit, vLLM measures.
 
-        The successor of an engine starts beside what else is on its GPU. It gets the same cache as at a first start.
+        The successor of an engine starts while other processes use its GPU. It gets the same cache as at a first start.
         vLLM refuses a start when less than gpu_memory_utilization is free, so on a shared GPU this is set to what an
         engine keeps: its weights and its cache.
         """

@@ -471,7 +471,7 @@ class Fleet:
         worker.end_sync()
 
     def record_aborted_sync(self, worker: FleetWorker, reason: str) -> None:
-        """Record that a sync ended for a reason that is not the worker's: it is STALE, and no miss is counted."""
+        """Record a sync that ended for a reason that is not the worker's: it becomes STALE without a counted miss."""
         logger.warning("%s missed a weight sync: %s", worker.name, reason)
         self._apply_event(worker, "sync_aborted", f"missed a weight sync ({reason})")
         worker.end_sync()

@@ -35,7 +35,7 @@ def describe_loss(error: Exception) -> Literal["died", "could not be reached"]:
 
 
 def describe_error(error: Exception) -> str:
-    """Return one line: the error that the worker raised in a call, or of its constructor, or why Ray refused it."""
+    """Return one line: the error of a call, the error of the constructor, or Ray's reason for refusing the start."""
     lines = str(error).strip().splitlines()
     if "creation task" in str(error):
         return f"{type(error).__name__}: {lines[-1]}"
@@ -124,7 +124,7 @@ class FleetWorker:
         self.health = Health(since=time.monotonic())
         self.load = 0  # sequences that were sent to it and are not finished
         self.version: int | None = None  # version of its weights
-        self.was_opened = False  # whether a weight sync has begun to change the weights that it loaded
+        self.has_begun_update = False  # whether a weight sync has begun to change the weights that it loaded
         self.restart_times: tuple[float, ...] = ()  # restarts of itself and its predecessors of the same name
         self.predecessor_reason = ""  # why its predecessor was lost
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves

@@ -292,7 +292,9 @@ class LearnerGroup:
         self._check_not_lost()
         if not self._lock.acquire(timeout=timeout_s):
             running = self._running_call
-            raise LearnerLost(f"the learner timed out: {running} did not end within {timeout_s:g} s, and {call} waits")
+            raise LearnerLost(
+                f"the learner timed out: {running} did not end within {timeout_s:g} s, so {call} could not begin"
+            )
         self._running_call = call
         try:
             self._check_not_lost()  # the call that this one waited for may have lost a rank

@@ -108,7 +108,7 @@ def run_sft(
         folder=part,
         checkpoint=checkpoint,
         done=done,
-        window=state.get("window", ()),
+        unreported_metrics=state.get("unreported_metrics", ()),
     )
     metrics = _fit(job, cluster, on_report, should_stop)
     metrics["wall_s"] = time.monotonic() - started
@@ -227,16 +227,16 @@ class Launcher:
 
     def __init__(self) -> None:
         self._reports: list[Report] = []
-        self._is_stopped = False
+        self._should_stop = False
 
     def report(self, report: Report) -> bool:
         """Store a report of rank 0; return whether the ranks must stop."""
         self._reports.append(report)
-        return self._is_stopped
+        return self._should_stop
 
     def request_stop(self) -> None:
-        """Have the ranks write a checkpoint after their step and end."""
-        self._is_stopped = True
+        """Tell the ranks to write a checkpoint after the current step, and to end."""
+        self._should_stop = True
 
     def take_reports(self) -> list[Report]:
         reports = self._reports

@@ -52,7 +52,7 @@ class RankJob:
     folder: Path  # folder of the unfinished training
     checkpoint: Path | None  # folder to resume from
     done: int  # steps of the checkpoint
-    window: Sequence[Metrics] = ()  # metrics of its steps since the last progress
+    unreported_metrics: Sequence[Metrics] = ()  # metrics of its steps since the last progress
 
 
 Report = tuple[int, SFTProgress | None]  # optimizer steps done; progress every REPORT_EVERY of them
@@ -74,7 +74,7 @@ def train_loop(config: dict[str, Any]) -> None:
     examples: list[TrainSequence] = ray.get(job.examples)
     steps = draw_steps(len(examples), num_epochs=options.num_epochs, batch_size=options.batch_size, seed=job.spec.seed)
 
-    meter = _Meter(len(steps), job.window)
+    meter = _Meter(len(steps), job.unreported_metrics)
     for step, indices in enumerate(steps[job.done :], start=job.done + 1):
         chosen = [examples[index] for index in indices]
         label = f"{LABEL}, step {step}, examples {_format_indices(indices)}"
@@ -85,12 +85,12 @@ def train_loop(config: dict[str, Any]) -> None:
         progress: SFTProgress | None = None
         if step % REPORT_EVERY == 0 or is_last:
             progress = meter.report(step)
-        is_stopped = _report(worker, launcher, (step, progress))
+        should_stop = _report(worker, launcher, (step, progress))
         if is_last:
             break
-        if is_stopped or _is_checkpointed(step, options):
-            _checkpoint(worker, job.folder, step, meter.window)
-        if is_stopped:
+        if should_stop or _should_checkpoint(step, options):
+            _checkpoint(worker, job.folder, step, meter.unreported_metrics)
+        if should_stop:
             return
     worker.export(job.folder / MODEL)
 
@@ -100,13 +100,13 @@ def _report(worker: LearnerWorker, launcher: Any, report: Report) -> bool:
 
     All ranks must stop after the same step, since each step is a collective.
     """
-    is_stopped = worker.rank == 0 and ray.get(launcher.report.remote(report))
-    flag = torch.tensor([is_stopped], dtype=torch.int32, device=worker.models["policy"].engine.device)
+    should_stop = worker.rank == 0 and ray.get(launcher.report.remote(report))
+    flag = torch.tensor([should_stop], dtype=torch.int32, device=worker.models["policy"].engine.device)
     torch.distributed.broadcast(flag, src=0)
     return bool(flag.item())
 
 
-def _is_checkpointed(step: int, options: SFTOptions) -> bool:
+def _should_checkpoint(step: int, options: SFTOptions) -> bool:
     return options.checkpoint_every is not None and step % options.checkpoint_every == 0
 
 
@@ -124,29 +124,29 @@ def _update(worker: LearnerWorker, job: RankJob, examples: Sequence[TrainSequenc
 class _Meter:
     """Measures the steps since the last report."""
 
-    def __init__(self, num_steps: int, window: Sequence[Metrics] = ()) -> None:
-        """Begin to measure. window: metrics of the steps since the last report that an earlier start made."""
+    def __init__(self, num_steps: int, unreported_metrics: Sequence[Metrics] = ()) -> None:
+        """Begin to measure. unreported_metrics: those of an earlier start since its last report."""
         self._num_steps = num_steps
         self._began = time.monotonic()
         self._reset(self._began)
-        self.window.extend(window)
+        self.unreported_metrics.extend(unreported_metrics)
 
     def _reset(self, now: float) -> None:
         self._since = now
         self._num_tokens = 0
-        self.window: list[Metrics] = []  # one for each step since the last report
+        self.unreported_metrics: list[Metrics] = []  # one for each step since the last report
 
     def add(self, metrics: Metrics, *, num_tokens: int) -> None:
-        self.window.append(metrics)
+        self.unreported_metrics.append(metrics)
         self._num_tokens += num_tokens
 
     def report(self, step: int) -> SFTProgress:
         """Return the progress, and begin to measure for the next report."""
         now = time.monotonic()
         seconds = now - self._since
-        losses = [metrics[POLICY_LOSS] for metrics in self.window]
-        grad_norms = [metrics[fill(GRAD_NORM, "policy")] for metrics in self.window]
-        last = self.window[-1]
+        losses = [metrics[POLICY_LOSS] for metrics in self.unreported_metrics]
+        grad_norms = [metrics[fill(GRAD_NORM, "policy")] for metrics in self.unreported_metrics]
+        last = self.unreported_metrics[-1]
         progress = SFTProgress(
             step=step,
             num_steps=self._num_steps,
@@ -160,11 +160,11 @@ class _Meter:
         return progress
 
 
-def _checkpoint(worker: LearnerWorker, folder: Path, step: int, window: Sequence[Metrics]) -> None:
+def _checkpoint(worker: LearnerWorker, folder: Path, step: int, unreported_metrics: Sequence[Metrics]) -> None:
     """Write the state of every rank, then commit it on rank 0 as the only checkpoint. UserError if the disk is full.
 
     Args:
-        window: Metrics of the steps since the last report: a resumed training reports the same means.
+        unreported_metrics: Metrics of the steps since the last report: a resumed training reports the same means.
     """
     partial = folder / f"{ENGINE}.part"  # only rank 0 knows the name of the store's folder
     partial.mkdir(exist_ok=True)
@@ -174,7 +174,9 @@ def _checkpoint(worker: LearnerWorker, folder: Path, step: int, window: Sequence
         partial.rename(target / ENGINE)
 
     if worker.rank == 0:
-        CheckpointStore(folder / CHECKPOINTS, keep=1).write(step, save, {"step": step, "window": window})
+        CheckpointStore(folder / CHECKPOINTS, keep=1).write(
+            step, save, {"step": step, "unreported_metrics": unreported_metrics}
+        )
     else:
         worker.save("policy", partial)
 

@@ -222,7 +222,7 @@ class PolicyTrainer(ModelTrainer):
             check_update_mode(engine, spec)
         if spec.learner.share_prompts:
             check_shared_prompts(engine, spec)
-        self._sender = self._make_sender()  # now: what it imports must not delay engines that wait for it
+        self._sender = self._make_sender()  # not lazily: engines would wait for its imports
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:

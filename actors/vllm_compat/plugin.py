@@ -55,7 +55,7 @@ def _end_with_owner(owner: int) -> None:
     The owner may die before this check, and its pid may then belong to another process: only an ancestor is the owner.
     """
     while True:
-        with suppress(psutil.Error):  # an ancestor ended while they were listed: the next look shows what is left
+        with suppress(psutil.Error):  # an ancestor ended during the listing; the next poll lists again
             if not descends_from(owner):
                 os._exit(1)
         time.sleep(OWNER_POLL_S)

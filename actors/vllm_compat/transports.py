@@ -96,7 +96,7 @@ class NcclSender:
     _rendezvous: Rendezvous | None = None
 
     def __init__(self) -> None:
-        """Import vLLM's communicator now: from a cold disk that takes longer than engines wait at the rendezvous."""
+        """Import vLLM's communicator early: from a cold disk that takes longer than engines wait at the rendezvous."""
         import_module("vllm.distributed.device_communicators.pynccl")
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> None:

@@ -62,7 +62,7 @@ class SyncWorker(Protocol):
     handle: Any
     version: int | None  # version of its weights; None: those of the model's folder
     syncing: bool  # its engine is paused, until one of `EngineFleet.record_...` is called
-    was_opened: bool  # whether a round has begun to change its weights: they are not those of the model's folder
+    has_begun_update: bool  # whether a round has begun to change its weights: they are not those of the model's folder
 
 
 class EngineFleet(Protocol):
@@ -168,7 +168,7 @@ class Round:
                 return worker.open_update.remote(self.id, version.number, engine.dtype, version.shapes)
 
             for worker in self.workers:
-                worker.was_opened = True
+                worker.has_begun_update = True
             paused = time.monotonic()
             await self._call_all_timed(
                 "open",
@@ -382,16 +382,16 @@ class Round:
     def _drop_all(self, reason: str) -> None:
         """Continue without any worker, for a reason that is not theirs: a lost learner must not cost its engines."""
         for worker in list(self.workers):
-            self._leave_out(worker, reason)
+            self._remove_from_round(worker, reason)
             self.fleet.record_aborted_sync(worker, reason)
 
     def _drop(self, worker: SyncWorker, reason: str, *, timed_out: bool = False) -> None:
         """Continue without this worker. A worker with two buckets in flight fails twice and is dropped once."""
         if worker in self.workers:
-            self._leave_out(worker, reason)
+            self._remove_from_round(worker, reason)
             self.fleet.record_missed_sync(worker, reason, timed_out=timed_out)
 
-    def _leave_out(self, worker: SyncWorker, reason: str) -> None:
+    def _remove_from_round(self, worker: SyncWorker, reason: str) -> None:
         self.workers.remove(worker)
         self.group.rendezvous = None
         self.version.missed[worker.name] = reason

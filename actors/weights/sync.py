@@ -205,7 +205,7 @@ class FleetWeightSync:
         while not (workers := self._fleet.begin_sync()):
             if time.monotonic() > deadline and not self._fleet.is_starting:
                 reasons = self._fleet.describe_workers()
-                raise RunStopped(f"no rollout worker was up for weights within {limit_s:g} s: {reasons}")
+                raise RunStopped(f"no rollout worker was ready for weights within {limit_s:g} s: {reasons}")
             await asyncio.sleep(TARGET_POLL_S)
         return workers
 
@@ -213,6 +213,6 @@ class FleetWeightSync:
 def _has_model_files(worker: SyncWorker) -> bool:
     """Return whether the worker's weights are those of the model's folder.
 
-    An engine of which a learner was lost in its first round has a part of other weights, and is still paused.
+    If the learner was lost in an engine's first round, the engine has partly changed weights and is still paused.
     """
-    return worker.version is None and not worker.was_opened
+    return worker.version is None and not worker.has_begun_update

@@ -32,7 +32,7 @@ from t2g.loop.annotation import Annotator, Sample, SampleResponses
 from t2g.runs.journal import read_journal
 from t2g.runs.progress import format_duration
 from t2g.tasks.base import Task, get_task
-from t2g.tasks.references import check_references, remove_mode
+from t2g.tasks.references import check_references, remove_tests_mode
 from t2g.text.policy_chat import load_policy_tokenizer
 from t2g.text.segments import printable
 from t2g.types import Prompt
@@ -120,7 +120,7 @@ def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[
         checked_by_id[id(sample)] = prompt
     result = []
     for sample in samples:
-        prompt = checked_by_id.get(id(sample)) or remove_mode(sample.prompt)
+        prompt = checked_by_id.get(id(sample)) or remove_tests_mode(sample.prompt)
         result.append(replace(sample, prompt=prompt))
     return result
 

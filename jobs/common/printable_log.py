@@ -14,13 +14,13 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message, with a traceback if there is one."""
-        own_record = copy(record)  # other handlers get the record as it is
+        record_copy = copy(record)  # other handlers get the record as it is
         if isinstance(record.args, tuple):
-            own_record.args = tuple(map(_join_lines, record.args))
-        return to_printable(super().format(own_record))
+            record_copy.args = tuple(map(_show_line_ends, record.args))
+        return to_printable(super().format(record_copy))
 
 
-def _join_lines(value: Any) -> Any:
+def _show_line_ends(value: Any) -> Any:
     return value.replace("\r", "␍").replace("\n", "␊") if isinstance(value, str) else value
 
 

@@ -23,7 +23,7 @@ from t2g.runs.progress import PROGRESS_FILE, record_lines
 from t2g.runs.trackers.tracker_threads import Trackers
 
 LOCK = "lock"
-WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems that have no locks
+NO_LOCK_ERRORS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems that have no locks
 SMOKE_STEPS = 3  # steps of a training
 SMOKE_PROMPTS = 3  # prompts of an evaluation
 SMOKE_INPUTS = 8  # inputs of an annotation
@@ -133,11 +133,11 @@ def sole_process(folder: Path) -> Iterator[None]:
             sentence = f"another process works in {folder}: wait for it, or take another run.name"
             raise UserError(sentence) from None
         except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
+            if error.errno not in NO_LOCK_ERRORS:
                 raise
             reason = os.strerror(error.errno)
-            sentence = f"{folder} cannot be locked ({reason}): mount it with locks, or set another run.root"
-            raise UserError(sentence) from None
+            advice = "mount the file system with lock support, or set another run.root"
+            raise UserError(f"{folder} cannot be locked ({reason}): {advice}") from None
         _locked.add(folder)
         try:
             with record_lines(folder):  # not before: another process may write there

@@ -114,7 +114,7 @@ class PolicyTraining:
         log = RunLog(folder, config.log, [RayMetrics(config.run.name), trackers])
         with closing(journaled), loading as learner, ExitStack() as opened:
             sync = make_weight_sync(config, self.data, learner, rollouts)
-            opened.enter_context(attach_catch_up(rollouts, sync))
+            opened.enter_context(sync_joining_engines(rollouts, sync))
             if gpu_sharing is not None:
                 gpu_sharing.attach_learner(learner, sync.sending)
             progress = StepProgress(config, steering)
@@ -235,7 +235,7 @@ class StepProgress:
 
 
 @contextmanager
-def attach_catch_up(rollouts: RolloutFleet, sync: FleetWeightSync) -> Iterator[None]:
+def sync_joining_engines(rollouts: RolloutFleet, sync: FleetWeightSync) -> Iterator[None]:
     """Give engines that start within the block the weights of the learner, whose ranks end with it."""
     rollouts.catch_up = sync.catch_up
     try:

@@ -1,4 +1,4 @@
-"""Token rewards to advantages: the reward mix, GAE, group baselines, whitening (arXiv 2505.22338, section 3.3)."""
+"""Token rewards to advantages: combined rewards, GAE, group baselines, whitening (arXiv 2505.22338, section 3.3)."""
 
 from math import ceil
 
@@ -177,7 +177,7 @@ def compare_samples(
         returns = returns.to(rewards.dtype)
 
     is_constant = constant_groups(returns, mask, groups, state_ids)[:, None]
-    # Before as well: values by state shrink to other prompts, so that they would move the mean of the compared ones.
+    # Constant groups are zeroed before whitening, too: their state values shrink to other prompts and move the mean.
     compared = torch.where(is_constant, 0, advantages)
     whitened = whiten(compared, is_trained, whitening)
     return torch.where(is_constant, 0, whitened), returns

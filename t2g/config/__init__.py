@@ -2,7 +2,7 @@
 
 `loading` reads a YAML file and overrides, and returns a frozen config or raises an error that names the key
 (`validation_errors`). The annotation of a field says whether it can change on resume and whether it is a path
-(`field_annotations`). `with_overrides` returns a validated copy with other values; `AnyJob.describe` summarizes one.
+(`field_annotations`). `with_overrides` returns a validated copy with other values; `AnyJob.describe` returns a summary.
 Every package may import this one; it imports pydantic, YAML, `t2g.files`, `t2g.errors` and the sandbox's config.
 A default that depends on another section is set by `resolve`, so that the config of a job is complete.
 """

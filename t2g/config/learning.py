@@ -46,7 +46,8 @@ class RewardRuleConfig(FollowingSection):
     good: float = 1.0
     poor: tuple[float, float, float] = Field(
         (-1.0, -1.0, -1.0),
-        description="value by severity 1, 2, 3; in the task code a model's severity 1 is worth 0 by default",
+        description="value by severity 1, 2, 3; in the task code, severity 1 is worth 0 by default if a model gives "
+        "the feedback",
     )
     overlap: Literal["poor", "good", "sum"] = Field(
         "poor",

@@ -99,11 +99,11 @@ def assign_to_ranks(bins: list[list[int]], area: Callable[[list[int]], int], num
         del largest[half:]
 
     bins.sort(key=lambda members: (-area(members), members))
-    return _deal_in_turn(bins, num_ranks)
+    return _assign_round_robin(bins, num_ranks)
 
 
-def _deal_in_turn(bins: list[list[int]], num_ranks: int) -> Plan:
-    """Give each rank a microbatch in turn."""
+def _assign_round_robin(bins: list[list[int]], num_ranks: int) -> Plan:
+    """Assign the microbatches to the ranks round-robin, in alternating direction."""
     plan: Plan = [[] for _ in range(num_ranks)]
     for position, members in enumerate(bins):
         round_, rank = divmod(position, num_ranks)

@@ -1,6 +1,6 @@
 """Prepare a job for Ray's job server: its name, command and environment, and the files uploaded with it.
 
-Uploaded are code and configs, never data, runs, secrets or hidden files.
+Code and configs are uploaded; data, runs, secrets and hidden files are not.
 """
 
 import os

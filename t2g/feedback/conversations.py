@@ -27,7 +27,7 @@ from t2g.types import ToolResult
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # fields of a record that may hold the messages
 MAX_HISTORY_CHARS = 50 * 10**6  # all histories of a conversation: each turn repeats the messages before it
-MESSAGE_CHARS = 16  # a message without its text
+MESSAGE_OVERHEAD_CHARS = 16  # counted for a message besides its text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def split_conversation(
         problems, results: See `Conversation`. A message with a problem is in the history of later turns with its text
             alone.
     """
-    sizes = (len(message["content"]) + MESSAGE_CHARS for message in messages)
+    sizes = (len(message["content"]) + MESSAGE_OVERHEAD_CHARS for message in messages)
     sizes_before = list(accumulate(sizes, initial=0))
     num_chars = 0
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -76,7 +76,10 @@ def split_conversation(
         turn_problems = [problems[index] for index in range(first, end) if index in problems]
         problem = turn_problems[0] if turn_problems else ""
         if is_too_long:
-            problem = f"the turns up to it repeat more than {MAX_HISTORY_CHARS} characters; split the conversation"
+            problem = (
+                f"the histories of the turns up to this one have more than {MAX_HISTORY_CHARS} characters; split the "
+                "conversation"
+            )
         turn_results = tuple(results[index] for index in range(start + 1, end) if index in results)
         yield AssistantTurn(
             number=number, history=history, response=response, critique=critique, results=turn_results, problem=problem

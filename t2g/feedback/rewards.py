@@ -14,7 +14,7 @@ from t2g.config import Placement, RewardRuleConfig
 from t2g.tasks.base import stable_id
 from t2g.types import LABELS, CriterionRewards, Span, SpanFeedback
 
-SPAN_VALUES = RewardRuleConfig(unit="token")
+SPAN_VALUE_RULE = RewardRuleConfig(unit="token")
 
 
 def span_value_rule(rule: RewardRuleConfig) -> RewardRuleConfig:
@@ -27,7 +27,7 @@ def token_rewards(
     spans: Sequence[Span],
     *,
     text: str,
-    rule: RewardRuleConfig = SPAN_VALUES,
+    rule: RewardRuleConfig = SPAN_VALUE_RULE,
     weights: Mapping[str | None, float] = MappingProxyType({}),
 ) -> np.ndarray:
     """Return the reward of every token: `rule.good` for a good span, `rule.poor[severity - 1]` for a poor span.

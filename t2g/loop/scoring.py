@@ -1,4 +1,4 @@
-"""The rewards of a judged response by the rules of a run, before they are placed and mixed. A pure function."""
+"""The rewards of a judged response by the rules of a run, before they are placed and combined. A pure function."""
 
 from functools import partial
 from typing import Any

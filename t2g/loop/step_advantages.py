@@ -31,7 +31,7 @@ class StepRewards(NamedTuple):
     """The rewards of the sampled tokens of a step, right-padded: [B, R] each."""
 
     mask: torch.Tensor
-    rewards: torch.Tensor  # mixed by `combine_rewards`
+    rewards: torch.Tensor  # combined by `combine_rewards`
     gamma: torch.Tensor | float  # discount from each token to the next
 
 

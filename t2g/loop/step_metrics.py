@@ -28,7 +28,7 @@ from t2g.types import (
 class _TokenNumbers(NamedTuple):
     """Numbers of the step's sampled tokens, [N] each."""
 
-    span_values: np.ndarray  # rewards of answer tokens alone
+    span_values: np.ndarray  # span values of answer tokens alone
     rewards: np.ndarray
     gaps: np.ndarray  # |learner - engine|, nats
     entropies: np.ndarray

@@ -236,7 +236,7 @@ class Trainer:
             if self._is_evaluated(step):
                 await self._evaluate(step, metrics)
         except Stopped:
-            logger.warning("step %d is saved without its evaluation: the run was stopped in it", step)
+            logger.warning("step %d is saved without its evaluation: the run was stopped during the evaluation", step)
         finally:  # the step is finished even if its evaluation fails
             self._write_step(step, metrics, judged, scored, learned)
         return True

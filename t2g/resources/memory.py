@@ -70,8 +70,8 @@ def critic_models(shape: ModelShape) -> Models:
 def states_bytes(models: Models, *, ranks: int, itemsize: int) -> dict[str, float]:
     """Return one rank's share under ZeRO-3 of N parameters, n of them trained.
 
-    Weights b N / R; gradients, accumulated in float32, 4 n / R; AdamW's two moments 8 n / R and its float32 weights
-    4 n / R, which DeepSpeed copies from float32 weights, too.
+    Weights b N / R; gradients, accumulated in float32, 4 n / R; AdamW's two moments 8 n / R, and 4 n / R for
+    DeepSpeed's float32 copy of the weights, which it makes even of float32 weights.
     """
     numel = 0
     trained = 0

@@ -208,7 +208,7 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
 
     publish("starting")
     try:
-        with _renewed_status(folder, lock):
+        with _renew_periodically(folder, lock):
             yield publish
     except (Stopped, KeyboardInterrupt):
         publish("stopped")
@@ -221,7 +221,7 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
 
 
 @contextmanager
-def _renewed_status(folder: Path, lock: threading.Lock) -> Iterator[None]:
+def _renew_periodically(folder: Path, lock: threading.Lock) -> Iterator[None]:
     """Renew the time of the status in a thread while the block runs."""
     ended = threading.Event()
 

@@ -23,7 +23,7 @@ class SandboxConfig(BaseModel):
         "patched by them, and can forge its verdict; auto: separate, or together for a record whose reference solution "
         "passes only there",
     )
-    # The mark of `t2g.config.field_annotations.ResumeMutable`.
+    # The annotation of `t2g.config.field_annotations.ResumeMutable`.
     concurrency: Annotated[int | None, "can change on resume"] = Field(
         None, ge=1, description="sandboxes at once, in evaluation as well; none: one for each core"
     )

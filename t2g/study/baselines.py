@@ -55,8 +55,8 @@ from t2g.text.thinking import find_thinking_tags
 from t2g.types import JudgedResponse, Prompt, Rollout, TrainSequence
 
 Metrics = dict[str, float]
-# (model, engine settings, coroutine function) -> its result; the engines live until the coroutine has returned
 REWARD_TOLERANCE = 1e-6  # sums of the same float32 rewards in another order differ by less
+# (model, engine settings, coroutine function) -> its result; the engines live until the coroutine has returned
 Serve = Callable[[ModelConfig, RolloutConfig, Callable[[RolloutSource], Coroutine[Any, Any, Any]]], Any]
 
 

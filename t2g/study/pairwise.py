@@ -185,8 +185,8 @@ def judge_figures(points: np.ndarray, sides: np.ndarray, seed: int) -> dict[str,
             return None
         column = values[usable][:, None]
         compute_mean = make_mean(num)
-        resampled = compute_mean(Draws(num, seed=seed).sum_resamples(column))
-        return with_interval(resampled, compute_mean(column.sum(0)), num)
+        drawn = compute_mean(Draws(num, seed=seed).sum_resamples(column))
+        return with_interval(drawn, compute_mean(column.sum(0)), num)
 
     by_length: dict[str, dict[str, Any]] = {}
     for name, side in (("longer", 1), ("as long", 0), ("shorter", -1)):

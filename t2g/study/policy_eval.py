@@ -233,12 +233,12 @@ def summarize(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
 
 
 def _estimate_all(measures: Columns, draws: Draws) -> dict[str, dict[str, float]]:
-    """Return the figure of each measure `with_interval`."""
+    """Return the statistic of each measure `with_interval`."""
     figures: dict[str, dict[str, float]] = {}
     for name, values in measures.items():
         statistic = make_statistic(name, draws.num_prompts)
-        resampled = statistic(draws.sum_resamples(values))
-        figures[name] = with_interval(resampled, statistic(values.sum(0)), draws.num_prompts)
+        drawn = statistic(draws.sum_resamples(values))
+        figures[name] = with_interval(drawn, statistic(values.sum(0)), draws.num_prompts)
     return figures
 
 

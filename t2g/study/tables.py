@@ -42,7 +42,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def spread(value: Interval | None) -> str:
-    """Format a mean and half the width of its t_interval.
+    """Format a mean and half the width of its interval.
 
     >>> spread({"mean": 0.5, "low": 0.4, "high": 0.6}), spread({"mean": 0.5, "low": None, "high": None}), spread(None)
     ('0.500 ± 0.100', '0.500', '–')

@@ -274,24 +274,16 @@ def format_critique(
         sentences.append(f"{len(failed) - MAX_DESCRIBED} more tests fail.")
     traced = {test.trace[-1] for test in described if test.trace}
     untraced = [line for line in poor if line not in traced][:MAX_DESCRIBED]
-    sentences += [f"The fault seems to lie in line {_quote(line, lines)}" for line in untraced]
+    texts = {line: _shorten(text) for line, (_, text) in lines.items()}
+    sentences += [f"The fault seems to lie in line {line}: {texts[line]}" for line in untraced]
     for line in islice(omissions, MAX_LISTED):
-        quoted = _quote(line, lines, ", where such inputs end with others")
-        sentences.append(f"A case is missing before line {quoted}")
-    sentences += [f"Line {_quote(line, lines, ' does what it should')}" for line in good[:MAX_GOOD]]
+        sentences.append(f"A case is missing before line {line}, where such inputs end with others: {texts[line]}")
+    sentences += [f"Line {line} does what it should: {texts[line]}" for line in good[:MAX_GOOD]]
     return "\n".join(sentences)
 
 
-def _quote(line: int, lines: Mapping[int, tuple[int, str]], remark: str = "") -> str:
-    """Return the number of a line, a remark and the line, shortened.
-
-    >>> _quote(2, {2: (10, "return x")}, " is right")
-    '2 is right: return x'
-    """
-    text = lines[line][1]
-    if len(text) > MAX_LINE_CHARS:
-        text = f"{text[:MAX_LINE_CHARS]}…"
-    return f"{line}{remark}: {text}"
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_LINE_CHARS else f"{text[:MAX_LINE_CHARS]}…"
 
 
 def _format_headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: SandboxConfig) -> str:
@@ -322,7 +314,7 @@ def _format_failure(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> s
         event = f"raises {error}"
         if test.error == "OutOfTime":
             event = "is still running"
-        return f"{test.name} {event} in line {_quote(line, lines)}"
+        return f"{test.name} {event} in line {line}: {_shorten(lines[line][1])}"
     if test.expected or test.got:
         expected = test.expected or "?"
         actual = test.got or "?"

@@ -19,7 +19,7 @@ COPIED_RUN = 4  # tokens in a row
 LONG_WORD_CHARS = 4
 STEM_CHARS = 5
 _NUMERALS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-_LISTED = re.compile(r"^[^\S\n]*+\d+[.)]\s", re.MULTILINE)  # over line ends, too, it would take quadratic time
+_LISTED = re.compile(r"^[^\S\n]*+\d+[.)]\s", re.MULTILINE)  # not \s: matching line ends would take quadratic time
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[.!?:\n]")
 
 

@@ -50,7 +50,7 @@ def check_references(
     Raises:
         UserError: No record is left, or this machine cannot isolate the programs.
     """
-    prompts = [remove_mode(prompt) for prompt in prompts]
+    prompts = [remove_tests_mode(prompt) for prompt in prompts]
     if sandbox.tests != "auto":
         return prompts
     keys = [_make_key(prompt, task, sandbox) for prompt in prompts]
@@ -77,7 +77,7 @@ def check_references(
     return checked
 
 
-def remove_mode(prompt: Prompt) -> Prompt:
+def remove_tests_mode(prompt: Prompt) -> Prompt:
     """Return the prompt without a mode of its tests."""
     payload = {name: value for name, value in prompt.payload.items() if name != MODE_FIELD}
     return replace(prompt, payload=payload)

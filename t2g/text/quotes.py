@@ -15,7 +15,7 @@ from typing import NamedTuple
 # Without these bounds one quote of a repetitive text takes seconds: the work grows with the square of its length.
 MAX_MATCHES = 1000  # candidate matches of a quote, including those that begin or end inside a character
 MAX_COMBINING = 30  # combining marks of one letter; the limit of Unicode's stream-safe text (UAX 15)
-_TYPOGRAPHIC = {
+_PLAIN_FORMS = {
     **dict.fromkeys("\u2018\u2019\u201a\u201b\u00b4\u02bc\u2032\u2039\u203a", "'"),
     **dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033", '"'),
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
@@ -142,7 +142,7 @@ def _fold(text: str) -> _Folded:
     for match in _MARKUP.finditer(text):
         markup.update(range(*match.span()))
     for start, end in _characters(text):
-        character = "".join([_TYPOGRAPHIC.get(char, char) for char in text[start:end]])
+        character = "".join([_PLAIN_FORMS.get(char, char) for char in text[start:end]])
         part = unicodedata.normalize("NFKD", character)
         if not part or start in markup:
             continue

@@ -15,8 +15,8 @@ OWN = ROOT / "configs" / "own" / "policy.yaml"
 BOX = {"GPU": 8.0, "memory": 800.0 * GIB}
 
 
-def make_job(have: dict[str, float], *overrides: str) -> PolicyJob:
-    return loading.load(PolicyJob, OWN, overrides, environ={}, cwd=ROOT, find_resources=lambda address: have)
+def make_job(resources: dict[str, float], *overrides: str) -> PolicyJob:
+    return loading.load(PolicyJob, OWN, overrides, environ={}, cwd=ROOT, find_resources=lambda address: resources)
 
 
 def test_a_config_of_ones_own_takes_the_gpus(caplog: pytest.LogCaptureFixture) -> None:

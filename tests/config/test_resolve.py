@@ -138,7 +138,9 @@ def test_a_saved_config_reads_back_and_has_the_same_identity(tmp_path: Path) -> 
 def test_training_on_an_optional_criterion_needs_one_scale() -> None:
     """A failed judgement would count as 0, more than an honest criticism."""
     sources = {"facts": {"source": "program"}, "style": REWARD_MODEL | {"required": False}}
-    with pytest.raises(ValidationError, match=r"feedback.sources.style.required=false .* objective.normalize_criteria"):
+    with pytest.raises(
+        ValidationError, match=r"feedback.sources.style.required=false: .* objective.normalize_criteria"
+    ):
         make(feedback={"sources": sources})
     assert make(feedback={"sources": sources}, objective={"normalize_criteria": True}).objective.normalize_criteria
 

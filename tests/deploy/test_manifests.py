@@ -268,10 +268,15 @@ def test_every_job_kind_has_a_job_of_its_own_and_the_groups_that_it_needs() -> N
     rendered = []
     for job_kind, (name, overrides, groups) in JOBS.items():
         file = f"configs/{name}"
-        have = {"GPU": 4, "memory": 256 * 2**30}
+        resources = {"GPU": 4, "memory": 256 * 2**30}
         schema = submission.JOBS[job_kind].schema
         config = loading.load(
-            schema, ROOT / file, overrides, environ={}, cwd=ROOT, find_resources=lambda _, have=have: have
+            schema,
+            ROOT / file,
+            overrides,
+            environ={},
+            cwd=ROOT,
+            find_resources=lambda _, resources=resources: resources,
         )
         main = render(config, config_path=file, cpu=False, job_kind=job_kind)
         rendered.append(main)

@@ -187,9 +187,14 @@ def test_a_script_passes_bash_and_shellcheck_for_every_job(tmp_path: Path) -> No
     for job_kind, (name, overrides, groups) in JOBS.items():
         file = f"configs/{name}"
         schema = submission.JOBS[job_kind].schema
-        have = {"GPU": 4, "memory": 256 * 2**30}
+        resources = {"GPU": 4, "memory": 256 * 2**30}
         config = loading.load(
-            schema, ROOT / file, overrides, environ={}, cwd=ROOT, find_resources=lambda _, have=have: have
+            schema,
+            ROOT / file,
+            overrides,
+            environ={},
+            cwd=ROOT,
+            find_resources=lambda _, resources=resources: resources,
         )
         script = render_slurm(config, config_path=file, job_kind=job_kind, overrides=[*overrides, "run.name=it's"])
         assert len(components(script)) == 1 + len(groups)

@@ -74,7 +74,7 @@ def test_a_conversation_of_very_many_turns_is_not_stored_once_for_each() -> None
     turns = list(split_conversation(messages))
     assert [len(turn.history) for turn in turns] == [*range(1, 99, 2), *[0] * 11]
     assert turns[48].problem == ""
-    assert turns[49].problem.startswith("the turns up to it repeat more than 50000000 characters")
+    assert turns[49].problem.startswith("the histories of the turns up to this one have more than 50000000 characters")
     samples = make_turn_samples([{"messages": [*messages[:1], *messages[1:3] * 60]}], get_task("prompts"))
     assert [sample.is_left_out for sample in samples] == [False] * 49 + [True] * 11
 

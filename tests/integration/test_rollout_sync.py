@@ -400,7 +400,7 @@ class OneEngine:
     baseline_gap = None
 
     def __init__(self, worker: GlooWorker) -> None:
-        self.worker = SimpleNamespace(name="w", handle=Remote(worker), syncing=False, was_opened=False)
+        self.worker = SimpleNamespace(name="w", handle=Remote(worker), syncing=False, has_begun_update=False)
         self.heard = []
 
     def begin_sync(self) -> list[SimpleNamespace]:

@@ -278,7 +278,7 @@ def test_a_long_line_is_shortened_in_each_sentence() -> None:
     lines = find_code_lines(f"{line}\n" * 30, 0)
     failed = [result(False, "1", trace=(1,)) for _ in range(4)]
     ended = outcome(*failed, result(True, "2", returned=2))
-    critique = format_critique(ended, lines, good=[2], poor=[1, 3], sandbox=LIMITS, fallen=range(4, 30))
+    critique = format_critique(ended, lines, good=[2], poor=[1, 3], sandbox=LIMITS, omissions=range(4, 30))
     assert f"Line 2 does what it should: {line[:200]}…" in critique.split("\n")
     assert len(critique) < 10_000
 

@@ -67,7 +67,7 @@ class EndpointChat(Chat):
         if not (key.isascii() and key.isprintable()):  # the HTTP library's error message would contain the key
             raise UserError(f"the environment variable {config.key_env} contains characters that no key has")
         check_proxies()
-        if len(key) >= MIN_SECRET_CHARS and sends_in_clear(config.url):  # a server without keys gets a short word
+        if len(key) >= MIN_SECRET_CHARS and is_sent_unencrypted(config.url):  # a server without keys gets a short word
             logger.warning(
                 "llm.url=%s sends key and prompts unencrypted to another machine; https protects them", config.url
             )
@@ -140,7 +140,7 @@ class EndpointChat(Chat):
         if completion.finish_reason == "refusal":  # goes to logs
             return replace(completion, text=self._mask(completion.text))
         if len(self._key) >= MIN_SECRET_CHARS:  # a shorter one may be a common word, like "any", and occur in an answer
-            return replace(completion, text=self._hide_key(completion.text))
+            return replace(completion, text=self._mask_key(completion.text))
         return completion
 
     async def _send(self, request: ChatRequest, fallbacks: Collection[str]) -> Any:
@@ -209,11 +209,11 @@ class EndpointChat(Chat):
 
     def _mask(self, message: str) -> str:
         """Return the message as one printable line, without the key, which servers may repeat; truncated last."""
-        message = mask_secrets(self._hide_key(message))
+        message = mask_secrets(self._mask_key(message))
         line = " ".join(message.split())[:MAX_MESSAGE_CHARS]
         return "".join(character if character.isprintable() else "?" for character in line)
 
-    def _hide_key(self, text: str) -> str:
+    def _mask_key(self, text: str) -> str:
         for key in (self._key, self._key.replace("/", r"\/")):  # the second form occurs in JSON
             text = text.replace(key, "***")
         return text
@@ -231,10 +231,10 @@ def limit_headers(headers: MutableMapping[str, str], key: str) -> None:
     headers["authorization"] = f"Bearer {key}"
 
 
-def sends_in_clear(url: str) -> bool:
+def is_sent_unencrypted(url: str) -> bool:
     """Return whether requests to a URL leave this machine unencrypted.
 
-    >>> sends_in_clear("http://judge.example/v1"), sends_in_clear("http://127.0.0.1:8000/v1")
+    >>> is_sent_unencrypted("http://judge.example/v1"), is_sent_unencrypted("http://127.0.0.1:8000/v1")
     (True, False)
     """
     parts = urlsplit(url)

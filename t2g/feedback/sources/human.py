@@ -126,7 +126,7 @@ class HumanFeedback(FeedbackSource):
             raise UserError(f"human_file={self._names} holds no judgements")
 
     def _add(self, key: Key, judgement: _Judgement) -> bool:
-        """Add a judgement of a response; return False if the same person has judged it already, and usably.
+        """Add a judgement of a response; return False if the person already has a usable judgement of it.
 
         A usable judgement replaces unusable ones.
         """

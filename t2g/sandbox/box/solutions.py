@@ -74,7 +74,7 @@ class RemoteSolution(Peer):
         self.refusals: list[str] = []  # what the tests or the solution did that decides nothing
 
     def start_tracing(self) -> None:
-        """Record the lines of the first test; `lines` does so for the others."""
+        """Record the lines of the first test; `take_traced_lines` does so for the others."""
         self.call_root("start_tracing")
 
     def take_traced_lines(self) -> tuple[list[int], int]:

@@ -108,7 +108,7 @@ def stopped(tmp_path: Path) -> Callable[[], RankJob]:
         assert checkpoint is not None
         folder, state = checkpoint
         assert state["step"] == STOP_AT
-        return make_job(tmp_path, checkpoint=folder, done=state["step"], window=state["window"])
+        return make_job(tmp_path, checkpoint=folder, done=state["step"], unreported_metrics=state["unreported_metrics"])
 
     return stop
 

@@ -116,7 +116,7 @@ class FakeSyncWorker:
         self.handle = handle
         self.syncing = False
         self.version = None
-        self.was_opened = False
+        self.has_begun_update = False
 
 
 class FakeFleet:
@@ -602,7 +602,7 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
 
     asyncio.run(late())
     impatient = LearnerConfig(step_timeout_s=0.3)
-    reason = r"^no rollout worker was up for weights within 0\.3 s: w0 could not start \(the GPU is gone\)$"
+    reason = r"^no rollout worker was ready for weights within 0\.3 s: w0 could not start \(the GPU is gone\)$"
     with pytest.raises(RunStopped, match=reason):
         asyncio.run(FleetWeightSync(FakeLearner(), FakeFleet(), impatient).push(3))
 

@@ -141,7 +141,8 @@ def test_a_mount_without_locks_is_one_sentence(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("fcntl.flock", refuse)
     reason = re.escape(os.strerror(number))
-    sentence = rf"^{tmp_path} cannot be locked \({reason}\): mount it with locks, or set another run\.root$"
+    advice = r"mount the file system with lock support, or set another run\.root"
+    sentence = rf"^{tmp_path} cannot be locked \({reason}\): {advice}$"
     with pytest.raises(UserError, match=sentence), sole_process(tmp_path):
         pass
 
