@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from t2g import metrics as m
-from t2g.concurrency import finish_in_thread, gather_unless_stopped
+from t2g.concurrency import finish_in_thread
 from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -157,11 +157,7 @@ class Trainer:
             recovered[m.LEARNER_RECOVERY] = time.monotonic() - self.lost_at
         if self.state.step == 0 and self.eval_prompts:
             start_metrics: dict[str, float] = {}
-            try:
-                await self._evaluate(0, start_metrics)
-            except Stopped:  # the next start evaluates again
-                await self._give_gpus_to("engines")
-                return self.state
+            await self._evaluate(0, start_metrics)
             self._log(0, start_metrics)
         producer = Producer(
             self.config,
@@ -235,8 +231,6 @@ class Trainer:
         try:
             if self._is_evaluated(step):
                 await self._evaluate(step, metrics)
-        except Stopped:
-            logger.warning("step %d is saved without its evaluation: the run was stopped during the evaluation", step)
         finally:  # the step is finished even if its evaluation fails
             self._write_step(step, metrics, judged, scored, learned)
         return True
@@ -421,23 +415,16 @@ class Trainer:
         """Add the metrics of held-out prompts, sampled as in training, and keep the policy if it is the best so far.
 
         They are added before the policy is exported: a resumed run does not evaluate a finished step again.
-
-        Raises:
-            Stopped: `stop()` was set: an evaluation may take longer than a stopped process has before it is killed.
         """
         started = time.monotonic()
         self.on_phase("evaluation")
-        (measured,) = await gather_unless_stopped([self._measure_held_out(step)], self.stop)
-        metrics |= measured
+        pairs = await sampling.sample_held_out(self.config, self.eval_prompts, self.rollouts)
+        metrics |= await sampling.compute_held_out_metrics(
+            self.config, self.task, pairs, self.feedback, self.log, step=step
+        )
         await self._wait_for_checkpoint()
         await self._call(self.checkpoints.keep_best, step, self.learner.export, metrics[m.HELD_OUT_SCORE])
         metrics[m.EVAL_S] = time.monotonic() - started
-
-    async def _measure_held_out(self, step: int) -> dict[str, float]:
-        pairs = await sampling.sample_held_out(self.config, self.eval_prompts, self.rollouts)
-        return await sampling.compute_held_out_metrics(
-            self.config, self.task, pairs, self.feedback, self.log, step=step
-        )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.write_step(step, metrics)

@@ -118,52 +118,6 @@ def test_a_stop_in_any_phase_leaves_a_checkpoint_of_the_last_finished_step(
     assert first.checkpoint_step() == state.step == first.metrics()[-1]["step"]
     second = Bench(tmp_path, tokenizer, CONFIG)
     second.run()
-    if state.step == 3:
-        same_without_evaluation(second, whole, step=3)
-    else:
-        same(second, whole)
-
-
-def same_without_evaluation(bench: Bench, whole: Bench, *, step: int) -> None:
-    """The numbers of a whole run, but for an evaluation in which the run was stopped."""
-    expected = whole.metrics()
-    held_out = {name for name in expected[step] if name.startswith("eval/")}
-    assert held_out
-    for name in held_out:
-        del expected[step][name]
-    assert bench.metrics() == expected
-    np.testing.assert_array_equal(bench.learner.logits.detach(), whole.learner.logits.detach())
-
-
-def test_a_stop_in_an_evaluation_ends_it_and_saves_the_step(
-    tokenizer: Any, tmp_path: Path, whole: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a stop its responses would come after a minute."""
-    stop = StopFlag()
-    bench = Bench(tmp_path, tokenizer, CONFIG, stop=lambda: bool(stop))
-    sample = bench.rollouts.sample
-
-    async def sample_slowly(prompt: Any, sampling: Any, *args: Any) -> Any:
-        if prompt.prompt_id.startswith("held-out") and bench.trainer.state.step == 3:
-            stop.signal_name = "SIGTERM"
-            await asyncio.sleep(60)
-        return await sample(prompt, sampling, *args)
-
-    bench.rollouts.sample = sample_slowly  # type: ignore[method-assign]
-    assert bench.run().step == 3
-    assert bench.checkpoint_step() == 3
-    assert "step 3 is saved without its evaluation" in caplog.text
-    second = Bench(tmp_path, tokenizer, CONFIG)
-    second.run()
-    same_without_evaluation(second, whole, step=3)
-
-
-def test_a_stop_in_the_first_evaluation_leaves_it_to_the_next(tokenizer: Any, tmp_path: Path, whole: Bench) -> None:
-    stopped = Bench(tmp_path, tokenizer, CONFIG, stop=lambda: True)
-    assert stopped.run().step == 0
-    assert not stopped.learner.seen
-    second = Bench(tmp_path, tokenizer, CONFIG)
-    second.run()
     same(second, whole)
 
 
