@@ -16,6 +16,9 @@ GRACE_S = 10.0
 # In errors of Ray, of torch on a CPU and on a GPU, and of Python.
 SHORT_OF_MEMORY = r"OutOfMemory|OOM killer|out of memory|low on memory|can't allocate memory|MemoryError"
 
+# A rank that has died breaks the connections of the others before Ray reports it; a GPU that has failed needs another.
+LOST_CONNECTION = r"[Cc]onnection (closed|reset|refused)|NCCL|[Gg]loo|DistBackendError|DistNetworkError|CUDA error"
+
 
 def collect(
     refs: Sequence["ray.ObjectRef[Any]"],
@@ -141,6 +144,8 @@ def _raise(failure: _Failure, *, actor_name: str, call: str) -> NoReturn:
     is_ours = isinstance(cause, (UserError, RunStopped))
     if failure.has_waiting_actors and not isinstance(cause, UserError):
         reason = str(cause) if is_ours else first_line(cause)
+        if re.search(LOST_CONNECTION, reason):
+            raise LearnerLost(f"{actor} failed in {call}: {reason}") from cause
         raise RankFailed(f"{actor} failed in {call}, and others wait for it: {reason}") from cause
     if is_ours:
         raise type(cause)(str(cause)) from error

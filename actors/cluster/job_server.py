@@ -17,7 +17,15 @@ from ray.job_submission import JobSubmissionClient
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
-from t2g.deploy.submission import Submission, files_to_upload, is_attempt, refuse_large, stop_wait_s, write_package
+from t2g.deploy.submission import (
+    Submission,
+    describe_left_out,
+    is_attempt,
+    refuse_large,
+    select_files,
+    stop_wait_s,
+    write_package,
+)
 from t2g.errors import RunStopped, UserError
 
 REQUEST_TIMEOUT_S = 60.0  # one request; an upload of 50 MiB needs 7 Mbit/s
@@ -101,7 +109,11 @@ class JobServer:
 
     def submit(self, job: Submission, root: Path) -> str:
         """Upload the code under `root`, start the job, return its id. Raises UserError for a too large upload."""
-        files = files_to_upload(root)
+        upload = select_files(root)
+        files = upload.files
+        left_out = describe_left_out(upload)
+        if left_out:
+            print(left_out, flush=True)
         refuse_large(root, files)
         taken = {known.submission_id for known in self._client.list_jobs()}
         with tempfile.TemporaryDirectory() as folder:

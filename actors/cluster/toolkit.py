@@ -1,4 +1,4 @@
-"""The environment of GPU processes: the installed CUDA toolkit of torch's version, and torch's allocator.
+"""Find the installed CUDA toolkit of torch's version, for kernels that are compiled in a running job.
 
 FlashInfer compiles kernels when an engine first needs them, and DeepSpeed compiles its CPU Adam. `docker/toolkit.py`
 prepares the toolkit at set-up.
@@ -12,17 +12,6 @@ import sys
 from pathlib import Path
 
 import xxhash
-
-# Otherwise torch rounds pinned buffers up to a power of two: a sleeping engine would take almost twice its weights.
-EXACT_PINNED = "pinned_max_round_threshold_mb:1"
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def allocator_environment() -> dict[str, str]:
-    """Return the environment variable of torch's allocator, {} if the user has set one."""
-    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        return {}
-    return {"PYTORCH_ALLOC_CONF": EXACT_PINNED}
 
 
 def toolkit_folder() -> Path | None:

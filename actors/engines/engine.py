@@ -18,7 +18,7 @@ import numpy as np
 
 from actors.cluster.fanout import first_line, first_sentence
 from actors.cluster.placement import listening_environment
-from actors.cluster.toolkit import allocator_environment, build_environment
+from actors.cluster.toolkit import build_environment
 from actors.engines.core_log import find_core_error
 from actors.fleet.meter import EngineStats, Meter
 from actors.vllm_compat.stats import make_stat_logger
@@ -70,7 +70,7 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
         "VLLM_PLUGINS": PLUGIN,  # excludes other installed plug-ins
     }
     if config.gpus:
-        return common | compile_cache() | build_environment() | allocator_environment()
+        return common | compile_cache() | build_environment()
     environment = common | {
         # 0: model and scheduler share the core process. As two processes each loads torch and vLLM, and the scheduler
         # polls for the model's answer.

@@ -10,7 +10,6 @@ from ray.exceptions import RayError
 from actors.cluster import placement
 from actors.cluster.fanout import collect, first_line, is_short_of_memory
 from actors.cluster.kept_placements import KeptPlacements
-from actors.cluster.toolkit import EXACT_PINNED
 from t2g.config import RoleConfig
 from t2g.errors import LearnerLost, RunStopped
 
@@ -38,8 +37,8 @@ def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[s
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(CACHED_PRIMITIVES),
         }
     if uses_cuda_ipc:
-        return {"PYTORCH_ALLOC_CONF": EXACT_PINNED}
-    return {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{EXACT_PINNED}"}
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 class Ranks:

@@ -20,7 +20,7 @@ from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.learner.spec import LearnerSpec
 from actors.learner.start_checks import check_shared_prompts, check_update_mode
-from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
+from actors.vllm_compat.transports import IpcSender, NcclSender, Sender, import_communicator
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from t2g import metrics as m
 from t2g.algo.corrections import importance_weights
@@ -222,7 +222,7 @@ class PolicyTrainer(ModelTrainer):
             check_update_mode(engine, spec)
         if spec.learner.share_prompts:
             check_shared_prompts(engine, spec)
-        self._sender = self._make_sender()  # not lazily: engines would wait for its imports
+        self._sender = self._make_sender()
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
@@ -400,6 +400,8 @@ class PolicyTrainer(ModelTrainer):
             return None
         if self.spec.learner.sync_transport == "ipc":
             return IpcSender(self.engine.global_rank)
+        if self.engine.global_rank == 0:  # the sending one
+            import_communicator()
         return NcclSender()
 
     def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:

@@ -88,16 +88,17 @@ def communicator(store: TCPStore, rank: int, size: int, device: torch.device) ->
         return PyNcclCommunicator(group, device=device)
 
 
+def import_communicator() -> None:
+    """Import vLLM's communicator early: from a cold disk that takes longer than engines wait at the rendezvous."""
+    import_module("vllm.distributed.device_communicators.pynccl")
+
+
 class NcclSender:
     """Broadcast from rank 0. A failure of an engine raises nothing here: the engine reports it itself."""
 
     on_all_ranks = False  # whether every rank needs the tensors of a bucket, or only rank 0
     _group: Any = None
     _rendezvous: Rendezvous | None = None
-
-    def __init__(self) -> None:
-        """Import vLLM's communicator early: from a cold disk that takes longer than engines wait at the rendezvous."""
-        import_module("vllm.distributed.device_communicators.pynccl")
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Join the group of a round, or keep the current group if it is the same and intact."""

@@ -6,6 +6,7 @@ Imports nothing heavy.
 import logging
 from copy import copy
 from importlib import import_module
+from pathlib import PurePath
 from typing import Any
 
 
@@ -21,7 +22,10 @@ class PrintableFormatter(logging.Formatter):
 
 
 def _show_line_ends(value: Any) -> Any:
-    return value.replace("\r", "␍").replace("\n", "␊") if isinstance(value, str) else value
+    """Return a text, an error or a path with symbols for its line ends; other values unchanged."""
+    if not isinstance(value, str | BaseException | PurePath):
+        return value
+    return str(value).replace("\r", "␍").replace("\n", "␊")
 
 
 def make_log_printable() -> None:

@@ -70,6 +70,7 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
 
     for job in jobs:
         OutcomeRewards(job, task, prompts)  # checks them
+        warn_of_optional_criteria(job)
     penalty = max(job.objective.truncation_penalty for job in jobs)
     check_truncation_penalty(tokenizer, prompts, config.model, penalty)
     for job in jobs:
@@ -95,6 +96,21 @@ def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyDat
         environment=environment,
         read_calls=read_calls,
     )
+
+
+def warn_of_optional_criteria(config: PolicyJob) -> None:
+    """Warn if missing feedback of an optional criterion earns more than its criticism."""
+    objective = config.objective
+    pays_spans = objective.trains_rewards and objective.span_coef > 0
+    if not pays_spans or objective.normalize_criteria:
+        return
+    for name, source in (config.feedback.sources or {}).items():
+        if not source.required:
+            logger.warning(
+                "feedback.sources.%s.required=false: a response without that feedback earns 0 for it, more than one "
+                "that is criticised; objective.normalize_criteria=true leaves it out of that comparison",
+                name,
+            )
 
 
 def check_measures(eval_prompts: Sequence[Prompt], task: Task) -> None:

@@ -376,7 +376,7 @@ class CriterionConfig(SourceConfig):
     weight: float = Field(1.0, gt=0, description="factor of the rewards of this criterion")
     required: bool = Field(
         True, description="without usable feedback of this criterion a response is not trained on; false: the other "
-        "criteria suffice; training then needs objective.normalize_criteria"
+        "criteria suffice, and it earns 0 for this one unless objective.normalize_criteria is set"
     )  # fmt: skip
 
 

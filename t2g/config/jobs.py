@@ -186,18 +186,6 @@ class PolicyJob(SyncedJob, JobConfig):
         return self
 
     @model_validator(mode="after")
-    def check_optional_criteria(self) -> Self:
-        """Require one scale for optional criteria: missing feedback would count as 0, more than a criticism earns."""
-        optional = [name for name, source in (self.feedback.sources or {}).items() if not source.required]
-        if optional and self.objective.trains_rewards and not self.objective.normalize_criteria:
-            raise ValueError(
-                f"feedback.sources.{optional[0]}.required=false: a response without that feedback earns 0, more than "
-                "one that is criticised; set required=true, or objective.normalize_criteria=true, which leaves the "
-                "response out of that criterion's comparison"
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_resampling(self) -> Self:
         number = self.rollout.resample_zero_groups
         if number == 0:

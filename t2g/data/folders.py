@@ -87,10 +87,13 @@ def _check_inside(folder: Path, names: Iterable[str]) -> None:
     Raises:
         UserError: A file is outside: the README of somebody's data would choose what is read on this machine.
     """
-    root = os.path.abspath(folder)
+    roots = (os.path.abspath(folder), os.path.realpath(folder))  # the library resolves links to the folder itself
     for name in names:
         path = name.rpartition("::")[2]  # the archive of a file in an archive
-        if "://" not in path and not Path(os.path.abspath(path)).is_relative_to(root):
+        if "://" in path:
+            continue
+        file = Path(os.path.abspath(path))
+        if not any(file.is_relative_to(root) for root in roots):
             raise UserError(f"{folder / 'README.md'}: names the file {path}; it needs files in its own folder")
 
 

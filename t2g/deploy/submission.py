@@ -127,7 +127,10 @@ def uploaded_path(file: Path, root: Path) -> Path:
         relative = path.relative_to(root)
         if relative in files_to_upload(root):
             return relative
-    raise UserError(f"--config: {file} is not among the files that are uploaded from {root}; put it under configs/")
+    raise UserError(
+        f"--config: {file} is not among the files that are uploaded from {root}; put it under configs/, as a file that "
+        "is no link and whose name does not speak of secrets or credentials"
+    )
 
 
 def is_attempt(run_name: str, job_id: str | None, metadata: Mapping[str, str] | None) -> bool:
@@ -143,8 +146,20 @@ def stop_wait_s(metadata: Mapping[str, str] | None) -> float:
     return float(MARGIN_S)
 
 
+class Upload(NamedTuple):
+    """The files of an upload, sorted and relative to the root."""
+
+    files: list[Path]
+    left_out: list[Path]  # which no pattern of the user's excludes: names of SECRETS, and links out of the upload
+
+
 def files_to_upload(root: Path) -> list[Path]:
-    """Return the files under `root`, sorted and relative to it, without EXCLUDED, SECRETS and its .rayignore.
+    """Return the files of `select_files`."""
+    return select_files(root).files
+
+
+def select_files(root: Path) -> Upload:
+    """Return the files under `root` without EXCLUDED, SECRETS and its .rayignore.
 
     Links to folders are not followed. A link to a file is left out unless that file is uploaded, too.
 
@@ -152,15 +167,27 @@ def files_to_upload(root: Path) -> list[Path]:
         UserError: .rayignore has an unsupported pattern.
     """
     patterns = (*EXCLUDED, *_read_patterns(root / IGNORE_FILE))
-    result = list[Path]()
+    candidates = list[Path]()
     for folder, folders, files in os.walk(root):
         parent = Path(folder).relative_to(root)
         folders[:] = [name for name in folders if not _is_excluded(parent / name, True, patterns)]
         names = [parent / name for name in files if not _is_excluded(parent / name, False, patterns)]
-        result += [name for name in names if (root / name).is_file() and not _is_secret(name)]
+        candidates += [name for name in names if (root / name).is_file()]
+    harmless = [name for name in candidates if not _is_secret(name)]
     real_root = root.resolve()
-    real_files = {real_root / name for name in result if not (root / name).is_symlink()}
-    return sorted(name for name in result if (root / name).resolve() in real_files)
+    real_files = {real_root / name for name in harmless if not (root / name).is_symlink()}
+    files = {name for name in harmless if (root / name).resolve() in real_files}
+    return Upload(sorted(files), sorted(set(candidates) - files))
+
+
+def describe_left_out(upload: Upload) -> str:
+    """Return the files that are left out, shortened; "" if there are none."""
+    if not upload.left_out:
+        return ""
+    names = ", ".join(map(str, upload.left_out[:NUM_NAMED]))
+    num_more = len(upload.left_out) - NUM_NAMED
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return f"not uploaded, since they may hold secrets or are links to files outside: {names}{more}"
 
 
 def refuse_large(root: Path, files: Sequence[Path]) -> None:

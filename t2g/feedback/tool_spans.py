@@ -26,7 +26,7 @@ TOOL_RESULTS = "tool_results"  # field of a payload: the results of the response
 
 QUOTES = ("``", "''", '""', ('"', '\\"'))  # the last one within a JSON text
 _WORD = re.compile(r"[`'\"](\w[\w.-]*)[`'\"]")
-_CODE = re.compile(r"`([^`\n]*+)`")
+_CODE = re.compile(r"`++([^`\n]++)`++")
 _NO_WORD = re.compile(r"\W")
 _RESULTS = TypeAdapter(tuple[ToolResult, ...])
 

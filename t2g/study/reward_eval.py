@@ -15,7 +15,7 @@ import numpy as np
 from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.rewards import token_rewards
 from t2g.feedback.sources.votes import kappa_of_counts
-from t2g.study.paired import Draws, percentile_interval
+from t2g.study.paired import Draws, bootstrap_interval
 from t2g.types import LABELS, Prompt, Span, SpanFeedback
 
 CLASSES = LABELS | {"neutral": 0}
@@ -160,13 +160,16 @@ def bootstrap_intervals(
 ) -> dict[str, tuple[float, float]]:
     """Return the 95 % interval of every ratio in `reward_metrics`: percentiles over bootstrap resamples of the prompts.
 
-    Ratios that a resample does not define are left out.
+    Ratios that a resample does not define are left out, and so are all of a single prompt.
 
     Args:
         prompt_ids: The prompt of each record. Records of one prompt are alike, so that they are resampled together.
     """
     unique_ids, prompt_index = np.unique(prompt_ids, return_inverse=True)
-    draws = Draws(len(unique_ids), seed=seed, num_draws=NUM_RESAMPLES)
+    num_prompts = len(unique_ids)
+    if num_prompts < 2:
+        return {}
+    draws = Draws(num_prompts, seed=seed, num_draws=NUM_RESAMPLES)
     totals: dict[tuple[str, str], np.ndarray] = {}
     for name, column in _columns(records).items():
         sums = np.bincount(prompt_index, weights=column)
@@ -175,7 +178,7 @@ def bootstrap_intervals(
     for name, values in _ratios(totals).items():
         defined = values[~np.isnan(values)]
         if len(defined):
-            low, high = percentile_interval(defined)
+            low, high = bootstrap_interval(defined, num_prompts)
             intervals[name] = (float(low), float(high))
     return intervals
 

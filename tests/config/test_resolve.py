@@ -135,16 +135,6 @@ def test_a_saved_config_reads_back_and_has_the_same_identity(tmp_path: Path) -> 
     assert loading.identity_values(saved)["objective.rewards.poor"] == [0.0, -1.0, -1.0]
 
 
-def test_training_on_an_optional_criterion_needs_one_scale() -> None:
-    """A failed judgement would count as 0, more than an honest criticism."""
-    sources = {"facts": {"source": "program"}, "style": REWARD_MODEL | {"required": False}}
-    with pytest.raises(
-        ValidationError, match=r"feedback.sources.style.required=false: .* objective.normalize_criteria"
-    ):
-        make(feedback={"sources": sources})
-    assert make(feedback={"sources": sources}, objective={"normalize_criteria": True}).objective.normalize_criteria
-
-
 def test_a_demo_derives_what_its_methods_derive() -> None:
     alone = DemoJob.model_validate({"rollout": {"samples_per_prompt": 1}})
     assert alone.objective.advantages == "gae"

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.deploy.submission import EXCLUDED, MAX_BYTES, SECRETS, files_to_upload, refuse_large, write_package
+from t2g.deploy.submission import (
+    EXCLUDED,
+    MAX_BYTES,
+    SECRETS,
+    Upload,
+    describe_left_out,
+    files_to_upload,
+    refuse_large,
+    select_files,
+    write_package,
+)
 from t2g.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,6 +53,19 @@ def test_code_with_the_name_of_a_secret_goes(tmp_path: Path) -> None:
     assert sent(tmp_path) == [
         "credentials.py", "keys.yaml", "secrets/vault.py", "t2g/config/secrets.py", "tokenizer.json",
     ]  # fmt: skip
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    tree(tmp_path, "jobs/a.py", "configs/secretary.yaml", ".envrc")
+    outside = tmp_path.parent / "shared.py"
+    outside.touch()
+    (tmp_path / "judge.py").symlink_to(outside)
+    upload = select_files(tmp_path)
+    assert upload.left_out == [Path("configs/secretary.yaml"), Path("judge.py")]
+    assert describe_left_out(upload).endswith(": configs/secretary.yaml, judge.py")
+    assert describe_left_out(Upload(files=[], left_out=[])) == ""
+    many = [Path(f"{number}.secret") for number in range(7)]
+    assert describe_left_out(Upload(files=[], left_out=many)).endswith("4.secret and 2 more")
 
 
 def test_secrets_stay_when_rays_own_upload_takes_the_folder(tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ def test_code_in_backticks_is_found_in_linear_time() -> None:
     fault = ToolResult(tool="run", text=text, status="failed", characters=(0, len(call)))
     assert [call[start:end] for start, end in find_quoted_words(fault, call)] == ['"run"', "x = days"]
     started = time.monotonic()
+    doubled = replace(fault, text="``x = days`` is wrong")
+    assert [call[start:end] for start, end in find_quoted_words(doubled, call)] == ["x = days"]
     find_quoted_words(replace(fault, text="`" + "-" * 20_000), call)
     assert time.monotonic() - started < 1
 

@@ -134,7 +134,7 @@ def test_no_harness_runs_against_another_process_on_the_port(
     start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    start_command = server.ended
+    start_command = server.run_process
 
     @contextmanager
     def start_late(command: list[str], *arguments: Any, **more: Any) -> Iterator[Any]:
@@ -144,7 +144,7 @@ def test_no_harness_runs_against_another_process_on_the_port(
             yield process
 
     if start == "before its server":
-        monkeypatch.setattr(server, "ended", start_late)
+        monkeypatch.setattr(server, "run_process", start_late)
     with stranger(port) if start == "before the job" else nullcontext():
         code = serve(tmp_path, port, f"touch {tmp_path}/harness_ran")
     error = capsys.readouterr().err

@@ -14,7 +14,7 @@ from jobs.common import fleets
 from jobs.demo.__main__ import method_job
 from jobs.demo.__main__ import run as run_demo
 from jobs.train_policy import prepared
-from jobs.train_policy.policy_data import drop_failing_references, read_data
+from jobs.train_policy.policy_data import drop_failing_references, read_data, warn_of_optional_criteria
 from jobs.train_policy.policy_job import format_smoke_summary, show_last_response
 from jobs.train_policy.policy_job import run_training as run
 from jobs.train_policy.policy_results import write_summary
@@ -227,6 +227,17 @@ def test_the_schedule_spans_the_steps_that_it_is_given() -> None:
     whole = [lr_factor(step, job.learner.policy, 10) for step in range(10)]
     assert kept_rates[:10] == whole != longer_rates[:10]
     assert set(kept_rates[10:]) == {job.learner.policy.final_lr_ratio}
+
+
+def test_training_on_an_optional_criterion_warns_without_one_scale(caplog: pytest.LogCaptureFixture) -> None:
+    """A failed judgement counts as 0, more than an honest criticism."""
+    style = {"source": "feedback:judge", "required": False}
+    job = {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"sources": {"style": style}}}
+    for objective in ({"normalize_criteria": True}, {"span_coef": 0, "local_coef": 0}):
+        warn_of_optional_criteria(PolicyJob.model_validate(job | {"objective": objective}))
+    assert caplog.text == ""
+    warn_of_optional_criteria(PolicyJob.model_validate(job))
+    assert "feedback.sources.style.required=false" in caplog.text
 
 
 def test_references_that_fail_are_left_out_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

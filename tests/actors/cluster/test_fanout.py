@@ -51,6 +51,13 @@ def test_results_come_in_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     assert collect(monkeypatch, {1: "b", 0: "a"}, 2) == ["a", "b"]
 
 
+def test_a_broken_connection_while_others_wait_is_a_lost_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reports the rank that died later than its connections break."""
+    broken = raised(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711"))
+    assert type(fail(monkeypatch, {0: broken}, 2)) is LearnerLost
+    assert type(fail(monkeypatch, {0: broken, 1: broken}, 2)) is RunStopped
+
+
 def test_a_rank_that_fails_alone_is_named_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in a collective, which no later call could pass."""
     out_of_memory = raised(MemoryError("CUDA out of memory"))

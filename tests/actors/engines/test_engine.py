@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from actors.cluster.fanout import first_sentence
-from actors.cluster.toolkit import ALLOCATOR_VARIABLES
 from actors.engines.engine import (
     PLUGIN,
     Engine,
@@ -104,16 +103,6 @@ def test_an_engine_that_can_sleep_has_one_cache_at_every_start(monkeypatch: pyte
     refused = SimpleNamespace(gpu_memory_utilization=0.89)
     with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
         request_memory(beside, refused)
-
-
-def test_pinned_memory_is_not_rounded_up_and_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = partial(engine_environment, owner=17, receives_weights=True)
-    for name in ALLOCATOR_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    assert of(EngineConfig(gpus=1))["PYTORCH_ALLOC_CONF"] == "pinned_max_round_threshold_mb:1"
-    assert "PYTORCH_ALLOC_CONF" not in of(EngineConfig())
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    assert "PYTORCH_ALLOC_CONF" not in of(EngineConfig(gpus=1))
 
 
 def test_what_is_compiled_lies_beside_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
