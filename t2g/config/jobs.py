@@ -32,13 +32,7 @@ from t2g.config.describe import (
     format_turns,
     samples_per_step,
 )
-from t2g.config.feedback import (
-    AnnotateConfig,
-    FeedbackConfig,
-    RewardEngineConfig,
-    RolloutConfig,
-    StyleConfig,
-)
+from t2g.config.feedback import AnnotateConfig, FeedbackConfig, RewardEngineConfig, RolloutConfig, StyleConfig
 from t2g.config.field_annotations import PathOrName, ResumeMutable
 from t2g.config.job_models import JobModel, PromptPreview, SectionEngine, policy_model
 from t2g.config.learning import ObjectiveConfig, Placement, SFTOptions

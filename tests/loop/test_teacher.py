@@ -87,7 +87,7 @@ def test_a_teacher_that_scales_acts_after_local_credit_and_leaves_out_tokens_wit
     A gap of .5 at the first two: both count more, whatever their sign.
     """
     rule = {"use": "scale", "bound": 4.0}
-    base = ObjectiveConfig(advantages="group", whiten="none", local_coef=4.0, local_cap=1.0, train_thinking=False)
+    base = ObjectiveConfig(advantages="group", whiten="none", local_coef=8.0, local_cap=1.0, train_thinking=False)
     answer_mask = np.array([True, True, True, True, False])
     first = replace(scored_pair([1.0, -1.0, 2.0, -1.0, 3.0])[1], answer_mask=answer_mask)
     scored = [first, scored_pair([0.0] * 5)[1]]

@@ -96,7 +96,7 @@ def test_a_call_that_waits_too_long_names_the_one_that_runs() -> None:
         with group._exclusive("save"):
             pass
 
-    sentence = r"^the learner timed out: stream_weights did not end within 0\.05 s, and save waits$"
+    sentence = r"^the learner timed out: stream_weights did not end within 0\.05 s, so save could not begin$"
     with group._exclusive("stream_weights"), pytest.raises(LearnerLost, match=sentence):
         save_meanwhile()
 
