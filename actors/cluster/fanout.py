@@ -36,7 +36,7 @@ def collect(
     Raises:
         UserError: An actor raised it.
         RunStopped: An actor raised it, or any other error.
-        RankFailed: The same, while other actors have not answered: they wait for the one that failed.
+        RankFailed: An actor raised an error other than UserError, and others, which wait for it, have not answered.
         LearnerLost: An actor died or did not answer within timeout_s.
 
     A dead actor is reported first, then an error of t2g, then any other.

@@ -43,7 +43,7 @@ def choose_transport(sharing: GpuSharing, engine_gpus: float, rank_gpus: float, 
 def choose_poor_rewards(task: str, feedback: SourceConfig) -> tuple[float, float, float] | None:
     """Return the rewards of the task code if a model gives the feedback, else None.
 
-    A model is asked for severities; 1 means "works, could be improved", for which the paper's release pays nothing.
+    A model gives severities; 1 means "works, could be improved", for which the paper's release pays nothing.
     Functions and people may omit the severity, which then counts as 1.
     """
     return CODE_POOR if task == "code" and feedback.models else None

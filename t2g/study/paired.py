@@ -67,11 +67,6 @@ def bootstrap_interval(drawn: np.ndarray, num_prompts: int) -> tuple[np.ndarray,
     """
     expansion = sqrt(num_prompts / (num_prompts - 1))
     tail = NormalDist().cdf(-expansion * t_quantile(num_prompts - 1))
-    return percentile_interval(drawn, tail)
-
-
-def percentile_interval(drawn: np.ndarray, tail: float = 0.025) -> tuple[np.ndarray, np.ndarray]:
-    """Return the statistics, over resamples [B, ...], between which all but a share `tail` at either end lie."""
     low, high = np.quantile(drawn, [tail, 1 - tail], axis=0)
     return low, high
 

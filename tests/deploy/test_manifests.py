@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -263,21 +263,21 @@ JOBS: dict[str, tuple[str, list[str], list[tuple[str, int]]]] = {
 }
 
 
+def load_for_cluster(job_kind: str, file: str, overrides: Sequence[str]) -> Any:
+    """Return the config of a job on a cluster of four GPUs, from which `auto` follows."""
+    resources = {"GPU": 4, "memory": 256 * 2**30}
+    schema = submission.JOBS[job_kind].schema
+    return loading.load(
+        schema, ROOT / file, overrides, environ={}, cwd=ROOT, find_resources=lambda address: resources
+    )  # fmt: skip
+
+
 def test_every_job_kind_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None:
     assert JOBS.keys() == submission.JOBS.keys()
     rendered = []
     for job_kind, (name, overrides, groups) in JOBS.items():
         file = f"configs/{name}"
-        resources = {"GPU": 4, "memory": 256 * 2**30}
-        schema = submission.JOBS[job_kind].schema
-        config = loading.load(
-            schema,
-            ROOT / file,
-            overrides,
-            environ={},
-            cwd=ROOT,
-            find_resources=lambda _, resources=resources: resources,
-        )
+        config = load_for_cluster(job_kind, file, overrides)
         main = render(config, config_path=file, cpu=False, job_kind=job_kind)
         rendered.append(main)
         program = submission.JOBS[job_kind].program

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_manifests import JOBS
+from test_manifests import JOBS, load_for_cluster
 
 from jobs import deploy
 from t2g.config import PolicyJob, loading
-from t2g.deploy import render_slurm, submission
+from t2g.deploy import render_slurm
 from t2g.errors import UserError
 from t2g.runs.control import Status
 
@@ -186,16 +186,7 @@ def test_what_is_no_option_of_sbatch_is_refused(option: str) -> None:
 def test_a_script_passes_bash_and_shellcheck_for_every_job(tmp_path: Path) -> None:
     for job_kind, (name, overrides, groups) in JOBS.items():
         file = f"configs/{name}"
-        schema = submission.JOBS[job_kind].schema
-        resources = {"GPU": 4, "memory": 256 * 2**30}
-        config = loading.load(
-            schema,
-            ROOT / file,
-            overrides,
-            environ={},
-            cwd=ROOT,
-            find_resources=lambda _, resources=resources: resources,
-        )
+        config = load_for_cluster(job_kind, file, overrides)
         script = render_slurm(config, config_path=file, job_kind=job_kind, overrides=[*overrides, "run.name=it's"])
         assert len(components(script)) == 1 + len(groups)
         (tmp_path / f"{job_kind}.sh").write_text(script)
