@@ -60,6 +60,7 @@ Phase = Literal["starting", "loading", "running", "exporting", "stopped", "faile
 # Phases in which the driver's steering, which writes the status every few seconds, does not run.
 RENEWED_PHASES = ("starting", "loading", "exporting")
 RENEW_S = 10.0
+_status_lock = threading.RLock()  # without it an update that read an old status would replace one written since
 
 
 class Status(Section):
@@ -184,7 +185,8 @@ class Control:
 def write_status(folder: Path, status: Status) -> None:
     """Replace status.json; the run continues, with a warning, if it cannot be written."""
     try:
-        write_atomic(folder / STATUS_FILE, status.model_dump_json(indent=1).encode())
+        with _status_lock:
+            write_atomic(folder / STATUS_FILE, status.model_dump_json(indent=1).encode())
     except (OSError, UserError) as error:
         logger.warning("the status of the run was not written: %s", error)
 
@@ -196,11 +198,10 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
     An error of the block becomes the reason of phase "failed". The status is renewed while engines or ranks start,
     since a reader takes a driver whose status is old for dead.
     """
-    lock = threading.Lock()  # a renewal must not replace a newer phase
 
     def publish(phase: Phase, reason: str = "") -> None:
         status = Status(step=0, num_steps=num_steps, samples=0, updated=now())
-        with lock:
+        with _status_lock:
             with suppress(UserError):  # no status yet
                 status = read_status(folder)
             changes = {"phase": phase, "reason": reason, "updated": now()}
@@ -208,7 +209,7 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
 
     publish("starting")
     try:
-        with _renew_periodically(folder, lock):
+        with _renew_periodically(folder):
             yield publish
     except (Stopped, KeyboardInterrupt):
         publish("stopped")
@@ -221,14 +222,13 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
 
 
 @contextmanager
-def _renew_periodically(folder: Path, lock: threading.Lock) -> Iterator[None]:
+def _renew_periodically(folder: Path) -> Iterator[None]:
     """Renew the time of the status in a thread while the block runs."""
     ended = threading.Event()
 
     def renew() -> None:
         while not ended.wait(RENEW_S):
-            with lock:
-                _renew_status(folder)
+            _renew_status(folder)
 
     thread = threading.Thread(target=renew, name="t2g-status", daemon=True)
     thread.start()
@@ -240,7 +240,7 @@ def _renew_periodically(folder: Path, lock: threading.Lock) -> Iterator[None]:
 
 
 def _renew_status(folder: Path) -> None:
-    with suppress(UserError):  # it cannot be read now
+    with _status_lock, suppress(UserError):  # it cannot be read now
         status = read_status(folder)
         if status.phase in RENEWED_PHASES:
             write_status(folder, status.model_copy(update={"updated": now()}))

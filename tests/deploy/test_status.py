@@ -120,3 +120,25 @@ def test_a_driver_is_no_silent_one_while_its_processes_start(tmp_path: Path, mon
         assert is_renewed(tmp_path, within_s=20)
     assert not is_renewed(tmp_path, within_s=0.1)
     assert "t2g-status" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_renewal_never_replaces_a_status_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = threading.Thread(target=write_status, args=(tmp_path, STATUS))
+    renewed_again = threading.Event()
+
+    def read_while_another_writes(folder: Path) -> Status:
+        if writer.ident is not None:
+            renewed_again.set()
+            return read_status(folder)
+        status = read_status(folder)
+        writer.start()
+        writer.join(0.2)  # ends earlier if nothing makes the writer wait
+        return status
+
+    monkeypatch.setattr("t2g.runs.control.RENEW_S", 0.01)
+    with publish_phases(tmp_path, 9) as publish_phase:
+        publish_phase("loading")
+        monkeypatch.setattr("t2g.runs.control.read_status", read_while_another_writes)
+        assert renewed_again.wait(20)
+        writer.join(20)
+        assert read_status(tmp_path) == STATUS
