@@ -171,11 +171,13 @@ def _limit_silence(write_line: Callable[[str], None]) -> Iterator[None]:
                 write_line(elapsed)
 
     _blocks.append(ended)
-    threading.Thread(target=watch, name="progress", daemon=True).start()
+    watcher = threading.Thread(target=watch, name="progress", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
         ended.set()
+        watcher.join()  # it would write its line after the block's last one
         _blocks.remove(ended)
 
 

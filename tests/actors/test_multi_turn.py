@@ -68,7 +68,7 @@ class Busy:
     """Replies to one turn at a time, so that all conversations together wait longer than an engine may take."""
 
     async def reply(self, prompt: Prompt, messages: Any) -> Reply:
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.4)
         return Reply("", done=True)
 
 
@@ -153,13 +153,13 @@ def test_a_conversation_stays_on_its_worker_and_starts_again_with_the_same_seeds
 
 
 def test_the_time_of_the_environment_is_not_the_engines_and_a_late_turn_is(ray: FakeRay, tokenizer: Any) -> None:
-    config = CONFIG.model_copy(update={"request_timeout_s": 0.5})
+    config = CONFIG.model_copy(update={"request_timeout_s": 2.0})
     failures = list[int]()
-    feedback = {"source": "pkg:judge", "timeout_s": 0.3, "concurrency": 1}
+    feedback = {"source": "pkg:judge", "timeout_s": 2.0, "concurrency": 1}
     rollout = {"max_turns": 1, "max_new_tokens": 8, "max_model_len": 128}
     job = policy_job(f"{__name__}:Busy", feedback=feedback, rollout=rollout)
     groups = converse(ray, tokenizer, "", "", job=job, config=config, failures=failures)
-    assert failures == [0, 0] and len(Talker.requests) == 6, "0.9 s for six replies, one after the other"
+    assert failures == [0, 0] and len(Talker.requests) == 6, "2.4 s for six replies, one after the other"
 
     Talker.requests = []
     failures = []

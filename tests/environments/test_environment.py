@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 from typing import Any
 
@@ -88,13 +89,17 @@ def test_code_repair_says_what_fails() -> None:
 
 
 class SlowTask(TinyCodeTask):
-    """Counts the programs that run at once."""
+    """Counts the programs that run at once. Each of them waits until a second one runs."""
 
     running = most = 0
+
+    def __init__(self) -> None:
+        self._pair = threading.Barrier(2)
 
     def run(self, *arguments: Any, **options: Any) -> Any:
         self.running += 1
         self.most = max(self.most, self.running)
+        self._pair.wait(20)
         time.sleep(0.02)
         self.running -= 1
         return super().run(*arguments, **options)

@@ -85,7 +85,7 @@ def make_environment(name: str = "Offers", **changes: Any) -> Environment:
         "model": {"policy": "unused"},
         "data": {"path": "unused"},
         "environment": f"{__name__}:{name}",
-        "feedback": {"source": "pkg:judge", "timeout_s": 1.0, "concurrency": 8},
+        "feedback": {"source": "pkg:judge", "timeout_s": 3.0, "concurrency": 8},
         "rollout": {"max_calls": 3},
     }
     return Environment(PolicyJob.model_validate(job | changes), PromptsTask())

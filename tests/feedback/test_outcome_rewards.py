@@ -187,13 +187,13 @@ def hanging(completions: list[str]) -> None:
     [
         ("too_few", "returned 1 numbers for 2 completions"),
         ("raising", "raised KeyError: 'gone' (traceback in"),
-        ("hanging", "gave no answer within feedback.timeout_s=1"),
+        ("hanging", "gave no answer within feedback.timeout_s=3"),
     ],
 )
 def test_a_function_that_fails_makes_the_feedback_of_its_group_failed(
     name: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    feedbacks = score(f"{__name__}:{name}", f"{__name__}:later", tmp_path=tmp_path, timeout_s=1)
+    feedbacks = score(f"{__name__}:{name}", f"{__name__}:later", tmp_path=tmp_path, timeout_s=3)
     for feedback in feedbacks:
         assert feedback.status == "failed" and feedback.critique == "c"
         assert feedback.reason.startswith(f"the reward function {__name__}:{name} {reason}")

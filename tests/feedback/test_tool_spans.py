@@ -194,11 +194,11 @@ def test_code_in_backticks_is_found_in_linear_time() -> None:
     text = "`run` fails at `x = days`"
     fault = ToolResult(tool="run", text=text, status="failed", characters=(0, len(call)))
     assert [call[start:end] for start, end in find_quoted_words(fault, call)] == ['"run"', "x = days"]
-    started = time.monotonic()
+    started = time.thread_time()
     doubled = replace(fault, text="``x = days`` is wrong")
     assert [call[start:end] for start, end in find_quoted_words(doubled, call)] == ["x = days"]
     find_quoted_words(replace(fault, text="`" + "-" * 20_000), call)
-    assert time.monotonic() - started < 1
+    assert time.thread_time() - started < 1
 
 
 def test_results_are_kept_in_checkpoints_and_payloads(tmp_path: Any) -> None:

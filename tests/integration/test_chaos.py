@@ -24,6 +24,7 @@ from breakable_rollout import BreakableRollout
 from models import random_model
 from processes import title
 from ray.cluster_utils import Cluster
+from ray_nodes import start_patiently
 from stub_engines import BREAK_SYNC, SLOW, StubReward, StubRollout
 
 from actors.cluster.placement import check_placement
@@ -62,7 +63,7 @@ class Stage:
 def stage(tmp_path: Path) -> Iterator[Stage]:
     os.environ.pop("RAY_ADDRESS", None)
     head = {"num_cpus": 2, "include_dashboard": False, "labels": {"rl/role": "reward"}}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = start_patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
     roles = (("a", "rollout"), ("b", "rollout"), ("learner", "learner"))
     nodes = {"reward": cluster.head_node} | {name: add_node(cluster, role) for name, role in roles}
     cluster.wait_for_nodes(timeout=120)

@@ -72,8 +72,8 @@ def test_any_other_error_is_one_sentence_with_its_cause(ranks: list) -> None:
 
 def test_the_late_one_is_named(ranks: list) -> None:
     late = rank_class().remote()
-    with pytest.raises(LearnerLost, match=r"^learner rank 1 timed out: update did not finish within 0\.5 s$"):
-        gather([ranks[0].value.remote(1), late.sleep.remote()], timeout_s=0.5)
+    with pytest.raises(LearnerLost, match=r"^learner rank 1 timed out: update did not finish within 3 s$"):
+        gather([ranks[0].value.remote(1), late.sleep.remote()], timeout_s=3)
     ray.kill(late)
 
 

@@ -14,9 +14,10 @@ import ray
 from fleet_worker import Telling, make_fleet
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
+from ray_nodes import start_patiently
 
 from actors.cluster.kept_placements import KeptPlacements
-from actors.cluster.placement import SLOW_START, connect
+from actors.cluster.placement import connect
 from actors.fleet.fleet import Fleet
 from actors.learner.ranks import Ranks
 from t2g.config import ClusterConfig, EngineConfig, HealthConfig, RoleConfig, WorkersConfig
@@ -24,7 +25,6 @@ from t2g.errors import UserError
 
 TESTS = str(Path(__file__).parents[1])
 PATIENCE_S = 120
-START_TRIES = 4
 RANK = RoleConfig(workers=2, cpus=2, memory_gib=0.1)
 ENGINE = EngineConfig(
     workers=WorkersConfig(initial=2, min=1, max=2), cpus=1, memory_gib=0.1,
@@ -49,17 +49,6 @@ def nodes() -> Iterator[Cluster]:
 
 def add_node(nodes: Cluster, cpus: int) -> Any:
     return start_patiently(lambda: nodes.add_node(num_cpus=cpus, object_store_memory=2**27))
-
-
-def start_patiently(start: Callable[[], Any]) -> Any:
-    """Start a node, again where Ray's own limit of 30 s was exceeded, as on a busy machine."""
-    for _ in range(START_TRIES - 1):
-        try:
-            return start()
-        except Exception as error:  # Ray has no type of its own for it
-            if SLOW_START not in str(error):
-                raise
-    return start()
 
 
 def start_ranks(placements: KeptPlacements, *, timeout_s: float) -> Ranks:

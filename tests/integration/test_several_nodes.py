@@ -12,6 +12,7 @@ import ray
 from fleet_worker import Telling, make_fleet
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
+from ray_nodes import start_patiently
 
 from actors.cluster.kept_placements import KeptPlacements
 from actors.cluster.nodes import find_failed_connections, find_unreachable
@@ -30,8 +31,9 @@ def nodes() -> Iterator[Cluster]:
         environ.delenv("RAY_ADDRESS", raising=False)
         environ.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
         of_node = {"num_cpus": 4, "num_gpus": GPUS, "object_store_memory": 2**27, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=of_node | {"labels": {"rl/role": "learner"}})
-        cluster.add_node(**of_node, labels={"rl/role": "rollout"})
+        head = of_node | {"labels": {"rl/role": "learner"}}
+        cluster = start_patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        start_patiently(lambda: cluster.add_node(**of_node, labels={"rl/role": "rollout"}))
         env = {"NCCL_SOCKET_IFNAME": "eth0"}
         connect(ClusterConfig(address=cluster.address, env=env), {})
         yield cluster
@@ -112,7 +114,7 @@ def test_what_no_node_will_ever_have_is_refused_at_once(nodes: Cluster) -> None:
         check_capacity(five, nodes.address)
     with pytest.raises(UserError, match=r"is too small: rollout: no node has 0\.5 CPUs, 3 GPUs"):
         check_capacity({"rollout": engine(GPUS + 1)}, nodes.address)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_every_node_reaches_the_ports_of_those_with_ranks(nodes: Cluster) -> None:

@@ -65,11 +65,15 @@ def serve(folder: Path, port: int, then: str, model: str = "m") -> int:
 
 def has_ended(pid: int) -> bool:
     """Soon: a kill takes a moment."""
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
+    deadline = time.monotonic() + 20
+    try:
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    except psutil.NoSuchProcess:
+        return True
     return True
 
 

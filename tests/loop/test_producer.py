@@ -219,13 +219,13 @@ def test_a_blocking_async_function_delays_no_heartbeat() -> None:
 
 
 def test_wrong_answers_of_some_calls_lose_no_other() -> None:
-    step, _ = judge_step("often_wrong", timeout_s=1)
+    step, _ = judge_step("often_wrong", timeout_s=2)
     reasons = [
         "",
         "the feedback function raised OSError: the judge is gone",
         "the feedback function returned an invalid judgement: a dict with the unknown key 'score', no key 'good', "
         "no key 'poor'",
-        "the feedback function gave no answer within feedback.timeout_s=1",
+        "the feedback function gave no answer within feedback.timeout_s=2",
     ]
     assert len(step.responses) == NUM_PROMPTS * NUM_SAMPLES
     for _, sampled, feedback in step.responses:

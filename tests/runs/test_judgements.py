@@ -273,7 +273,9 @@ def test_a_failed_sync_ends_the_run_in_a_sentence(tmp_path: Path, monkeypatch: p
             for response in responses:
                 await journaled.judge(PROMPT, response)
                 requested.append(response)
-                await asyncio.sleep(2 * SYNC_S)
+                async with asyncio.timeout(20):
+                    while not journaled._syncs[0].done():
+                        await asyncio.sleep(0.01)
 
     for responses in (("a", "b", "c"), ("a",)):  # the next judgement raises it, or the close
         monkeypatch.setattr(os, "fsync", fail_once)

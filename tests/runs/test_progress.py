@@ -172,23 +172,36 @@ def test_the_innermost_work_speaks(
         wait_for("s so far", tmp_path / "progress.log")
         wait_for("inner: ", tmp_path / "progress.log")
     lines = lines_of(tmp_path / "progress.log")
-    inner = lines[lines.index("inner ...") :]
-    assert {line.partition(":")[0] for line in inner[1:-1]} == {"inner"}
-    assert inner[-1] == "outer: 0 of 2, ended after 0 s"
+    last = max(index for index, line in enumerate(lines) if line.startswith("inner: ") and line.endswith(" so far"))
+    during = lines[lines.index("inner ...") + 1 : last]
+    assert all(line.startswith("inner: ") for line in during)
+    assert lines[-1] == "outer: 0 of 2, ended after 0 s"
     assert "inner: " in capsys.readouterr().err
+
+
+class Clock:
+    """What stands in for the module `time`."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def test_no_line_is_added_while_others_are_printed(
     display: Display, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line each .2 s for 1.4 s, where a silence of 1 s is too long."""
+    """A line each .9 s, where a silence of 1 s is too long."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
     monkeypatch.setattr(progress, "POLL_S", 0.01)
     monkeypatch.setattr(progress, "MAX_SILENCE_S", 1.0)
     display.on(terminal=False)
     with record_lines(tmp_path), show_progress("train", 2) as train:
         for _ in range(7):
             train.print_line("step")
-            time.sleep(0.2)
+            clock.now += 0.9
+            time.sleep(0.05)
         train.advance(2)
     assert not any("so far" in line for line in lines_of(tmp_path / "progress.log"))
 

@@ -60,14 +60,14 @@ def any_of(call: str, over: str = "N", setup: str = "") -> str:
 
 # name -> (solution, reason of the outcome, error of its last test or ""); "*": any, they depend on the machine
 ATTACKS: dict[str, tuple[str, str, str]] = {
-    "endless loop": ("def f(x):\n    while True:\n        pass\n", "timeout", "OutOfTime"),
+    "endless loop": ("def f(x):\n    while True:\n        pass\n", "timeout", "*"),
     "loop that catches everything": (
         "def f(x):\n    while True:\n        try:\n            while True:\n                pass\n"
         "        except BaseException:\n            pass\n",
         "timeout",
-        "OutOfTime",
+        "*",
     ),
-    "processor time": ("import threading\ndef f(x):\n    while True:\n        2 ** 99\n", "timeout", "OutOfTime"),
+    "processor time": ("import threading\ndef f(x):\n    while True:\n        2 ** 99\n", "timeout", "*"),
     "10 GiB": ("def f(x):\n    return bytearray(10 * 2**30)\n", "failed", "MemoryError"),
     "count of processes": (
         "import os, time\ndef f(x):\n    made = 0\n    try:\n        while made < 40:\n            if os.fork() == 0:\n"

@@ -918,9 +918,10 @@ def test_tests_pass_that_would_pass_in_one_process(name: str) -> None:
 def test_attributes_that_came_with_their_object_need_no_request() -> None:
     code = "class C:\n    def __init__(self): self.n = 0\n    def get(self): return self.n\n"
     head = "from solution import C\ndef test():\n    c = C()\n    for _ in range(10_000): assert "
-    reads, calls = (run_solution(code, f"{head}c.{name} == 0\n", LIMITS) for name in ("n", "get()"))
-    assert reads.passed
-    assert reads.seconds < calls.seconds / 2
+    calls = run_solution(code, f"{head}c.get() == 0\n", LIMITS)
+    reads = [run_solution(code, f"{head}c.n == 0\n", LIMITS) for _ in range(3)]
+    assert all(outcome.passed for outcome in reads)
+    assert min(outcome.seconds for outcome in reads) < calls.seconds / 2  # of three: another process may delay some
 
 
 @pytest.mark.parametrize(

@@ -172,13 +172,13 @@ def test_a_parent_that_was_lost_is_replaced() -> None:
 
 def test_threads_wait_for_a_stopped_parent_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_solution(*HONEST, LIMITS).passed
-    monkeypatch.setattr(run, "START_S", 6.0)
+    monkeypatch.setattr(run, "START_S", 10.0)
     os.kill(parent(), signal.SIGSTOP)
     started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         outcomes = list(pool.map(lambda _: run_solution(*HONEST, LIMITS), range(4)))
     assert [outcome.reason for outcome in outcomes] == ["passed"] * 4
-    assert time.monotonic() - started < 9  # half of START_S, and four runs by a new parent
+    assert time.monotonic() - started < 15  # half of START_S, and four runs by a new parent
 
 
 def test_a_sandbox_that_does_not_start_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_a_sandbox_that_does_not_start_twice_is_an_error(monkeypatch: pytest.Mon
     with pytest.raises(SandboxFailed, match="did not start"):
         run_solution(*HONEST, LIMITS)
     os.waitpid(ended, 0)
-    assert deadlines == pytest.approx([run.START_S / 2, run.START_S], abs=2)
+    assert deadlines == pytest.approx([run.START_S / 2, run.START_S], rel=0.3)
 
 
 def test_a_fork_of_the_caller_has_a_parent_of_its_own() -> None:

@@ -263,7 +263,11 @@ def test_more_marks_than_a_letter_can_have_are_characters() -> None:
     ids=["one letter", "two letters", "halves", "marks"],
 )
 def test_no_text_takes_long(text: str, quote: str) -> None:
-    started = time.process_time()
-    locate(text, quote, MAX_MATCHES)
-    locate(text, quote, 10**9)
-    assert time.process_time() - started < 0.9  # 0.05 to 0.4; without the bounds 1 to 4
+    def measure_seconds() -> float:
+        started = time.process_time()
+        locate(text, quote, MAX_MATCHES)
+        locate(text, quote, 10**9)
+        return time.process_time() - started
+
+    # 0.05 to 0.4; without the bounds 1 to 4. Another process may slow some.
+    assert any(measure_seconds() < 0.9 for _ in range(3))

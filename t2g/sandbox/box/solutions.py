@@ -140,7 +140,7 @@ class RemoteSolution(Peer):
 
     def describe_end(self) -> str:
         """Return the reason of the outcome when the process of the solution has ended."""
-        for _ in range(50):
+        for _ in range(500):  # a busy machine reports the end of a process late
             process, status = os.waitpid(self._worker, os.WNOHANG)
             if process:
                 if os.WIFSIGNALED(status):

@@ -169,8 +169,8 @@ def test_a_function_that_wants_the_messages_gets_a_copy() -> None:
 def test_messages_name_the_section_of_the_function(section: str, caplog: pytest.LogCaptureFixture) -> None:
     config = {"feedback": FeedbackConfig, "annotate": AnnotateConfig}[section]
 
-    def make(name: str) -> Any:
-        return make_local_source(config(source=f"{__name__}:{name}", timeout_s=0.05), PromptsTask())
+    def make(name: str, timeout_s: float = 20) -> Any:
+        return make_local_source(config(source=f"{__name__}:{name}", timeout_s=timeout_s), PromptsTask())
 
     for name, reason in (
         ("missing", "cannot be imported"),
@@ -179,7 +179,7 @@ def test_messages_name_the_section_of_the_function(section: str, caplog: pytest.
     ):
         with pytest.raises(UserError, match=rf"^{section}\.source={__name__}:{name} {reason}"):
             make(name)
-    assert judge(make("hanging")).reason.endswith(f"no answer within {section}.timeout_s=0.05")
+    assert judge(make("hanging", timeout_s=0.05)).reason.endswith(f"no answer within {section}.timeout_s=0.05")
     judge(make("with_score"))
     assert f"{section}.source={__name__}:with_score: the feedback function returned an invalid judgement" in caplog.text
     assert "a dict with the unknown key 'score'" in caplog.text

@@ -84,7 +84,7 @@ def test_sigterm_ends_a_process_whose_interpreter_lock_is_held(tmp_path: Path) -
 
 @pytest.mark.parametrize(("function", "timeout_s"), [("loop", 0.5), ("sleep", 0.5), ("sleep", 30)])
 def test_a_process_that_is_not_blocked_lives(function: str, timeout_s: float, tmp_path: Path) -> None:
-    with start(tmp_path, function, timeout_s=timeout_s) as program:
+    with start(tmp_path, function, timeout_s=timeout_s, margin_s=10) as program:
         output, errors = program.communicate(timeout=DEADLINE_S)
     assert program.returncode == 0 and "blocks the whole process" not in errors
     assert ("gave no answer within" in output) == (timeout_s < 1)
