@@ -215,9 +215,9 @@ def test_files_of_a_user_change_neither_lint_nor_tests(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         content = USER_FILES[name].encode() if name in USER_FILES else (ROOT / name).read_bytes()
         (tmp_path / name).write_bytes(content)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # a hook has them
-    for git in (["init", "-q"], ["add", "configs/tiny", "t2g", "tests", "Makefile"]):
-        subprocess.run(["git", *git], cwd=tmp_path, env=environ, check=True, timeout=60)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set in a git hook
+    for arguments in (["init", "-q"], ["add", "configs/tiny", "t2g", "tests", "Makefile"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, env=environ, check=True, timeout=60)
     makefile = (ROOT / "Makefile").read_text()
     (code,) = re.findall(r"^CODE := (.*)$", makefile, re.M)
     (ruff,) = re.findall(r"^RUFF := \$\(RUN\) (.*?) &&", makefile, re.M)

@@ -60,7 +60,7 @@ Phase = Literal["starting", "loading", "running", "exporting", "stopped", "faile
 # Phases in which the driver's steering, which writes the status every few seconds, does not run.
 RENEWED_PHASES = ("starting", "loading", "exporting")
 RENEW_S = 10.0
-_status_lock = threading.RLock()  # without it an update that read an old status would replace one written since
+_status_lock = threading.RLock()  # held from the read to the write: else an update overwrites a newer status
 
 
 class Status(Section):

@@ -94,12 +94,12 @@ class SlowTask(TinyCodeTask):
     running = most = 0
 
     def __init__(self) -> None:
-        self._pair = threading.Barrier(2)
+        self._barrier = threading.Barrier(2)
 
     def run(self, *arguments: Any, **options: Any) -> Any:
         self.running += 1
         self.most = max(self.most, self.running)
-        self._pair.wait(20)
+        self._barrier.wait(20)
         time.sleep(0.02)
         self.running -= 1
         return super().run(*arguments, **options)

@@ -77,7 +77,8 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def add_node(cluster: Cluster, role: str) -> Any:
-    return cluster.add_node(num_cpus=2, object_store_memory=2**27, labels={"rl/role": role}, wait=False)
+    options = {"num_cpus": 2, "object_store_memory": 2**27, "labels": {"rl/role": role}}
+    return start_patiently(lambda: cluster.add_node(**options, wait=False))
 
 
 def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:

@@ -199,9 +199,11 @@ def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence:
 
 
 def free_cpus() -> float:
-    """Once what the tests before gave back has come back: no reading of two seconds differs."""
+    """Return the free CPUs once five readings agree: those of earlier tests come back late."""
     readings: list[float] = []
+    deadline = time.monotonic() + 60
     while len(readings) < 5 or len(set(readings[-5:])) > 1:
+        assert time.monotonic() < deadline, f"the free CPUs change: {readings}"
         readings.append(ray.available_resources()["CPU"])
         time.sleep(0.5)
     return readings[-1]

@@ -918,10 +918,13 @@ def test_tests_pass_that_would_pass_in_one_process(name: str) -> None:
 def test_attributes_that_came_with_their_object_need_no_request() -> None:
     code = "class C:\n    def __init__(self): self.n = 0\n    def get(self): return self.n\n"
     head = "from solution import C\ndef test():\n    c = C()\n    for _ in range(10_000): assert "
-    calls = run_solution(code, f"{head}c.get() == 0\n", LIMITS)
-    reads = [run_solution(code, f"{head}c.n == 0\n", LIMITS) for _ in range(3)]
-    assert all(outcome.passed for outcome in reads)
-    assert min(outcome.seconds for outcome in reads) < calls.seconds / 2  # of three: another process may delay some
+
+    def measure_seconds(expression: str) -> float:
+        outcomes = [run_solution(code, f"{head}{expression} == 0\n", LIMITS) for _ in range(3)]
+        assert all(outcome.passed for outcome in outcomes)
+        return min(outcome.seconds for outcome in outcomes)  # another process may delay one of them
+
+    assert measure_seconds("c.n") < measure_seconds("c.get()") / 2
 
 
 @pytest.mark.parametrize(

@@ -281,17 +281,33 @@ def test_an_older_kernel_holds_with_the_filter(abi: int, tmp_path: Path) -> None
 
 
 def test_what_runs_is_first_to_go_when_memory_runs_out() -> None:
-    code = "import time\ndef f():\n    time.sleep(4)\n"
+    code = "import time\ndef f():\n    time.sleep(3)\n"
     tests = "from solution import f\ndef test():\n    f()\n"
     scores: set[str] = set()
+    limits = LIMITS.model_copy(update={"timeout_s": 20.0})
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run_solution, code, tests, LIMITS)
+        running = pool.submit(run_solution, code, tests, limits)
         while not running.done():
             for folder in sandbox_processes():
                 with contextlib.suppress(OSError):
                     scores.add((folder / "oom_score_adj").read_text().strip())
             time.sleep(0.05)
+    assert running.result().passed
     assert "1000" in scores
+
+
+def test_the_line_that_is_still_running_at_the_deadline_is_known() -> None:
+    code = "def f(x):\n    y = x\n    while True:\n        pass\n"
+
+    def is_line_known() -> bool:
+        outcome = run_solution(code, TESTS, LIMITS.model_copy(update={"timeout_s": 1.0}))
+        assert outcome.reason == "timeout"
+        last = outcome.tests[-1]
+        return last.error == "OutOfTime" and last.trace[-1] in (3, 4)
+
+    assert any(
+        is_line_known() for _ in range(3)
+    )  # a process that gets no time for a second is killed before it can tell
 
 
 # -- one run

@@ -23,6 +23,7 @@ from t2g.sandbox.box.remote import Unsupported, as_plain
 from t2g.sandbox.box.remote_module import RemoteFinder
 from t2g.sandbox.box.streams import SolutionOutput, StdinReader
 
+END_S = 0.5  # a busy machine reports the end of a process late; shorter than KILL_S, so that the results are written
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"  # which pytest sets before each phase of a test
 
 
@@ -140,7 +141,8 @@ class RemoteSolution(Peer):
 
     def describe_end(self) -> str:
         """Return the reason of the outcome when the process of the solution has ended."""
-        for _ in range(500):  # a busy machine reports the end of a process late
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
             process, status = os.waitpid(self._worker, os.WNOHANG)
             if process:
                 if os.WIFSIGNALED(status):

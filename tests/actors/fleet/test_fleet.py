@@ -593,8 +593,8 @@ def test_a_worker_that_was_given_up_comes_back_when_the_window_has_passed(begin:
         rows = {w["name"]: (w["state"], w["restarts_left"]) for w in report["workers"]}
         assert rows == {"test worker 0": ("dead", 0), "test worker 1": ("serving", 1)}
         assert report["restart_window_s"] == 60.0
-        passed = health.model_copy(update={"restart_window_s": 0.01})
-        fleet.config = fleet.config.model_copy(update={"health": passed})
+        short_window = health.model_copy(update={"restart_window_s": 0.01})
+        fleet.config = fleet.config.model_copy(update={"health": short_window})
         await until(fleet, lambda: len(fleet.serving()) == 2)
 
     asyncio.run(run())
@@ -667,7 +667,9 @@ def test_an_engine_with_less_room_gets_less(fleet: Fleet) -> None:
 
     async def run() -> list[int]:
         requests = [asyncio.ensure_future(work(fleet, seconds=0.2)) for _ in range(9)]
-        await asyncio.sleep(0)  # each request is now with its engine
+        async with asyncio.timeout(PATIENCE_S):
+            while small.load + large.load < 9:
+                await asyncio.sleep(0)
         loads = [small.load, large.load]
         await asyncio.gather(*requests)
         return loads
