@@ -2,8 +2,9 @@
 
     python -m jobs.demo --config configs/tiny/demo.yaml
 
-The methods share records, reward model, prompts, seeds and engines, and differ in one field: where the rewards are
-paid. The feedback function annotates and the facts measure; every sample of PPO is judged by the reward model.
+The methods share records, reward model, prompts, seeds and engines. They differ in where the rewards are paid, and
+`span` alone has local credit. The feedback function annotates and the facts measure; every sample of PPO is judged by
+the reward model.
 """
 
 import json

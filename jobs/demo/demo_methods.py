@@ -1,4 +1,4 @@
-"""The methods of `jobs.demo`: runs of PPO on its artifacts that differ in where the rewards are paid."""
+"""The methods of `jobs.demo`: runs of PPO that differ in the placement of rewards and in local credit."""
 
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, with_overrides
 

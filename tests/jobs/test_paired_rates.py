@@ -1,0 +1,91 @@
+"""The table of two methods, each at its own rate, from lines that are short enough to do by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs.compare.paired_rates import MethodAtRate, find_pairs, main
+from t2g.study.comparison import RunCurve
+from t2g.study.result_lines import ResultLine
+
+SPAN = MethodAtRate("span", 3e-3)
+SCALAR = MethodAtRate("scalar", 1e-3)
+
+
+def a_line(name: MethodAtRate, seed: int, *scores: float, kls: tuple[float, ...], criticised: float) -> ResultLine:
+    """Return a run that was evaluated before training and after each step of 10 samples."""
+    indices = range(len(scores))
+    run = RunCurve(
+        samples=tuple(10 * index for index in indices),
+        scores=scores,
+        seconds=tuple(1.0 * index for index in indices),
+        step_seconds=1.0,
+        targeting={"criticised": criticised},
+        kls=kls,
+    )
+    return ResultLine(
+        method=name.method,
+        seed=seed,
+        lr=name.lr,
+        key=f"{name}-{seed}",
+        date="2026-11-29",
+        minutes=1,
+        versions={},
+        run=run,
+    )
+
+
+LINES = [
+    a_line(SPAN, 1, 0.5, 0.8, 0.9, kls=(0.0, 2.0, 4.0), criticised=-1.0),
+    a_line(SCALAR, 1, 0.5, 0.6, 0.8, kls=(0.0, 1.0, 2.0), criticised=-0.5),
+    a_line(SPAN, 2, 0.5, 0.7, 0.9, kls=(0.0, 2.0, 4.0), criticised=-2.0),
+    a_line(SCALAR, 2, 0.5, 0.7, 0.7, kls=(0.0, 1.0, 2.0), criticised=-0.5),
+    a_line(SPAN, 3, 0.5, 0.9, 0.9, kls=(0.0, 2.0, 4.0), criticised=-3.0),  # scalar has no run of this seed
+    a_line(MethodAtRate("scalar", 3e-3), 3, 0.5, 0.1, 0.1, kls=(0.0, 9.0, 9.0), criticised=0.0),
+    a_line(SPAN, 101, 0.5, 0.9, kls=(0.0, 2.0), criticised=-1.0),  # of a search
+    a_line(SCALAR, 101, 0.5, 0.4, kls=(0.0, 2.0), criticised=-1.0),
+]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(f"{line.model_dump_json()}\n" for line in LINES))
+    return path
+
+
+def read_rows(text: str) -> dict[str, list[str]]:
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_a_pair_has_a_whole_run_of_both_methods_at_their_rates() -> None:
+    pairs = find_pairs(LINES, SPAN, SCALAR)
+    assert {seed: (pair.first.scores, pair.second.scores) for seed, pair in pairs.items()} == {
+        1: ((0.5, 0.8, 0.9), (0.5, 0.6, 0.8)),
+        2: ((0.5, 0.7, 0.9), (0.5, 0.7, 0.7)),
+    }
+    assert find_pairs([], SPAN, SCALAR) == {}
+
+
+def test_the_table_has_differences_and_their_interval(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(results), "span=3e-3", "scalar=0.001"]) == 0
+    rows = read_rows(capsys.readouterr().out)
+    half = 12.706 * 0.05  # t with one degree of freedom; the standard error of two values .1 apart is .05
+    assert rows["mean of the last three"][2:] == [f"0.125 ± {half / 2:.3f}", "0.150, 0.100"]
+    assert rows["score after 10 samples"][2:] == [f"0.100 ± {2 * half:.3f}", "0.200, 0.000"]
+    assert rows["score after 20 samples"][0] == "0.900 ± 0.000"
+    assert rows["score at equal KL"][2:] == [f"0.000 ± {0:.3f}", "0.000, 0.000"]  # at 2 nats: .8 and .8, .7 and .7
+    assert rows["criticised"][:2] == [f"-1.500 ± {10 * half:.3f}", "-0.500 ± 0.000"]
+    assert rows["retention"] == ["–"] * 4  # not measured
+
+    assert main([str(results), "span=3e-3", "scalar=1e-3", "--seeds", "2", "3"]) == 0
+    assert read_rows(capsys.readouterr().out)["mean of the last three"] == ["0.800", "0.700", "0.100", "0.100"]
+
+
+def test_a_method_without_runs_ends_with_a_sentence(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(results), "span=3e-3", "grpo=1e-3"]) == 2
+    assert "grpo at 0.001" in capsys.readouterr().err
+    assert main([str(results.with_name("none.jsonl")), "span=3e-3", "scalar=1e-3"]) == 2
+    with pytest.raises(SystemExit):
+        main([str(results), "span", "scalar=1e-3"])
