@@ -91,6 +91,8 @@ class WeightSync(Protocol):
     async def push(self, policy_version: int) -> WeightSyncResult:
         """Push the learner's weights to every rollout worker; names and a scored probe verify them.
 
+        Returns once at least one worker has verified them. The others get no requests until they have.
+
         The caller must not call the learner meanwhile.
         """
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SLOW_START = "timed out during startup"  # in Ray's error when a node is not registered within 30 s
 LONG_PATH = "AF_UNIX path length"  # in Ray's error when a socket's path exceeds 107 bytes
 END_S = 10.0  # for processes of a start that failed
-LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have taken all the time
+LAST_LOOK_S = 0.1  # for each group after the deadline: the wait for an earlier one may have taken all the time
 
 
 def resources(address: str | None) -> Mapping[str, float]:

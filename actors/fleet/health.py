@@ -2,7 +2,7 @@
 
 STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and gets no requests.
 Failed health checks, requests and weight syncs are counted separately: an engine that passes health checks may not
-answer requests, and an engine that misses syncs may do both.
+answer requests, and an engine that misses syncs may pass health checks and answer requests.
 """
 
 from collections.abc import Sequence

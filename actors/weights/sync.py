@@ -167,8 +167,12 @@ class FleetWeightSync:
     async def catch_up(self, worker: SyncWorker) -> None:
         """Send a STALE worker the last pushed version, and report the outcome to the fleet.
 
-        Does nothing before the first push, for a worker that a push has reached meanwhile, while a push waits, while
-        the engines sleep, or if no bucket is stored and the learner has newer weights or had to send none.
+        Does nothing
+
+        - before the first push, and if a push has reached the worker meanwhile;
+        - while the engines sleep;
+        - if the version cannot be sent again: no bucket of it is stored, and the learner has newer weights or never
+          sent it.
 
         Raises:
             LearnerLost: A rank is lost, or the stored buckets were lost with the node of rank 0.

@@ -1,6 +1,7 @@
 """Render a batch script for Slurm from a run's config: a heterogeneous job with one component for each role.
 
-The first component has Ray's head and the batch script itself. `docker/README.md` describes how to submit it.
+The first component has Ray's head and the batch script itself. `t2g/guides/17-where-you-work.md` describes how to
+submit it.
 """
 
 import re

@@ -1,9 +1,9 @@
 """The training loop: generate -> feedback -> token rewards -> advantages -> update -> sync.
 
 Written against the Protocols of `t2g.interfaces`: their implementations are Ray actors or fakes. A step is atomic: it
-is logged and checkpointed only after its weights are in every rollout worker. Its prompts and seeds are a function of
-(run.seed, step). With rollout.max_staleness s > 0, the responses of the next s steps are sampled during an update; a
-checkpoint keeps the finished ones.
+is logged and checkpointed only after at least one rollout worker has verified its weights; the others get no requests
+until they have them. Its prompts and seeds are a function of (run.seed, step). With rollout.max_staleness s > 0, the
+responses of the next s steps are sampled during an update; a checkpoint keeps the finished ones.
 """
 
 import asyncio
@@ -97,10 +97,10 @@ class Trainer:
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     on_phase: Callable[[str], None] = lambda phase: None  # called with what the run does next: sampling, learning
-    on_checkpoint: Callable[[int], None] = lambda step: None  # called with the step before its checkpoint is written
+    on_checkpoint: Callable[[int], None] = lambda step: None  # called with a step, before its checkpoint is written
     extra_metrics: Callable[[], Awaitable[dict[str, float]]]  # further metrics of a step, read at its end
     gpu_time_sharing: GpuTimeSharing | None = None  # if engines and learner share GPUs
-    lost_at: float | None = None  # time.monotonic() at which the learner failed that this one replaces
+    lost_at: float | None = None  # time.monotonic() of the failure of the earlier learner
 
     def __post_init__(self) -> None:
         self.train_feedback = sampling.training_feedback(self.config, self.feedback)

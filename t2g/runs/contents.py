@@ -21,8 +21,8 @@ def content_hash(*paths: Path) -> str:
     """Return a hash of files, or of the files in folders by their names, in order; "" if one does not exist.
 
     A folder with safetensors is a model: weights, config, tokenizer and templates at its top level are hashed. In
-    another folder every file is hashed, at any depth and behind links. Hidden files and the names in `paths` are
-    ignored.
+    another folder every file is hashed, at any depth and behind links. Hidden files are ignored, and so are the paths
+    themselves: a copy has the same hash.
     """
     if len(paths) == 1:
         return _hash_path(*paths)
