@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jobs.compare.paired_rates import MethodAtRate, find_pairs, main
+from t2g.errors import UserError
 from t2g.study.comparison import RunCurve
 from t2g.study.result_lines import ResultLine
 
@@ -12,7 +13,7 @@ SPAN = MethodAtRate("span", 3e-3)
 SCALAR = MethodAtRate("scalar", 1e-3)
 
 
-def a_line(name: MethodAtRate, seed: int, *scores: float, kls: tuple[float, ...], criticised: float) -> ResultLine:
+def make_line(name: MethodAtRate, seed: int, *scores: float, kls: tuple[float, ...], criticised: float) -> ResultLine:
     """Return a run that was evaluated before training and after each step of 10 samples."""
     indices = range(len(scores))
     run = RunCurve(
@@ -36,14 +37,14 @@ def a_line(name: MethodAtRate, seed: int, *scores: float, kls: tuple[float, ...]
 
 
 LINES = [
-    a_line(SPAN, 1, 0.5, 0.8, 0.9, kls=(0.0, 2.0, 4.0), criticised=-1.0),
-    a_line(SCALAR, 1, 0.5, 0.6, 0.8, kls=(0.0, 1.0, 2.0), criticised=-0.5),
-    a_line(SPAN, 2, 0.5, 0.7, 0.9, kls=(0.0, 2.0, 4.0), criticised=-2.0),
-    a_line(SCALAR, 2, 0.5, 0.7, 0.7, kls=(0.0, 1.0, 2.0), criticised=-0.5),
-    a_line(SPAN, 3, 0.5, 0.9, 0.9, kls=(0.0, 2.0, 4.0), criticised=-3.0),  # scalar has no run of this seed
-    a_line(MethodAtRate("scalar", 3e-3), 3, 0.5, 0.1, 0.1, kls=(0.0, 9.0, 9.0), criticised=0.0),
-    a_line(SPAN, 101, 0.5, 0.9, kls=(0.0, 2.0), criticised=-1.0),  # of a search
-    a_line(SCALAR, 101, 0.5, 0.4, kls=(0.0, 2.0), criticised=-1.0),
+    make_line(SPAN, 1, 0.5, 0.8, 0.9, kls=(0.0, 2.0, 4.0), criticised=-1.0),
+    make_line(SCALAR, 1, 0.5, 0.6, 0.8, kls=(0.0, 1.0, 2.0), criticised=-0.5),
+    make_line(SPAN, 2, 0.5, 0.7, 0.9, kls=(0.0, 2.0, 4.0), criticised=-2.0),
+    make_line(SCALAR, 2, 0.5, 0.7, 0.7, kls=(0.0, 1.0, 2.0), criticised=-0.5),
+    make_line(SPAN, 3, 0.5, 0.9, 0.9, kls=(0.0, 2.0, 4.0), criticised=-3.0),  # scalar has no run of this seed
+    make_line(MethodAtRate("scalar", 3e-3), 3, 0.5, 0.1, 0.1, kls=(0.0, 9.0, 9.0), criticised=0.0),
+    make_line(SPAN, 101, 0.5, 0.9, kls=(0.0, 2.0), criticised=-1.0),  # of a search
+    make_line(SCALAR, 101, 0.5, 0.4, kls=(0.0, 2.0), criticised=-1.0),
 ]
 
 
@@ -61,7 +62,7 @@ def read_rows(text: str) -> dict[str, list[str]]:
 
 def test_a_pair_has_a_whole_run_of_both_methods_at_their_rates() -> None:
     pairs = find_pairs(LINES, SPAN, SCALAR)
-    assert {seed: (pair.first.scores, pair.second.scores) for seed, pair in pairs.items()} == {
+    assert {seed: (pair.first.run.scores, pair.second.run.scores) for seed, pair in pairs.items()} == {
         1: ((0.5, 0.8, 0.9), (0.5, 0.6, 0.8)),
         2: ((0.5, 0.7, 0.9), (0.5, 0.7, 0.7)),
     }
@@ -72,20 +73,48 @@ def test_the_table_has_differences_and_their_interval(results: Path, capsys: pyt
     assert main([str(results), "span=3e-3", "scalar=0.001"]) == 0
     rows = read_rows(capsys.readouterr().out)
     half = 12.706 * 0.05  # t with one degree of freedom; the standard error of two values .1 apart is .05
-    assert rows["mean of the last three"][2:] == [f"0.125 ± {half / 2:.3f}", "0.150, 0.100"]
+    assert rows["mean of the last 3"][2:] == [f"0.125 ± {half / 2:.3f}", "0.150, 0.100"]
     assert rows["score after 10 samples"][2:] == [f"0.100 ± {2 * half:.3f}", "0.200, 0.000"]
     assert rows["score after 20 samples"][0] == "0.900 ± 0.000"
-    assert rows["score at equal KL"][2:] == [f"0.000 ± {0:.3f}", "0.000, 0.000"]  # at 2 nats: .8 and .8, .7 and .7
+    assert rows["score at equal KL"][2:] == ["0.000 ± 0.000", "0.000, 0.000"]  # at 2 nats: .8 and .8, .7 and .7
     assert rows["criticised"][:2] == [f"-1.500 ± {10 * half:.3f}", "-0.500 ± 0.000"]
     assert rows["retention"] == ["–"] * 4  # not measured
 
-    assert main([str(results), "span=3e-3", "scalar=1e-3", "--seeds", "2", "3"]) == 0
-    assert read_rows(capsys.readouterr().out)["mean of the last three"] == ["0.800", "0.700", "0.100", "0.100"]
+    assert main([str(results), "span=3e-3", "scalar=1e-3", "--seeds", "2"]) == 0
+    assert read_rows(capsys.readouterr().out)["mean of the last 3"] == ["0.800", "0.700", "0.100", "0.100"]
 
 
-def test_a_method_without_runs_ends_with_a_sentence(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_make_no_pair_end_with_a_sentence(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(results), "span=3e-3", "grpo=1e-3"]) == 2
     assert "grpo at 0.001" in capsys.readouterr().err
+    assert main([str(results), "span=3e-3", "scalar=1e-3", "--seeds", "2", "3", "9"]) == 2
+    assert "[3, 9]" in capsys.readouterr().err
     assert main([str(results.with_name("none.jsonl")), "span=3e-3", "scalar=1e-3"]) == 2
     with pytest.raises(SystemExit):
         main([str(results), "span", "scalar=1e-3"])
+
+
+def test_runs_that_cannot_be_compared_are_refused() -> None:
+    again = LINES[0].model_copy(update={"key": "other"})
+    with pytest.raises(UserError, match=r"two runs of seed 1, with the keys .* and other"):
+        find_pairs([*LINES, again], SPAN, SCALAR)
+    rarely = RunCurve(samples=(0, 20), scores=(0.5, 0.9), seconds=(0.0, 2.0), step_seconds=1.0)
+    other_grid = LINES[1].model_copy(update={"run": rarely})
+    with pytest.raises(UserError, match=r"\(0, 10, 20\), \(0, 20\)"):
+        find_pairs([LINES[0], other_grid], SPAN, SCALAR)
+
+
+def test_a_longer_run_of_another_method_changes_nothing() -> None:
+    longer = make_line(MethodAtRate("grpo", 1e-3), 1, 0.5, 0.6, 0.7, 0.8, kls=(0.0, 1.0, 2.0, 3.0), criticised=-1.0)
+    assert find_pairs([*LINES, longer], SPAN, SCALAR) == find_pairs(LINES, SPAN, SCALAR)
+
+
+def test_seeds_whose_runs_began_from_other_weights_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = ["a", "a", "a", "b"]
+    lines = [line.model_copy(update={"start": start}) for line, start in zip(LINES, starts, strict=False)]
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
+    assert main([str(path), "span=3e-3", "scalar=1e-3"]) == 0
+    assert "Seeds [2]: " in capsys.readouterr().out

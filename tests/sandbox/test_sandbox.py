@@ -305,9 +305,8 @@ def test_the_line_that_is_still_running_at_the_deadline_is_known() -> None:
         last = outcome.tests[-1]
         return last.error == "OutOfTime" and last.trace[-1] in (3, 4)
 
-    assert any(
-        is_line_known() for _ in range(3)
-    )  # a process that gets no time for a second is killed before it can tell
+    # A process that gets no time for a second is killed before it can tell.
+    assert any(is_line_known() for _ in range(3))
 
 
 # -- one run
