@@ -43,6 +43,11 @@ class Again:
         return Reply("again")
 
 
+def count_letters(completions: list[str], **columns: object) -> list[float]:
+    """Reward function, as in TRL."""
+    return [float(sum(character.isalpha() for character in str(completion))) for completion in completions]
+
+
 class StubRolloutWorker:
     """The methods of `RolloutWorker`.
 
