@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.compare.paired_rates import MethodAtRate, find_pairs, main
+from jobs.compare.paired_rates import MethodAtRate, Pair, find_pairs, main
 from t2g.errors import UserError
 from t2g.study.comparison import RunCurve
 from t2g.study.result_lines import ResultLine
@@ -36,16 +36,21 @@ def make_line(name: MethodAtRate, seed: int, *scores: float, kls: tuple[float, .
     )
 
 
-LINES = [
+SPAN_LINES = [
     make_line(SPAN, 1, 0.5, 0.8, 0.9, kls=(0.0, 2.0, 4.0), criticised=-1.0),
-    make_line(SCALAR, 1, 0.5, 0.6, 0.8, kls=(0.0, 1.0, 2.0), criticised=-0.5),
     make_line(SPAN, 2, 0.5, 0.7, 0.9, kls=(0.0, 2.0, 4.0), criticised=-2.0),
+]
+WITHOUT_PAIR = make_line(SPAN, 3, 0.5, 0.9, 0.9, kls=(0.0, 2.0, 4.0), criticised=-3.0)
+SCALAR_LINES = [
+    make_line(SCALAR, 1, 0.5, 0.6, 0.8, kls=(0.0, 1.0, 2.0), criticised=-0.5),
     make_line(SCALAR, 2, 0.5, 0.7, 0.7, kls=(0.0, 1.0, 2.0), criticised=-0.5),
-    make_line(SPAN, 3, 0.5, 0.9, 0.9, kls=(0.0, 2.0, 4.0), criticised=-3.0),  # scalar has no run of this seed
-    make_line(MethodAtRate("scalar", 3e-3), 3, 0.5, 0.1, 0.1, kls=(0.0, 9.0, 9.0), criticised=0.0),
-    make_line(SPAN, 101, 0.5, 0.9, kls=(0.0, 2.0), criticised=-1.0),  # of a search
+]
+LARGE_RATE = make_line(MethodAtRate("scalar", 3e-3), 3, 0.5, 0.1, 0.1, kls=(0.0, 9.0, 9.0), criticised=0.0)
+SEARCH_LINES = [
+    make_line(SPAN, 101, 0.5, 0.9, kls=(0.0, 2.0), criticised=-1.0),
     make_line(SCALAR, 101, 0.5, 0.4, kls=(0.0, 2.0), criticised=-1.0),
 ]
+LINES = [*SPAN_LINES, *SCALAR_LINES, WITHOUT_PAIR, LARGE_RATE, *SEARCH_LINES]
 
 
 @pytest.fixture
@@ -62,10 +67,9 @@ def read_rows(text: str) -> dict[str, list[str]]:
 
 def test_a_pair_has_a_whole_run_of_both_methods_at_their_rates() -> None:
     pairs = find_pairs(LINES, SPAN, SCALAR)
-    assert {seed: (pair.first.run.scores, pair.second.run.scores) for seed, pair in pairs.items()} == {
-        1: ((0.5, 0.8, 0.9), (0.5, 0.6, 0.8)),
-        2: ((0.5, 0.7, 0.9), (0.5, 0.7, 0.7)),
-    }
+    assert [*pairs] == [1, 2]
+    assert pairs[1] == Pair(SPAN_LINES[0], SCALAR_LINES[0])
+    assert pairs[2] == Pair(SPAN_LINES[1], SCALAR_LINES[1])
     assert find_pairs([], SPAN, SCALAR) == {}
 
 
@@ -99,9 +103,9 @@ def test_runs_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(UserError, match=r"two runs of seed 1, with the keys .* and other"):
         find_pairs([*LINES, again], SPAN, SCALAR)
     rarely = RunCurve(samples=(0, 20), scores=(0.5, 0.9), seconds=(0.0, 2.0), step_seconds=1.0)
-    other_grid = LINES[1].model_copy(update={"run": rarely})
+    other_grid = SCALAR_LINES[0].model_copy(update={"run": rarely})
     with pytest.raises(UserError, match=r"\(0, 10, 20\), \(0, 20\)"):
-        find_pairs([LINES[0], other_grid], SPAN, SCALAR)
+        find_pairs([SPAN_LINES[0], other_grid], SPAN, SCALAR)
 
 
 def test_a_longer_run_of_another_method_changes_nothing() -> None:
@@ -112,8 +116,9 @@ def test_a_longer_run_of_another_method_changes_nothing() -> None:
 def test_seeds_whose_runs_began_from_other_weights_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pairs = [SPAN_LINES[0], SCALAR_LINES[0], SPAN_LINES[1], SCALAR_LINES[1]]
     starts = ["a", "a", "a", "b"]
-    lines = [line.model_copy(update={"start": start}) for line, start in zip(LINES, starts, strict=False)]
+    lines = [line.model_copy(update={"start": start}) for line, start in zip(pairs, starts, strict=True)]
     path = tmp_path / "results.jsonl"
     path.write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
     assert main([str(path), "span=3e-3", "scalar=1e-3"]) == 0
