@@ -43,9 +43,9 @@ class Again:
         return Reply("again")
 
 
-def count_letters(completions: list[str], **columns: object) -> list[float]:
-    """Reward function, as in TRL."""
-    return [float(sum(character.isalpha() for character in str(completion))) for completion in completions]
+def count_distinct(completions: list[str], **columns: object) -> list[float]:
+    """Return the number of different characters of each response: a reward function as in TRL."""
+    return [float(len(set(str(completion)))) for completion in completions]
 
 
 class StubRolloutWorker:
