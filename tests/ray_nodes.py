@@ -1,15 +1,13 @@
 """Nodes of a Ray cluster on this machine."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import psutil
 
-from actors.cluster.placement import SLOW_START
+from actors.cluster.placement import SLOW_START, end_processes
 
 START_TRIES = 4
-END_S = 20.0
 
 
 def start_patiently(start: Callable[[], Any]) -> Any:
@@ -23,12 +21,5 @@ def start_patiently(start: Callable[[], Any]) -> Any:
             if SLOW_START not in str(error):
                 raise
             after = set(this_process.children(recursive=True))
-            _kill(after - before)  # a node that comes late would add its CPUs to the cluster
+            end_processes(after - before)  # a node that comes late would add its CPUs to the cluster
     return start()
-
-
-def _kill(processes: set[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=END_S)

@@ -43,7 +43,7 @@ class Again:
         return Reply("again")
 
 
-def count_distinct(completions: list[str], **columns: object) -> list[float]:
+def count_distinct_characters(completions: list[str], **columns: object) -> list[float]:
     """Return the number of different characters of each response: a reward function as in TRL."""
     return [float(len(set(str(completion)))) for completion in completions]
 

@@ -145,11 +145,11 @@ def _init_local(config: ClusterConfig) -> None:
         if SLOW_START not in message:
             raise
         after = set(this_process.children(recursive=True))
-        _end(after - before)
+        end_processes(after - before)
         raise TimeoutError("Ray did not start within 30 s") from error
 
 
-def _end(processes: set[psutil.Process]) -> None:
+def end_processes(processes: set[psutil.Process]) -> None:
     """Kill processes and wait for their end."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -59,6 +59,7 @@ class Pair:
 
     @property
     def has_one_start(self) -> bool:
+        """Return whether both runs are known to have begun from the same weights."""
         return self.first.start is not None and self.first.start == self.second.start
 
 
@@ -107,8 +108,8 @@ def find_pairs(lines: Sequence[ResultLine], first: MethodAtRate, second: MethodA
     first_lines = first.select(lines)
     second_lines = second.select(lines)
     num_samples = max((max(line.run.samples, default=0) for line in first_lines + second_lines), default=0)
-    first_runs = _sort_by_seed(first_lines, num_samples)
-    second_runs = _sort_by_seed(second_lines, num_samples)
+    first_runs = _select_whole_runs(first_lines, num_samples)
+    second_runs = _select_whole_runs(second_lines, num_samples)
     seeds = sorted(first_runs.keys() & second_runs.keys())
     grids = {runs[seed].run.samples for seed in seeds for runs in (first_runs, second_runs)}
     if len(grids) > 1:
@@ -116,7 +117,8 @@ def find_pairs(lines: Sequence[ResultLine], first: MethodAtRate, second: MethodA
     return {seed: Pair(first_runs[seed], second_runs[seed]) for seed in seeds}
 
 
-def _sort_by_seed(lines: Iterable[ResultLine], num_samples: int) -> dict[int, ResultLine]:
+def _select_whole_runs(lines: Iterable[ResultLine], num_samples: int) -> dict[int, ResultLine]:
+    """Return the runs that were trained on `num_samples` samples, by seed."""
     by_seed: dict[int, ResultLine] = {}
     for line in lines:
         if max(line.run.samples, default=0) < num_samples:

@@ -320,7 +320,10 @@ def test_a_run_on_real_engines_outlives_a_fault(stage: Stage, fault: str) -> Non
     engines = 2 if fault == "half a sync" else 1
     conversing = {"environment": "stub_engines:Again", "rollout.max_turns": 2} if fault == "rollout" else {}
     # No quote of an untrained reward model occurs in the response: it writes none, and a number is paid.
-    paid = {"feedback.engine.max_spans": 0, "objective.outcome_rewards": "[{source: stub_engines:count_distinct}]"}
+    paid = {
+        "feedback.engine.max_spans": 0,
+        "objective.outcome_rewards": "[{source: stub_engines:count_distinct_characters}]",
+    }
     changes = {"learner.probe_tolerance": 1e-3, "rollout.workers.initial": engines, **paid, **conversing}
     job = make_job(stage.folder, 4, **changes)
     stage.names.update(rollout="BreakableRolloutWorker", reward="RewardWorker", learner="LearnerWorker")
