@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeFeedback, FakeRollouts
+from killed_jobs import run_until_killed
 from pydantic import ValidationError
 
 from jobs.annotate.annotation_job import describe
@@ -136,8 +137,7 @@ def test_planted_responses_are_judged_beside_the_sampled_ones(sampled: AnnotateJ
     posts = (world.sample_facts(np.random.default_rng(i), heldout=False) for i in range(NUM_PROMPTS))
     write_data(sampled, *({"id": f"p{i}", "post": f"Post {i}.", "facts": facts} for i, facts in enumerate(posts)))
     config = with_overrides(sampled, {"task": "tiny", "annotate.planted": 0.5})
-    with pytest.raises(KeyboardInterrupt):
-        annotate_data(config, FakeFleets(config, killer(after=15)))
+    run_until_killed(annotate_data, config, FakeFleets(config, killer(after=15)))
     fleets = FakeFleets(config)
     annotate_data(config, fleets)
     assert fleets.num_judged == NUM_SAMPLES + NUM_PROMPTS // 2 - 15  # those in the journal are not judged again
@@ -155,8 +155,7 @@ def test_planted_responses_have_no_human_judgement(tmp_path: Path) -> None:
 
 def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> None:
     folder = sampled.run.folder
-    with pytest.raises(KeyboardInterrupt):
-        annotate_data(sampled, FakeFleets(sampled, killer(after=27)))
+    run_until_killed(annotate_data, sampled, FakeFleets(sampled, killer(after=27)))
     assert len(read(folder / JOURNAL_FILE)) == 27
     assert not (folder / ANNOTATED_FILE).exists()
     with (folder / JOURNAL_FILE).open("a") as file:
@@ -265,8 +264,7 @@ def test_one_prompt_is_all_for_training(data_job: AnnotateJob, capsys: pytest.Ca
 def test_another_config_is_refused_by_the_names_of_its_keys(sampled: AnnotateJob, after: int) -> None:
     fleets = FakeFleets(sampled, killer(after))
     if after < NUM_SAMPLES:
-        with pytest.raises(KeyboardInterrupt):
-            annotate_data(sampled, fleets)
+        run_until_killed(annotate_data, sampled, fleets)
     else:
         annotate_data(sampled, fleets)
     hotter = with_overrides(sampled, {"rollout.temperature": 0.5})

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, fake_endpoint, says
+from killed_jobs import run_until_killed
 
 from jobs.common.cli import StopFlag
 from jobs.evaluate.__main__ import evaluate
@@ -224,8 +225,7 @@ def test_a_policy_may_have_a_temperature_of_its_own(tmp_path: Path, models: Path
 def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path) -> None:
     config = job(tmp_path, models, rollout={"max_num_seqs": 1})
     first = {"whole": Engine(100), "cut": Engine(8, left=7)}
-    with pytest.raises(KeyboardInterrupt):
-        run(config, first)
+    run_until_killed(run, config, first)
     second = {"whole": Engine(100), "cut": Engine(8)}
     result = run(config, second)
     assert second["whole"].received_requests == []
