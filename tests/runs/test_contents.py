@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from t2g.runs.contents import content_hash, model_version, source_hash
+from t2g.runs.contents import content_hash, model_version, source_hash, versioned_model_name
 
 
 def write(path: Path, content: str) -> Path:
@@ -53,6 +53,17 @@ def test_a_model_is_its_folder_or_its_name_and_revision_on_a_hub(tmp_path: Path)
     assert model_version(str(tmp_path), None) == model_version(str(tmp_path), "c1") == content_hash(tmp_path)
     assert model_version("owner/name", "c1") == "owner/name@c1"
     assert model_version("owner/name", None) == "owner/name@unpinned"
+
+
+def test_the_versioned_name_of_a_model_changes_with_its_weights(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    write(weights, "w")
+    before = versioned_model_name(str(tmp_path), None)
+    write(weights, "v")
+    after = versioned_model_name(str(tmp_path), None)
+    assert after == f"{tmp_path}@{content_hash(tmp_path)}" != before
+    assert versioned_model_name("owner/name", "c1") == "owner/name@c1"
+    assert versioned_model_name("owner/name", None) == "owner/name@unpinned"
 
 
 def test_a_folder_of_data_is_all_its_files_by_name(tmp_path: Path) -> None:
