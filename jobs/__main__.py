@@ -23,7 +23,6 @@ NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward", 
 JOBS = tuple(chain.from_iterable(SECTIONS.values()))
 MODULES = {name: NAMES.get(name, name) for name in JOBS if name != "init"}
 JOBS_FOLDER = Path(__file__).parent
-DEMO = JOBS_FOLDER.parent / "configs" / "tiny" / "demo.yaml"  # next to jobs in a checkout and in a wheel
 STARTER = JOBS_FOLDER / "starter"
 TEMPLATES = ("feedback", "repair", "tools")
 
@@ -76,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.job is None:
         print(format_jobs())
         return 0
-    rest = list(arguments.rest)
     jobs = ["init", *MODULES]
     if arguments.job not in jobs:
         near = get_close_matches(arguments.job, jobs, n=1)
@@ -90,11 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "conversations with tools"
         )
         init_parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=templates)
-        init_arguments = init_parser.parse_args(rest)
+        init_arguments = init_parser.parse_args(arguments.rest)
         return init(init_arguments.folder, init_arguments.template)
-    if arguments.job == "demo" and "--config" not in rest:
-        rest = ["--config", str(DEMO), *rest]
-    sys.argv[1:] = rest
+    sys.argv[1:] = arguments.rest
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a feedback function beside the config is found
     run_module(f"jobs.{MODULES[arguments.job]}", run_name="__main__", alter_sys=True)  # the module calls sys.exit

@@ -44,6 +44,7 @@ def main(
     options: Mapping[str, Mapping[str, Any]] = {},
     read: str | None = None,
     of_run: Callable[[Path], Mapping[str, Any]] | None = None,
+    default_file: Path | None = None,
     check: Callable[[Config], None] | None = None,
 ) -> int:
     """Read the config and the inputs, report everything that would stop the job, then run it; return the exit code.
@@ -58,12 +59,11 @@ def main(
         read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config before any process is
             started, and raises UserError. `data` is None if an earlier phase of the job still has to make the inputs.
         of_run: Returns the values of the config from the folder of a run, which may then stand in place of --config.
+        default_file: Config file without --config; None: a file is required.
         check: Refuses folders that the job continues and that were made with other inputs; by default the run folder.
     """
 
-    parser = job_parser(schema, takes_run=of_run is not None)
-    for option, about in options.items():
-        parser.add_argument(option, **about)
+    parser = job_parser(schema, options, takes_run=of_run is not None, default_file=default_file)
     arguments = _parse(parser, schema, sys.argv[1:] if argv is None else argv)
     file = arguments.pop("config")
     overrides = arguments.pop("overrides")
@@ -251,7 +251,13 @@ def find_run_folder(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def job_parser(schema: type[BaseModel], *, takes_run: bool = False) -> argparse.ArgumentParser:
+def job_parser(
+    schema: type[BaseModel],
+    options: Mapping[str, Mapping[str, Any]] = {},
+    *,
+    takes_run: bool = False,
+    default_file: Path | None = None,
+) -> argparse.ArgumentParser:
     """Return the parser of a job. The schema's docstring begins with it: "jobs.train_policy: span-level PPO."."""
     doc = " ".join((schema.__doc__ or "").split())
     name, _, purpose = doc.partition(": ")
@@ -263,7 +269,13 @@ def job_parser(schema: type[BaseModel], *, takes_run: bool = False) -> argparse.
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, required=not takes_run, metavar="FILE", help="YAML file with the config")
+    about_file = "YAML file with the config"
+    if default_file is not None:
+        about_file += f", by default {default_file}"
+    is_file_required = not takes_run and default_file is None
+    parser.add_argument(
+        "--config", type=Path, default=default_file, required=is_file_required, metavar="FILE", help=about_file
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what the job would do and what would stop it")
     parser.add_argument("--show-config", action="store_true", help="print the resolved config as YAML, nothing else")
 
@@ -273,6 +285,8 @@ def job_parser(schema: type[BaseModel], *, takes_run: bool = False) -> argparse.
         metavar = f"RUN {metavar}"
         meaning += "; RUN, in place of --config: the folder of a run, such as runs/my-run"
     parser.add_argument("overrides", nargs="*", metavar=metavar, help=meaning)
+    for option, about in options.items():
+        parser.add_argument(option, **about)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Measure policies side by side, or a reward model, on held-out data: intervals and errors.
+r"""Measure policies side by side, or a reward model, on held-out data: intervals and errors.
 
     t2g evaluate runs/my-run    # the policy of a run against its base; the reward model of t2g reward
     python -m jobs.evaluate --what reward --config configs/own/evaluate.yaml \
@@ -15,14 +15,14 @@ for objective.teacher.
 """
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jobs.common.cli import find_run_folder, main
+from jobs.common.cli import find_run_folder, main, program_name
 from jobs.evaluate.evaluations import EVALUATIONS
 from t2g.config.run_values import evaluation_values, find_run_kind
 from t2g.errors import UserError
@@ -38,6 +38,9 @@ KINDS = {"policy": "policy", "reward": "reward model"}  # kind of a run -> what 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments in (["-h"], ["--help"]):
+        print(format_overview())
+        return 0
     what = find_what(arguments)
     kind = EVALUATIONS.get(what, EVALUATIONS["reward"])
     option = {"--what": {**WHAT, "default": what}}
@@ -47,6 +50,21 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         kind.run(config, data)
 
     return main(kind.schema, run, argv=arguments, options=option, read=kind.read, of_run=of_run)
+
+
+def format_overview() -> str:
+    """Return what can be evaluated, and how to list the keys of each."""
+    program = program_name("jobs.evaluate")
+    listings = [f"  {program} --what {what} --help" for what in EVALUATIONS]
+    parser = ArgumentParser(
+        prog=program,
+        usage="%(prog)s (RUN | --what WHAT --config FILE) [--dry-run] [--show-config] [key=value ...]",
+        description=__doc__,
+        epilog="\n".join(["keys, with their defaults:", *listings]),
+        formatter_class=RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    return parser.format_help()
 
 
 def read_run(what: str, folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 
 from jobs.common.run_folder import begin_folder
 from jobs.evaluate.__main__ import evaluate
+from jobs.evaluate.evaluations import EVALUATIONS
 from jobs.train_reward.reward_models import evaluate_reward, usable_records, with_trained_style
 from t2g.config import EvaluateJob, StyleConfig
 from t2g.errors import UserError
@@ -113,6 +114,12 @@ def test_the_report_lies_in_the_run_folder(tmp_path: Path, model: Path, capsys: 
     output = capsys.readouterr().out
     assert result["warning"] in output and result["warning"].startswith(warning)
     assert "2 answers parses without guided decoding" in (folder / HTML_FILE).read_text()
+
+
+def test_help_without_what_lists_all_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert {what: f"--what {what} --help" in overview for what in EVALUATIONS} == dict.fromkeys(EVALUATIONS, True)
 
 
 def test_what_is_not_known_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

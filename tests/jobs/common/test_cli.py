@@ -262,6 +262,15 @@ def test_a_key_that_the_shell_split_is_answered_with_quotes(
     assert "put the whole key=value in quotes" in line
 
 
+def test_a_job_with_a_default_file_needs_no_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(DemoJob, never, words, argv=["--dry-run"], default_file=Path(config)) == 0
+    assert "7 steps in words" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(DemoJob, never, words, argv=["--dry-run"])
+    assert caught.value.code == 2
+    assert "--config" in capsys.readouterr().err
+
+
 def test_help_lists_every_section_with_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(PolicyJob, lambda job: 0, lambda job: "", ["--help"])
