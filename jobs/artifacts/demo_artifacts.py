@@ -26,7 +26,7 @@ from actors.cluster import placement
 from jobs.annotate.annotation_runs import annotate_data
 from jobs.common.fleets import Fleets
 from jobs.train_reward.reward_models import read_data, train_reward
-from jobs.train_sft.supervised import read_examples, supervise
+from jobs.train_sft.supervised import read_examples, train_supervised
 from t2g.config import (
     AnnotateConfig,
     AnnotateJob,
@@ -83,7 +83,7 @@ def make_demo_artifacts(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -
     metrics: dict[str, dict[str, Any]] = {}
     metrics[WORLD] = load_or_run(world, demo.world, lambda: _write_world(demo))
     metrics[BASE] = load_or_run(
-        base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy")
+        base.run.folder, base, lambda: train_supervised(base, read_examples(base), title="base policy")
     )
     if demo.task != "tiny":
         return metrics
@@ -283,7 +283,7 @@ def _train_corrector(job: SFTJob, name: str) -> dict[str, Any]:
         for record in records:
             build_prompt = partial(encode_policy_prompt, {"post": record.prompt}, task, tokenizer)
             examples.append(make(build_prompt, record.response))
-    return supervise(job, examples, title=name)
+    return train_supervised(job, examples, title=name)
 
 
 def _train_reward(demo: DemoJob, job: RewardJob, fleets: Fleets) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.train_policy.policy_data import PolicyData
 from jobs.train_policy.policy_results import write_summary
-from jobs.train_sft.supervised import MODEL, supervise
+from jobs.train_sft.supervised import MODEL, train_supervised
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
 from t2g.config.run_values import POLICY
 from t2g.data.batching import count_steps
@@ -132,7 +132,7 @@ def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[TrainSeque
     imitation = SFTJob(
         run=run, cluster=job.cluster, task=job.task, model=job.model, data=job.data, sft=sft, log=job.log
     )
-    metrics = supervise(imitation, examples, title=f"{job.run.name}: imitation")
+    metrics = train_supervised(imitation, examples, title=f"{job.run.name}: imitation")
     (run.folder / MODEL).rename(job.run.folder / POLICY)
     if stop:
         raise Stopped

@@ -13,7 +13,7 @@ from jobs.annotate.annotation_runs import DONE_FILE
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.run_folder import SMOKE_PROMPTS
-from jobs.train_sft.supervised import MODEL, supervise
+from jobs.train_sft.supervised import MODEL, train_supervised
 from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, ScoreJob, StyleConfig, with_overrides
 from t2g.errors import UserError
 from t2g.feedback.card import format_style, make_card, read_card, write_card
@@ -96,7 +96,7 @@ def train_and_judge(
     config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any, stop: StopFlag | None = None
 ) -> list[JudgedRecord]:
     """Train, then serve the model with vLLM as PPO will, and let it judge the held-out records."""
-    supervise(config, data.examples, title="span reward model", stop=stop)
+    train_supervised(config, data.examples, title="span reward model", stop=stop)
     task = get_task(config.task)
     model = config.run.folder / MODEL
     write_card(model, make_card(task, config.style))

@@ -17,12 +17,12 @@ from t2g.config import SFTJob
 def run(config: SFTJob, examples: Any) -> None:
     from jobs.common.fleets import on_cluster
     from jobs.common.run_folder import check_folder
-    from jobs.train_sft.supervised import MODEL, supervise
+    from jobs.train_sft.supervised import MODEL, train_supervised
     from t2g.runs.log import METRICS_FILE
 
     check_folder(config)
     with on_cluster(config):
-        supervise(config, examples, title="supervised fine-tuning", stop=install_stop_flag())
+        train_supervised(config, examples, title="supervised fine-tuning", stop=install_stop_flag())
     print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / METRICS_FILE)
 
 

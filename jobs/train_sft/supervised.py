@@ -37,7 +37,7 @@ def read_examples(config: SFTJob) -> list[TrainSequence]:
     return make_policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long, tags=tags)
 
 
-def supervise(
+def train_supervised(
     config: SFTJob, examples: Sequence[TrainSequence], *, title: str, stop: StopFlag | None = None
 ) -> dict[str, float]:
     """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
@@ -51,7 +51,7 @@ def supervise(
         The last metrics.
     """
     with sole_process(config.run.folder):
-        return _supervise(config, examples, title, stop)
+        return _train_supervised(config, examples, title, stop)
 
 
 def _limit_smoke(config: SFTJob, num_examples: int) -> SFTOptions:
@@ -63,7 +63,7 @@ def _limit_smoke(config: SFTJob, num_examples: int) -> SFTOptions:
     return with_overrides(options, {"num_epochs": min(options.num_epochs, num_epochs)})
 
 
-def _supervise(
+def _train_supervised(
     config: SFTJob, examples: Sequence[TrainSequence], title: str, stop: StopFlag | None
 ) -> dict[str, float]:
     folder = begin_folder(config)
