@@ -118,7 +118,7 @@ class RunConfig(Section):
         "folder is copied there during the run, and restored from there when it is empty"
     )  # fmt: skip
     smoke: bool = Field(
-        False, description="a short run in a folder of its own: three steps of a training, or three records"
+        False, description="a short run in a folder of its own: three steps of a training, or a few records"
     )
 
     @field_validator("root")
