@@ -20,7 +20,8 @@ FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
 # In a table of records, a span without one of these has null.
 _NULL_IS_ONE = BeforeValidator(lambda value: 1 if value is None else value)
-Severity = Annotated[int, Field(strict=True, ge=1, le=3), _NULL_IS_ONE]
+MAX_SEVERITY = 3
+Severity = Annotated[int, Field(strict=True, ge=1, le=MAX_SEVERITY), _NULL_IS_ONE]
 Occurrence = Annotated[int, Field(strict=True, ge=1), _NULL_IS_ONE]
 Confidence = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), _NULL_IS_ONE]
 MAX_FIX_CHARS = 4000

@@ -18,7 +18,7 @@ from t2g.text.quotes import locate_all
 from t2g.types import LABELS
 
 NEARBY = 32  # characters between a span's offset and its text, besides what the unit of the offset may add
-_SYNONYMS = {
+LABEL_SYNONYMS = {
     "good": "good", "positive": "good", "correct": "good", "1": "good", "+1": "good",
     "poor": "poor", "bad": "poor", "negative": "poor", "incorrect": "poor", "wrong": "poor", "-1": "poor",
 }  # fmt: skip
@@ -85,7 +85,7 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
     text = _format_label(label)
-    meaning = labels.get(text) or _SYNONYMS.get(text.strip().lower())
+    meaning = labels.get(text) or LABEL_SYNONYMS.get(text.strip().lower())
     if meaning is None:
         raise ValueError(
             f"{name} has the label {label!r:.80}; it needs to be good or poor, or with source=human one of human_labels"

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.feedback.escapes import correct_escapes
+from t2g.feedback.given_spans import LABEL_SYNONYMS
 from t2g.feedback.judge_json import OPENING_TAG, find_last_object, find_thinking_end, load_judge_answer
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
@@ -31,7 +32,7 @@ from t2g.feedback.truncated_answers import load_truncated_object
 from t2g.tasks.base import Review, Task
 from t2g.text.quotes import cuts_word, locate
 from t2g.text.tokenizer import Message
-from t2g.types import LABELS, Prompt, Span, SpanFeedback
+from t2g.types import LABELS, MAX_FIX_CHARS, MAX_SEVERITY, Prompt, Span, SpanFeedback
 
 LABEL_NAMES = {1: "good", -1: "poor"}
 MAX_NOTES_CHARS = 8000  # characters of a human's feedback or a test's log
@@ -82,7 +83,8 @@ class _Entry(Quote):
     def _normalize(cls, value: Any) -> Any:
         """Read numbers and labels as models write them, and drop what the label or the schema has no use for.
 
-        Models volunteer a confidence of any scale. A good piece has neither severity nor fix.
+        Models volunteer a confidence of any scale. A good piece has neither severity nor fix. A number out of range
+        becomes the nearest one, and an unusable fix is dropped: without its poor pieces an answer would pay too much.
         """
         if not isinstance(value, dict):
             return value
@@ -93,11 +95,12 @@ class _Entry(Quote):
         entry = {key: item for key, item in value.items() if key not in dropped}
         if label is not None:
             entry["label"] = label
-        for key in ("occurrence", "severity"):
-            number = _read_integer(entry.get(key))
-            entry.pop(key, None)
+        for key, largest in (("occurrence", None), ("severity", MAX_SEVERITY)):
+            number = _limit(_read_integer(entry.pop(key, None)), largest)
             if number is not None:
                 entry[key] = number
+        if not _is_fix(entry.get("fix")):
+            del entry["fix"]
         return entry
 
 
@@ -298,9 +301,11 @@ def _is_poor(item: Any) -> bool:
 
 
 def _read_label(item: dict[str, Any]) -> str | None:
-    """Return the label in lower case without blanks around it, or None if it is no text."""
+    """Return good or poor for a label that means it, another text as it is, or None if the label is no text."""
     label = item.get("label")
-    return label.strip().lower() if isinstance(label, str) else None
+    if not isinstance(label, str):
+        return None
+    return LABEL_SYNONYMS.get(label.strip().lower(), label)
 
 
 def _read_integer(value: Any) -> Any:
@@ -310,6 +315,18 @@ def _read_integer(value: Any) -> Any:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value[:MAX_DIGITS])
     return value
+
+
+def _limit(value: Any, largest: int | None) -> Any:
+    """Return an integer in 1 to `largest`, for one out of this range the nearest; other values as they are."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    at_least_one = max(value, 1)
+    return at_least_one if largest is None else min(at_least_one, largest)
+
+
+def _is_fix(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and len(value) <= MAX_FIX_CHARS)
 
 
 def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Span | None, list[str]]:
@@ -325,8 +342,11 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         return None, ["A quote is empty."]
     position = locate(request.response_text, entry.quote, entry.occurrence)
     if position is None:
-        occurs_less_often = locate(request.response_text, entry.quote) is not None
-        times = f" {entry.occurrence} times" if occurs_less_often else ""
+        first = locate(request.response_text, entry.quote)
+        is_unique = first is not None and locate(request.response_text, entry.quote, 2) is None
+        position = first if is_unique else None
+    if position is None:
+        times = f" {entry.occurrence} times" if first is not None else ""
         faults.append(f"The quote {quote} does not occur{times} in the response.")
 
     critique_range = None

@@ -12,7 +12,9 @@ from t2g.feedback.sources.chat_client import ChatCompletion, estimate_tokens
 
 MAX_BODY_BYTES = 4 * 2**20  # bytes of an answer; the rest is not read
 MAX_TOKENS = 10**9  # tokens of one request; a larger number is an error that would use up llm.max_total_tokens
-REASON_KEYS = ("error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw")
+REASON_KEYS = (
+    "error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw", "choices",
+)  # fmt: skip
 MAX_REASONS = 4  # reasons of an error, for a message
 MAX_PATH_CHARS = 200  # name of the field that a reason is about
 MAX_PATH_PARTS = 20
@@ -77,7 +79,7 @@ def read_completion(body: bytes, *, prompt: str) -> ChatCompletion:
     texts = [message.refusal, message.content]
     if choice.finish_reason != "length":
         texts += [message.reasoning_content, message.reasoning]
-    text = next((text for text in texts if text and isinstance(text, str)), "")
+    text = next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
     usage = _read_usage(parsed.usage)
     prompt_tokens = usage.prompt_tokens
@@ -106,7 +108,9 @@ def _read_usage(usage: Any) -> _Usage:
 
 
 def find_error_status(body: bytes) -> int | None:
-    """Return the HTTP status that the error object of an answer with status 200 names, or None.
+    """Return the HTTP status that the error of an answer with status 200 names, or None.
+
+    The error may be that of the first choice: OpenRouter sends it if a model fails after its answer has begun.
 
     >>> find_error_status(b'{"error": {"code": 429, "message": "slow down"}}')
     429
@@ -116,9 +120,11 @@ def find_error_status(body: bytes) -> int | None:
     if b'"error"' not in body:
         return None
     answer = _load(body)
-    if not isinstance(answer, dict) or not answer.get("error") or answer.get("choices"):
+    error = _find_error(answer) if isinstance(answer, dict) else None
+    if not error:
         return None
-    error = answer["error"] if isinstance(answer["error"], dict) else {}
+    if not isinstance(error, dict):
+        return 400
     names = [str(error[key]) for key in ("code", "status", "type") if error.get(key) is not None]
     for name in names:
         if STATUS.fullmatch(name):
@@ -128,6 +134,17 @@ def find_error_status(body: bytes) -> int | None:
     if any(map(BUSY.search, names)):
         return 503
     return 400
+
+
+def _find_error(answer: dict[str, Any]) -> Any:
+    choices = answer.get("choices")
+    if not choices:
+        return answer.get("error")
+    first = choices[0] if isinstance(choices, list) else None
+    if not isinstance(first, dict):
+        return None
+    failed = {"code": 503} if first.get("finish_reason") == "error" else None
+    return first.get("error") or failed
 
 
 def is_quota_exhausted(status: int, body: bytes) -> bool:

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Collection, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ FALLBACKS = {  # fields that some servers refuse, by the error that names them; 
     "max_completion_tokens": re.compile(r"max_completion_tokens"),
     "response_format": re.compile(r"response_format|json_schema"),
     "seed": re.compile(r"\bseed\b"),
+    "temperature": re.compile(r"\btemperature\b"),  # OpenAI's reasoning models accept their default alone
 }
 # The library marks a request with its own headers, by which it selects the form of what it returns.
 SENT_HEADERS = re.compile(
@@ -143,7 +144,7 @@ class EndpointChat(Chat):
             return replace(completion, text=self._mask_key(completion.text))
         return completion
 
-    async def _send(self, request: ChatRequest, fallbacks: Collection[str]) -> Any:
+    async def _send(self, request: ChatRequest, fallbacks: frozenset[str]) -> Any:
         """Return the HTTP response, see `read_response`. Raises errors of `openai`."""
         client = self._client.get()
         fields = self._make_fields(request, fallbacks)
@@ -155,7 +156,7 @@ class EndpointChat(Chat):
         )
         return raw.http_response
 
-    def _make_fields(self, request: ChatRequest, fallbacks: Collection[str]) -> dict[str, Any]:
+    def _make_fields(self, request: ChatRequest, fallbacks: frozenset[str]) -> dict[str, Any]:
         """Return the optional fields of a request, with the fallbacks that this server needs."""
         fields: dict[str, Any] = {
             "max_completion_tokens": request.max_output_tokens,
@@ -171,8 +172,8 @@ class EndpointChat(Chat):
             fields["max_tokens"] = fields.pop("max_completion_tokens")
         if "response_format" in fallbacks and "response_format" in fields:
             fields["response_format"] = {"type": "json_object"}  # the prompt describes the object, too
-        if "seed" in fallbacks:
-            fields.pop("seed", None)
+        for name in fallbacks & {"seed", "temperature"}:
+            fields.pop(name, None)
         return fields
 
     def _remember(self, fallbacks: frozenset[str]) -> None:

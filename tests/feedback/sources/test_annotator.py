@@ -210,11 +210,8 @@ def test_a_critique_without_quotes_is_an_answer() -> None:
         (span("", "poor", phrase="wrong"), "A quote is empty."),
         (span(" \n", "poor", phrase="wrong"), "A quote is empty."),
         (span("red", "poor", phrase="wrong", occurrence=3), "does not occur 3 times in the response"),
-        (span("red", "poor", phrase="wrong", occurrence=0), "occurrence: Input should be"),
-        (span("red", "poor", phrase="wrong", severity=4), "severity: Input should be"),
         (span("red", "poor", phrase="wrong") | {"severity": True}, "severity: Input should be"),
-        (span("red", "poor", phrase="wrong") | {"fix": 5}, "fix: Input should be a valid string"),
-        (span("red", "bad", phrase="wrong"), "label: Input should be 'good' or 'poor'"),
+        (span("red", "weak", phrase="wrong"), "label: Input should be 'good' or 'poor'"),
         (span("red", "poor", phrase="wrong") | {"label": ["poor"]}, "label: Input should be 'good' or 'poor'"),
         (span("red bag", "good", phrase="wrong"), 'The good quote "red bag" overlaps a poor one.'),
         (span("red bag", "poor", phrase="wrong"), 'The poor quote "red bag" overlaps a poor one.'),
@@ -242,6 +239,26 @@ def test_numbers_and_labels_are_read_as_models_write_them(entry: dict[str, Any])
     feedback, chat = ask(answer("It is wrong.", good, entry))
     assert (spans(feedback), len(chat.requests)) == ([("phone", 1), ("bag", -1)], 1)
     assert [piece.severity for piece in feedback.spans] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("details", "severity"),
+    [
+        ({"severity": 4}, 3),
+        ({"severity": 0}, 1),
+        ({"severity": -2.0}, 1),
+        ({"occurrence": 0}, 1),
+        ({"occurrence": 2}, 1),  # the response has it once
+        ({"fix": 5}, 1),
+        ({"fix": "x" * 4001}, 1),
+        ({"label": "Incorrect"}, 1),
+    ],
+)
+def test_a_poor_piece_is_kept_without_what_is_wrong_in_its_details(details: dict[str, Any], severity: int) -> None:
+    entry = span("bag", "poor", phrase="wrong") | details
+    feedback, chat = ask(answer("It is wrong.", span("phone", "good", phrase="wrong"), entry))
+    assert (spans(feedback), len(chat.requests)) == ([("phone", 1), ("bag", -1)], 1)
+    assert (feedback.spans[1].severity, feedback.spans[1].fix) == (severity, None)
 
 
 @pytest.mark.parametrize("first", ["good", "poor"])

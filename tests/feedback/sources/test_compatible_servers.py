@@ -67,6 +67,7 @@ def test_a_content_in_parts_is_their_text() -> None:
 def test_without_content_the_reasoning_is_the_answer() -> None:
     assert read(None, reasoning_content="Fine.").text == "Fine."
     assert read("", reasoning="Fine.").text == "Fine."
+    assert read("\n\n", reasoning_content="Fine.").text == "Fine."
     assert read("Good.", reasoning_content="Fine.").text == "Good."
     assert read(None, reasoning_content=["x"]).text == ""
 
@@ -159,6 +160,22 @@ def test_an_error_with_status_200_is_retried_as_its_code_says(
     assert len(server.requests) == 3
 
 
+def test_an_answer_that_the_server_could_not_finish_is_retried(
+    server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_RETRIES", 2)
+    failed = {"message": {"content": "Fi"}, "finish_reason": "error"}
+    with_reason = failed | {"error": {"code": 502, "message": "idle timeout"}}
+    replies = {1: failed, 2: with_reason}
+    server.reply = lambda number, body: (
+        Reply(200, {"choices": [replies[number]]}, {"Retry-After": "0.01"}) if number < 3 else says("Fine.")
+    )
+    assert ask(make_chat(server)).text == "Fine."
+    assert len(server.requests) == 3
+    server.reply = lambda number, body: Reply(200, {"choices": [with_reason]}, {"Retry-After": "0.01"})
+    assert str(fail(make_chat(server))).endswith("HTTP 200 with error 502: idle timeout")
+
+
 def test_other_errors_with_status_200_are_not_retried(server: FakeEndpoint) -> None:
     server.reply = lambda number, body: Reply(200, {"error": "no model is loaded"})
     failed = fail(make_chat(server))
@@ -213,6 +230,14 @@ def test_a_server_that_refuses_fields_gets_others_and_is_remembered(
     assert last["temperature"] == 0.5
     assert len(caplog.messages) == 1
     assert "max_completion_tokens, response_format, seed" in caplog.messages[0]
+
+
+def test_a_model_with_a_temperature_of_its_own_is_asked_without_one(server: FakeEndpoint) -> None:
+    message = "Unsupported value: 'temperature' does not support 0 with this model. Only the default is supported."
+    refusal = Reply(400, {"error": {"message": message, "param": "temperature", "code": "unsupported_value"}})
+    server.reply = lambda number, body: refusal if "temperature" in body else says("Fine.")
+    assert ask(make_chat(server)).text == "Fine."
+    assert ["temperature" in request for request in server.requests] == [True, False]
 
 
 def test_a_fallback_that_does_not_help_is_not_remembered(server: FakeEndpoint) -> None:
