@@ -307,6 +307,7 @@ def _human(source: SourceConfig, task: str) -> HumanFeedback:
     return HumanFeedback(
         human_paths(source), get_task(task),
         columns=source.human_columns, offsets=source.offsets, labels=source.human_labels,
+        needs_critique=source.style.critique,
     )  # fmt: skip
 
 

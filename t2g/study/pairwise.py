@@ -5,6 +5,7 @@ loses in both, else 1/2: a verdict that changes with the order shows position bi
 is parsed, its length is limited, and unparsable verdicts are counted.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from t2g.tasks.base import Task
 POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}  # points of the first response
 MAX_REASON = 1000  # characters
 _VERDICTS: dict[str, Literal["A", "B", "tie"]] = {"a": "A", "b": "B", "tie": "tie"}
+_VERDICT = re.compile(r"\W*(?:answer\s+)?(a|b|tie)\W*", re.IGNORECASE)  # models also write "Answer A" and "**A**"
 LENGTH_TOLERANCE = 0.1  # a smaller relative difference in word count counts as equal length
 
 
@@ -78,10 +80,10 @@ def read_verdict(text: str) -> dict[str, str]:
     """
     answer = load_judge_answer(text, {"reason": str, "verdict": str})
     if isinstance(answer, dict):
-        verdict = _VERDICTS.get(answer["verdict"].strip().lower())
-        if verdict is not None:
+        match = _VERDICT.fullmatch(answer["verdict"])
+        if match:
             reason = replace_surrogates(answer["reason"])
-            return {"reason": reason[:MAX_REASON], "verdict": verdict}
+            return {"reason": reason[:MAX_REASON], "verdict": _VERDICTS[match[1].lower()]}
     return {"reason": text[:MAX_REASON], "verdict": "unparsable"}
 
 

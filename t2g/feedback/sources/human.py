@@ -81,12 +81,14 @@ class HumanFeedback(FeedbackSource):
         columns: Mapping[str, str] | None = None,
         offsets: OffsetUnit = "characters",
         labels: Mapping[str, str] = NO_LABELS,
+        needs_critique: bool = True,
     ) -> None:
         """Read the files.
 
         Args:
             columns: Our field -> the files' field.
             offsets, labels: See `read_spans`.
+            needs_critique: `StyleConfig.critique`; False: spans alone are a judgement.
 
         Raises:
             MissingLocally: A file does not exist.
@@ -97,6 +99,7 @@ class HumanFeedback(FeedbackSource):
         self._task = task
         self._offsets: OffsetUnit = offsets
         self._labels = labels
+        self._needs_critique = needs_critique
         self.aligner = aligner
         self._failures = FailureLog()
         self._judgements: dict[Key, list[_Judgement]] = {}
@@ -217,7 +220,7 @@ class HumanFeedback(FeedbackSource):
         names = {"source": self.name, "version": f"{file}@{digest}"}
         marks: dict[str, Any] | None = {}
         try:
-            critique, marks = _read_marks(row)
+            critique, marks = _read_marks(row, needs_critique=self._needs_critique)
             if marks is None:
                 feedback = make_feedback(critique, (), (), response, **names)
             else:
@@ -271,11 +274,14 @@ def _try_read(read: Callable[[Record], str | None], row: Record) -> str | None:
         return None
 
 
-def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
+def _read_marks(row: Record, *, needs_critique: bool) -> tuple[str, dict[str, Any] | None]:
     """Return the critique, and those of good, poor and spans that the row has; None if it has none."""
     fields, rest = translate_row(parse_cells(row), FIELDS)
     critique = fields.get("critique", rest.get("feedback"))  # the field of SLF5K
-    if not isinstance(critique, str) or not critique.strip():
-        raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
     marks = {name: fields[name] for name in LABEL_FIELDS if name in fields}
-    return critique, marks or None
+    if isinstance(critique, str) and critique.strip():
+        return critique, marks or None
+    if marks and not needs_critique:
+        return "", marks
+    hint = "; or set style.critique=false" if marks else ""
+    raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text{hint}")

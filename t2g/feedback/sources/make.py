@@ -45,6 +45,7 @@ def make_local_source(
                 columns=config.human_columns,
                 offsets=config.offsets,
                 labels=config.human_labels,
+                needs_critique=config.style.critique,
             )
             human.check_alignment()
             return human

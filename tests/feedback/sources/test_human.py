@@ -125,6 +125,16 @@ def test_offsets(tmp_path: Path, span_rows: list[dict[str, Any]], expected: list
     assert (spans(feedback), feedback.status) == (expected, "ok" if expected else "empty")
 
 
+@pytest.mark.parametrize("critique", [{}, {"critique": None}, {"critique": " "}])
+def test_without_critiques_in_the_style_spans_are_a_judgement(tmp_path: Path, critique: dict[str, Any]) -> None:
+    marked = {"prompt_id": "7", "response": "a phone", "spans": [span(2, 7, -1)]} | critique
+    unmarked = {"prompt_id": "8", "response": "a phone"} | critique
+    source = human(write(tmp_path / "h.jsonl", marked, unmarked), needs_critique=False)
+    feedback = judge(source, prompt("7", ""), "a phone")
+    assert (spans(feedback), feedback.status, feedback.critique) == ([(2, 7, -1, 1)], "ok", "")
+    assert judge(source, prompt("8", ""), "a phone").status == "failed"
+
+
 def span(start: Any, end: Any, label: Any = 1, **more: Any) -> dict[str, Any]:
     return {"start": start, "end": end, "label": label, **more}
 
@@ -132,7 +142,7 @@ def span(start: Any, end: Any, label: Any = 1, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"critique": None}, "the critique is None; it needs to be a text"),
+        ({"critique": None}, "the critique is None; it needs to be a text; or set style.critique=false"),
         ({"critique": " "}, "the critique is ' '"),
         ({"good": "a"}, "good is 'a'; it needs to be a list in JSON"),
         ({"good": [3]}, "field good.0"),
