@@ -6,6 +6,7 @@ and the position that predicts it happens in `t2g.algo.logprobs` only.
 Shape letters: P prompt tokens, R response tokens.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -18,11 +19,24 @@ from t2g.config.validation_errors import format_first_error
 
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
-# In a table of records, a span without one of these has null.
+
+
+def _read_whole_number(value: Any) -> Any:
+    """Return 1 for a missing number, and 2 for 2.0: a table's column of integers with gaps holds floats and NaN."""
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    if is_missing:
+        return 1
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+_WHOLE_NUMBER = BeforeValidator(_read_whole_number)
+# In a table of records, a span without a confidence has null.
 _NULL_IS_ONE = BeforeValidator(lambda value: 1 if value is None else value)
 MAX_SEVERITY = 3
-Severity = Annotated[int, Field(strict=True, ge=1, le=MAX_SEVERITY), _NULL_IS_ONE]
-Occurrence = Annotated[int, Field(strict=True, ge=1), _NULL_IS_ONE]
+Severity = Annotated[int, Field(strict=True, ge=1, le=MAX_SEVERITY), _WHOLE_NUMBER]
+Occurrence = Annotated[int, Field(strict=True, ge=1), _WHOLE_NUMBER]
 Confidence = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), _NULL_IS_ONE]
 MAX_FIX_CHARS = 4000
 USABLE = ("ok", "empty")

@@ -13,6 +13,7 @@ from io import StringIO
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from t2g.config import DataConfig
 from t2g.data.folders import is_saved_dataset, list_split, read_saved_dataset
@@ -20,6 +21,7 @@ from t2g.data.formats import COMPRESSIONS, LINES, SUFFIXES, get_format, is_data_
 from t2g.errors import MissingLocally, UserError
 from t2g.files import is_lfs_pointer
 from t2g.tasks.base import describe_record
+from t2g.text.messages import CONVERSATION_FIELDS, get_role
 
 NEWLINE = b"\n"
 GZIP = b"\x1f\x8b"
@@ -142,6 +144,9 @@ def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
 
 def _rename(row: dict[str, Any], number: int, config: DataConfig, key: str) -> dict[str, Any]:
     for name, value in row.items():
+        if isinstance(value, UUID):
+            row[name] = str(value)
+            continue
         reason = describe_unserializable(value)
         if reason:
             raise UserError(f"{describe_record(row, number, key)}: field {name} {reason}")
@@ -172,9 +177,20 @@ def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     text = _decode(_read_bytes(path), path)
     try:
         data = _parse(text, path)
-    except _TwoObjects:  # JSON lines in a .json file
-        return read_lines(path)
+    except _TwoObjects:
+        if not _begins_with_an_object(text):
+            raise
+        return read_lines(path)  # JSON lines in a .json file
     return _add_positions(path, _iterate_json(data, path))
+
+
+def _begins_with_an_object(text: str) -> bool:
+    """Return whether the first line is an object by itself."""
+    first_line, _, _ = text.lstrip().partition("\n")
+    try:
+        return isinstance(json.loads(first_line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -190,7 +206,8 @@ def _add_positions(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple
 def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
     if isinstance(data, dict):
         values = [*data.values()]
-        if data and all(isinstance(value, list) for value in values):
+        holds_lists = bool(data) and all(isinstance(value, list) for value in values)
+        if holds_lists and not _has_conversation(data):
             raise UserError(f"{path}: holds lists of {', '.join(data)}; it needs to be a list of records")
         objects = [value for value in values if isinstance(value, dict)]
         if len(objects) < len(values) and not _share_a_key(objects):  # one record alone
@@ -207,6 +224,17 @@ def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
             yield row
     else:
         raise UserError(f"{path}: holds {type(data).__name__}; a list or an object of records is needed")
+
+
+def _has_conversation(record: dict[str, Any]) -> bool:
+    names = ("prompt", *CONVERSATION_FIELDS)
+    return any(_is_conversation(record.get(name)) for name in names)
+
+
+def _is_conversation(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and get_role(message) is not None for message in value)
 
 
 def _share_a_key(objects: Sequence[dict[str, Any]]) -> bool:
@@ -301,9 +329,10 @@ def _parse(text: str, path: Path, first_line: int = 1) -> Any:
         if "\\ud" in text.lower():
             json.dumps(data, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        kind = _TwoObjects if error.msg == "Extra data" else UserError
         line = first_line + error.lineno - 1
-        raise kind(f"{path}:{line}: not valid JSON: {error.msg}") from error
+        if error.msg == "Extra data":
+            raise _TwoObjects(f"{path}:{line}: not valid JSON: something follows the first value") from error
+        raise UserError(f"{path}:{line}: not valid JSON: {error.msg}") from error
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
         raise UserError(f"{path}:{first_line}: \\u{code:04x} is half of a character") from error

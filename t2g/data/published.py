@@ -10,6 +10,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from t2g.text.messages import get_content, read_content
+
 _NAMES = {
     "id": "prompt_id",
     "question_id": "prompt_id",
@@ -209,9 +211,10 @@ def _check_list(name: str, value: Any) -> list[Any]:
 
 def _last_content(messages: list[Any]) -> str:
     last = messages[-1] if messages else None
-    if not isinstance(last, dict) or not isinstance(last.get("content"), str):
+    content = read_content(get_content(last)) if isinstance(last, dict) else None
+    if content is None or not content.is_complete:
         raise ValueError("field response is a list that does not end with a message of role and content")
-    return last["content"]
+    return content.text
 
 
 def make_word_spans(words: Any, response: str) -> list[dict[str, int]]:

@@ -19,13 +19,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from t2g.feedback.parse import replace_surrogates
-from t2g.text.messages import ROLES, get_content, get_role, read_content
+from t2g.text.messages import CONVERSATION_FIELDS, ROLES, get_content, get_role, read_content
 from t2g.text.tokenizer import Message
 from t2g.text.tool_calls import ToolCall, read_json_call
 from t2g.types import ToolResult
 
 NEXT_MESSAGE = "next_message"  # field of a payload: the reply to the response, for the feedback source of that name
-CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # fields of a record that may hold the messages
 MAX_HISTORY_CHARS = 50 * 10**6  # all histories of a conversation: each turn repeats the messages before it
 MESSAGE_OVERHEAD_CHARS = 16  # counted for a message besides its text
 

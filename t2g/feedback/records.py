@@ -97,6 +97,9 @@ class AnnotatedRecord(BaseModel):
         return format_answer(self.critique, self.good, self.poor, style=style)
 
 
+_COMMON_NAMES = {"source": str, "version": str, "task": str, "execution": dict}  # other programs use them as well
+
+
 def make_annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
 ) -> AnnotatedRecord:
@@ -188,6 +191,8 @@ def _read_values(
     """Return the values of the record's fields, which are not validated yet."""
     row = parse_cells(row)
     values, extra = translate_row(row, AnnotatedRecord.model_fields)
+    if "sample_index" not in row:  # a record by another program
+        extra |= _pop_foreign_fields(values)
     if task is not None and not isinstance(row.get("prompt"), str):
         values["prompt"] = task.prompt_text(row)
 
@@ -207,6 +212,15 @@ def _read_values(
         prompt = str(values.get("prompt"))
         values["prompt_id"] = stable_id(prompt)
     return values
+
+
+def _pop_foreign_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove and return the fields that another program uses for something else, such as a version 3."""
+    foreign: dict[str, Any] = {}
+    for name, kind in _COMMON_NAMES.items():
+        if name in values and not isinstance(values[name], kind):
+            foreign[name] = values.pop(name)
+    return foreign
 
 
 def parse_cells(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from t2g.errors import UserError
-from t2g.feedback.conversations import (
-    CONVERSATION_FIELDS,
-    NEXT_MESSAGE,
-    AssistantTurn,
-    read_conversation,
-    split_conversation,
-)
+from t2g.feedback.conversations import NEXT_MESSAGE, AssistantTurn, read_conversation, split_conversation
 from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.feedback.tool_spans import TOOL_RESULTS, dump_results
@@ -31,6 +25,7 @@ from t2g.interfaces import FeedbackSource
 from t2g.sandbox import MODES
 from t2g.tasks.base import Record, Task, describe_record, stable_id
 from t2g.tasks.prompts_only import format_chat
+from t2g.text.messages import CONVERSATION_FIELDS
 from t2g.text.thinking import NO_ANSWER
 from t2g.types import FeedbackStatus, Prompt
 

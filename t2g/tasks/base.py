@@ -1,6 +1,7 @@
 """The base class of tasks, and the lookup by name."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -106,8 +107,12 @@ class Task:
     def prompt_id(self, record: Record) -> str | None:
         """Return the record's own id, if it has one."""
         for field in ID_FIELDS:
-            if record.get(field) is not None:
-                return str(record[field])
+            value = record.get(field)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # a table's column of integers with gaps holds floats and NaN
+            is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+            if not is_missing:
+                return str(value)
         return None
 
     def is_chat(self, record: Record) -> bool:

@@ -98,6 +98,8 @@ def _read_chat(value: Any, name: str) -> list[Message]:
         messages = messages[:-1]
     if messages[-1]["role"] != "user":
         raise ValueError(f"the last of {name} is by {messages[-1]['role']}; the policy answers a user")
+    if not messages[-1]["content"].strip():
+        raise ValueError(f"the last of {name} is empty; the policy answers a user")
     return messages
 
 

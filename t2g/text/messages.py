@@ -9,6 +9,8 @@ ROLES = {  # names of OpenAI, ShareGPT, Llama and Gemma, in lower case -> ours
     "function_call": "assistant", "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
 
+CONVERSATION_FIELDS = ("messages", "conversations", "conversation")  # fields of a record that may hold the messages
+
 
 class ContentText(NamedTuple):
     """The text of a content, and whether it is all of it."""

@@ -143,7 +143,7 @@ def _fold(text: str) -> _Folded:
         markup.update(range(*match.span()))
     for start, end in _characters(text):
         character = "".join([_PLAIN_FORMS.get(char, char) for char in text[start:end]])
-        part = unicodedata.normalize("NFKD", character)
+        part = unicodedata.normalize("NFKD", character).replace("\u2044", "/")  # NFKD of one half is 1, \u2044 and 2
         if not part or start in markup:
             continue
         if part.isspace():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def test_a_json_file_with_one_line_has_one_record(tmp_path: Path) -> None:
     assert load(write(tmp_path / "d.json", '{"prompt": "a", "n": 1}\n')) == [{"prompt": "a", "n": 1}]
     with_objects = {"prompt": "a", "facts": {"n": 1}, "tests": {"passed": 2}}
     assert load(write(tmp_path / "d.json", json.dumps(with_objects))) == [with_objects]
+    chat = {"messages": [{"role": "user", "content": "Why?"}]}
+    assert load(write(tmp_path / "d.json", json.dumps(chat))) == [chat]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,9 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         ("d.jsonl", "\n" + "[" * 100_000, "d.jsonl:2: not valid JSON"),
         ("d.json", "[" * 100_000, "not valid JSON"),
         ("d.json", '[{"a": 1},\n {"a": }]', "d.json:2: not valid JSON"),
+        ("d.json", '[\n{"a": 1},\n{"a": 2}\n]\n]', "d.json:5: not valid JSON: something follows"),
+        ("d.json", '{\n"a": 1\n}\n{\n"a": 2\n}', "d.json:4: not valid JSON: something follows"),
+        ("d.json", '{"a": 1}\n{"a": }', "d.json:2: not valid JSON: Expecting value"),
         ("d.json", "", "d.json:1: not valid JSON"),
         ("d.json", b'[\n{"a": "\xff"}]', "d.json:2: byte 0xff"),
         ("d.json", '[{"a": "\\udc00"}]', "half of a character"),
@@ -165,6 +171,13 @@ def test_what_could_not_be_read_again_from_a_journal_is_refused(tmp_path: Path) 
                 UserError, match=r"^data record 1 \(.*d\.jsonl:1\): field deep is nested more than 100 deep"
             ):
                 load(path)
+
+
+def test_an_id_of_the_type_uuid_is_its_text(tmp_path: Path) -> None:
+    number = uuid.UUID("12345678-1234-5678-1234-567812345678")
+    column = pa.array([number.bytes], pa.uuid())
+    pq.write_table(pa.table({"prompt": ["p"], "id": column}), tmp_path / "d.parquet")
+    assert load(tmp_path / "d.parquet") == [{"prompt": "p", "id": str(number)}]
 
 
 NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])

@@ -60,6 +60,8 @@ def test_a_conversation_ends_with_the_response() -> None:
     row = {"prompt": "Why?", "prompt_id": "u1", "response": turns, "critique": "c", "good_spans": ["So"], "score": 8.0}
     record = read_record(row)
     assert (record.response, record.good, record.payload) == ("So.", (Quote(quote="So"),), {"score": 8.0})
+    for last in ({"from": "gpt", "value": "So."}, {"role": "assistant", "content": [{"type": "text", "text": "So."}]}):
+        assert read_record(row | {"response": [turns[0], last]}).response == "So."
 
 
 def test_names_of_ours_count_first() -> None:
@@ -85,6 +87,7 @@ def test_a_users_own_outcome_is_no_execution() -> None:
         ({"word_score_list": [["a", 10**400]]}, "an entry of word_score_list"),
         ({"word_score_list": [[" ", 1]]}, "an entry of word_score_list"),
         ({"response": []}, "field response is a list that does not end"),
+        ({"response": [{"role": "assistant", "content": [{"type": "image"}]}]}, "field response is a list"),
         ({"response": [{"role": "assistant"}]}, "field response is a list that does not end"),
         ({"critique": '{"textual_feedback": "c", '}, "an answer in JSON that is broken"),
         ({"critique": None, "analysis": {"error": "failed"}}, "field critique: Field required"),

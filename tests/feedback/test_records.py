@@ -147,6 +147,23 @@ def test_null_in_a_table_is_a_missing_value() -> None:
         assert (read.start, read.end, read.severity, read.confidence) == (2, 7, 1, 1.0)
 
 
+def test_a_column_of_integers_with_gaps_holds_floats() -> None:
+    quotes = [{"quote": "phone", "occurrence": 2.0, "severity": 3.0}, {"quote": "phone", "severity": float("nan")}]
+    record = read_record(ROW | {"poor": quotes})
+    assert [(span.start, span.severity) for span in record.spans] == [(11, 3), (2, 1)]
+    with pytest.raises(ValueError, match=r"field poor\.0\.severity"):
+        read_record(ROW | {"poor": [{"quote": "phone", "severity": 1.5}]})
+
+
+def test_fields_of_another_program_are_no_part_of_the_judgement() -> None:
+    foreign = {"version": 3, "task": 7, "source": None, "execution": "ok"}
+    record = read_record(ROW | foreign | {"poor": ["phone"]})
+    assert (record.version, record.task, record.execution) == ("", "", {})
+    assert record.payload == {"version": 3, "task": 7, "execution": "ok"}
+    with pytest.raises(ValueError, match="field version"):
+        read_record(ROW | foreign | {"poor": ["phone"], "sample_index": 0})
+
+
 def test_a_cell_of_a_csv_holds_a_list_in_json() -> None:
     record = read_record(ROW | {"good": '["a"]', "poor": '[{"quote": "phone", "occurrence": 2}]'})
     assert [(span.start, span.label) for span in record.spans] == [(0, 1), (11, -1)]

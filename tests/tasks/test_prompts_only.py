@@ -42,6 +42,17 @@ def test_a_record_is_read_as_its_publisher_means_it(
     assert not {"prompt", "messages"} & task.payload(record).keys()
 
 
+@pytest.mark.parametrize("content", ["", " \n", [{"type": "text", "text": ""}]])
+def test_an_empty_question_is_no_prompt(content: Any) -> None:
+    with pytest.raises(ValueError, match="the last of messages is empty"):
+        get_task("prompts").policy_messages({"messages": [{"role": "user", "content": content}]})
+
+
+@pytest.mark.parametrize(("number", "prompt_id"), [(7, "7"), (7.0, "7"), (7.5, "7.5"), (float("nan"), None)])
+def test_an_id_is_text_and_a_gap_is_none(number: float, prompt_id: str | None) -> None:
+    assert get_task("prompts").prompt_id({"prompt": "Sky?", "id": number}) == prompt_id
+
+
 def test_a_conversation_that_ends_with_a_user_is_no_response() -> None:
     with pytest.raises(ValueError, match="field completion ends with a message by user"):
         get_task("prompts").reference({"prompt": "Sky?", "completion": ONE_QUESTION})

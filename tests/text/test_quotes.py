@@ -214,6 +214,8 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
         ("\uac01 x", "\uac00\u00a0", 1, None),  # nor a Hangul syllable without its final
         ("\u1100\u1161\u11a8", "\uac01", 1, (0, 3)),
         ("ＡＢＣ", "ABC", 1, (0, 3)),
+        ("Use \u00bd cup", "1/2 cup", 1, (4, 9)),
+        ("Use 1/2 cup", "\u00bd cup", 1, (4, 11)),
     ],
 )
 def test_by_hand(text: str, quote: str, occurrence: int, expected: tuple[int, int] | None) -> None:
