@@ -15,6 +15,7 @@ Each row is the judgement of another person, except for equal rows and for rows 
 import hashlib
 import json
 import logging
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -103,13 +104,19 @@ class HumanFeedback(FeedbackSource):
         self.aligner = aligner
         self._failures = FailureLog()
         self._judgements: dict[Key, list[_Judgement]] = {}
+        self._lines: dict[str, str] = {}  # response, see `_normalize` -> the first line that judges it
+        self._read_files(paths, columns or {})
+        if not self._judgements:
+            raise UserError(f"human_file={self._names} holds no judgements")
+
+    def _read_files(self, paths: Sequence[Path], columns: Mapping[str, str]) -> None:
         incomplete: list[str] = []
         repeated: list[str] = []
         for path in paths:
             rows = read_file(path) if is_data_file(path) else read_lines(path)
             for line, row in rows:
-                row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
-                key = _make_key(row, task)
+                row |= {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+                key = _make_key(row, self._task)
                 if key is None:
                     incomplete.append(line)
                     continue
@@ -125,14 +132,14 @@ class HumanFeedback(FeedbackSource):
             count = len(incomplete)
             sentence = f"{count} lines judge no response, the first at {incomplete[0]}: response and prompt are needed"
             self._failures.log("incomplete", sentence)
-        if not self._judgements:
-            raise UserError(f"human_file={self._names} holds no judgements")
 
     def _add(self, key: Key, judgement: _Judgement) -> bool:
         """Add a judgement of a response; return False if the person already has a usable judgement of it.
 
         A usable judgement replaces unusable ones.
         """
+        _, _, response = key
+        self._lines.setdefault(_normalize(response), judgement.line)
         judgements = self._judgements.setdefault(key, [])
         usable = [known for known in judgements if known.feedback.usable]
         if any(known.person == judgement.person for known in usable):
@@ -156,6 +163,12 @@ class HumanFeedback(FeedbackSource):
         judgements = self._find(prompt, response_text)
         if not judgements:
             sentence = f"{self._names} has no judgement of this response to prompt {prompt.prompt_id}"
+            line = self._lines.get(_normalize(response_text))
+            if line is not None:
+                sentence += (
+                    f"; {line} judges this response to another prompt, or with other line ends, blanks at its ends or "
+                    "another Unicode form"
+                )
             self._failures.log("missing", sentence)
             return make_failed_feedback("failed", source=self.name, version="", reason=sentence)
         answers = await gather_all(self._complete(judgement, prompt, response_text) for judgement in judgements)
@@ -243,6 +256,11 @@ def _check_files(paths: Sequence[Path]) -> None:
     for path in paths:
         if not path.is_file():
             raise MissingLocally(f"human_file={path}: there is no such file")
+
+
+def _normalize(response: str) -> str:
+    """Return a text that is equal for responses that look the same."""
+    return unicodedata.normalize("NFC", response).replace("\r\n", "\n").strip()
 
 
 def _join_versions(judgements: Sequence[_Judgement]) -> str:

@@ -125,6 +125,22 @@ def test_offsets(tmp_path: Path, span_rows: list[dict[str, Any]], expected: list
     assert (spans(feedback), feedback.status) == (expected, "ok" if expected else "empty")
 
 
+@pytest.mark.parametrize(
+    ("written", "is_named"),
+    [
+        ("a caf\u00e9\r\n\r\nb", True),
+        ("a cafe\u0301\n\nb", True),
+        ("a caf\u00e9\n\nb\n", True),
+        ("a caf\u00e9 b", False),
+    ],
+)
+def test_a_judgement_of_a_response_that_looks_the_same_is_named(tmp_path: Path, written: str, is_named: bool) -> None:
+    source = human(write(tmp_path / "h.jsonl", ROW | {"response": written, "poor": ["b"]}))
+    feedback = judge(source, prompt("7", ""), "a caf\u00e9\n\nb")
+    assert feedback.status == "failed"
+    assert ("h.jsonl:1" in feedback.reason) is is_named
+
+
 @pytest.mark.parametrize("critique", [{}, {"critique": None}, {"critique": " "}])
 def test_without_critiques_in_the_style_spans_are_a_judgement(tmp_path: Path, critique: dict[str, Any]) -> None:
     marked = {"prompt_id": "7", "response": "a phone", "spans": [span(2, 7, -1)]} | critique
