@@ -21,19 +21,21 @@ FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
 
 
-def _read_whole_number(value: Any) -> Any:
-    """Return 1 for a missing number, and 2 for 2.0: a table's column of integers with gaps holds floats and NaN."""
-    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
-    if is_missing:
-        return 1
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+def read_gap(value: Any) -> Any:
+    """Return None for NaN and 2 for 2.0, which a table's column of integers with gaps holds, and others as they are."""
+    if not isinstance(value, float):
+        return value
+    if math.isnan(value):
+        return None
+    return int(value) if value.is_integer() else value
 
 
-_WHOLE_NUMBER = BeforeValidator(_read_whole_number)
-# In a table of records, a span without a confidence has null.
-_NULL_IS_ONE = BeforeValidator(lambda value: 1 if value is None else value)
+def _fill(value: Any) -> Any:
+    return 1 if value is None else value
+
+
+_WHOLE_NUMBER = BeforeValidator(lambda value: _fill(read_gap(value)))
+_NULL_IS_ONE = BeforeValidator(_fill)  # NaN is refused: a confidence may be the result of a division by zero
 MAX_SEVERITY = 3
 Severity = Annotated[int, Field(strict=True, ge=1, le=MAX_SEVERITY), _WHOLE_NUMBER]
 Occurrence = Annotated[int, Field(strict=True, ge=1), _WHOLE_NUMBER]

@@ -271,7 +271,7 @@ def job_parser(
     )
     about_file = "YAML file with the config"
     if default_file is not None:
-        about_file += f", by default {default_file}"
+        about_file += ", by default %(default)s"
     is_file_required = not takes_run and default_file is None
     parser.add_argument(
         "--config", type=Path, default=default_file, required=is_file_required, metavar="FILE", help=about_file

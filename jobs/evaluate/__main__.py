@@ -60,7 +60,7 @@ def format_overview() -> str:
         prog=program,
         usage="%(prog)s (RUN | --what WHAT --config FILE) [--dry-run] [--show-config] [key=value ...]",
         description=__doc__,
-        epilog="\n".join(["keys, with their defaults:", *listings]),
+        epilog="\n".join(["To list the keys and their defaults:", *listings]),
         formatter_class=RawDescriptionHelpFormatter,
         add_help=False,
     )

@@ -212,7 +212,7 @@ def _check_list(name: str, value: Any) -> list[Any]:
 def _last_content(messages: list[Any]) -> str:
     last = messages[-1] if messages else None
     content = read_content(get_content(last)) if isinstance(last, dict) else None
-    if content is None or not content.is_complete:
+    if content is None or not content.is_complete or not content.text.strip():
         raise ValueError("field response is a list that does not end with a message of role and content")
     return content.text
 

@@ -84,7 +84,7 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     label = span.get("label", span.get("labels"))
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
-    text = _format_label(label)
+    text = format_label(label)
     meaning = labels.get(text) or LABEL_SYNONYMS.get(text.strip().lower())
     if meaning is None:
         raise ValueError(
@@ -93,7 +93,7 @@ def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -
     return LABELS[meaning]
 
 
-def _format_label(label: Any) -> str:
+def format_label(label: Any) -> str:
     """Return a label as a config names it: the text, or a class id such as 2 (or 2.0) as "2"; "" for others."""
     if _is_whole_number(label):
         return str(int(label))

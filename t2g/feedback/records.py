@@ -29,11 +29,13 @@ from t2g.errors import UserError
 from t2g.feedback.given_spans import NO_LABELS, read_spans
 from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote, replace_surrogates
 from t2g.files import write_atomic
-from t2g.tasks.base import SPARSE, Task, describe_record, stable_id
+from t2g.tasks.base import SPARSE, Task, describe_record, format_id, stable_id
 from t2g.text.quotes import locate
 from t2g.types import USABLE, CriterionResult, FeedbackStatus, Prompt, Span, SpanFeedback
 
 MIN_LEARNED_CONFIDENCE = 0.5  # a less likely span is rather wrong than right
+# Fields whose names other programs use as well, and their types here.
+_TYPES_OF_SHARED_FIELDS = {"source": str, "version": str, "task": str, "execution": dict}
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +97,6 @@ class AnnotatedRecord(BaseModel):
     def target(self, style: StyleConfig = SPARSE) -> str:
         """Return the reward model's target: the critique if the style has one, then the quotes, without confidences."""
         return format_answer(self.critique, self.good, self.poor, style=style)
-
-
-_COMMON_NAMES = {"source": str, "version": str, "task": str, "execution": dict}  # other programs use them as well
 
 
 def make_annotated_record(
@@ -191,7 +190,7 @@ def _read_values(
     """Return the values of the record's fields, which are not validated yet."""
     row = parse_cells(row)
     values, extra = translate_row(row, AnnotatedRecord.model_fields)
-    if "sample_index" not in row:  # a record by another program
+    if "sample_index" not in row:  # every record that t2g has written has it
         extra |= _pop_foreign_fields(values)
     if task is not None and not isinstance(row.get("prompt"), str):
         values["prompt"] = task.prompt_text(row)
@@ -206,18 +205,21 @@ def _read_values(
         raise ValueError(f"field payload is {payload!r:.80}; it needs to be an object")
     values["payload"] = {**extra, **payload}
 
-    if "prompt_id" in values:
-        values["prompt_id"] = str(values["prompt_id"])
-    else:
+    prompt_id = format_id(values.get("prompt_id"))
+    if prompt_id is None:
         prompt = str(values.get("prompt"))
-        values["prompt_id"] = stable_id(prompt)
+        prompt_id = stable_id(prompt)
+    values["prompt_id"] = prompt_id
     return values
 
 
 def _pop_foreign_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return the fields that another program uses for something else, such as a version 3."""
+    """Remove and return the fields that another program uses for something else, such as a version 3.
+
+    A status, reason, metrics or criteria of another type stays, and is refused: it may be a wrong judgement.
+    """
     foreign: dict[str, Any] = {}
-    for name, kind in _COMMON_NAMES.items():
+    for name, kind in _TYPES_OF_SHARED_FIELDS.items():
         if name in values and not isinstance(values[name], kind):
             foreign[name] = values.pop(name)
     return foreign

@@ -43,12 +43,15 @@ def _hash_path(path: Path) -> str:
 
 
 def model_version(model: str, revision: str | None) -> str:
-    """Return a text that changes with a model: the hash of its folder, or its hub name and revision."""
-    return content_hash(Path(model)) or versioned_model_name(model, revision)
+    """Return a key that changes with a model: the hash of its folder, or its hub name and revision.
+
+    A copy of the folder has the same key.
+    """
+    return content_hash(Path(model)) or f"{model}@{revision or 'unpinned'}"
 
 
-def versioned_model_name(model: str, revision: str | None) -> str:
-    """Return the folder or hub name with a text that changes with the weights: "my/judge@83f1c2d4e5a69788"."""
+def model_label(model: str, revision: str | None) -> str:
+    """Return folder or hub name with a text that changes with the weights, for readers: my/judge@83f1c2d4e5a69788."""
     weights = content_hash(Path(model)) or revision or "unpinned"
     return f"{model}@{weights}"
 

@@ -24,7 +24,8 @@ from t2g.tasks.base import Task
 POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}  # points of the first response
 MAX_REASON = 1000  # characters
 _VERDICTS: dict[str, Literal["A", "B", "tie"]] = {"a": "A", "b": "B", "tie": "tie"}
-_VERDICT = re.compile(r"\W*(?:answer\s+)?(a|b|tie)\W*", re.IGNORECASE)  # models also write "Answer A" and "**A**"
+# Models also write "Answer A" and "**A**". Without ASCII the dotless i of another alphabet would match, too.
+_VERDICT = re.compile(r"[\W_]*(?:answer[\W_]+)?(a|b|tie)[\W_]*", re.IGNORECASE | re.ASCII)
 LENGTH_TOLERANCE = 0.1  # a smaller relative difference in word count counts as equal length
 
 

@@ -1,7 +1,6 @@
 """The base class of tasks, and the lookup by name."""
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,7 +14,7 @@ from t2g.config.secrets import mask_secrets
 from t2g.errors import MissingLocally, UserError
 from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message
-from t2g.types import Prompt
+from t2g.types import Prompt, read_gap
 
 Record = Mapping[str, Any]  # one row of a data file, columns already mapped; see `t2g.data.load.FileRecord`
 FeedbackFunction = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a judgement of t2g.feedback.parse
@@ -107,12 +106,8 @@ class Task:
     def prompt_id(self, record: Record) -> str | None:
         """Return the record's own id, if it has one."""
         for field in ID_FIELDS:
-            value = record.get(field)
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)  # a table's column of integers with gaps holds floats and NaN
-            is_missing = value is None or (isinstance(value, float) and math.isnan(value))
-            if not is_missing:
-                return str(value)
+            if (prompt_id := format_id(record.get(field))) is not None:
+                return prompt_id
         return None
 
     def is_chat(self, record: Record) -> bool:
@@ -236,6 +231,16 @@ def get_task(name: str) -> Task:
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         message = f"task={name!r} cannot be loaded: {type(error).__name__}: {error}"
         raise kind(mask_secrets(message)) from error
+
+
+def format_id(value: Any) -> str | None:
+    """Return an id as text, None for a missing one.
+
+    >>> format_id(7.0), format_id(float("nan"))
+    ('7', None)
+    """
+    number = read_gap(value)
+    return None if number is None else str(number)
 
 
 def stable_id(text: str) -> str:

@@ -87,6 +87,7 @@ def test_a_users_own_outcome_is_no_execution() -> None:
         ({"word_score_list": [["a", 10**400]]}, "an entry of word_score_list"),
         ({"word_score_list": [[" ", 1]]}, "an entry of word_score_list"),
         ({"response": []}, "field response is a list that does not end"),
+        ({"response": [{"role": "assistant", "content": []}]}, "field response is a list that does not end"),
         ({"response": [{"role": "assistant", "content": [{"type": "image"}]}]}, "field response is a list"),
         ({"response": [{"role": "assistant"}]}, "field response is a list that does not end"),
         ({"critique": '{"textual_feedback": "c", '}, "an answer in JSON that is broken"),

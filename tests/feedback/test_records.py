@@ -17,7 +17,7 @@ from t2g.config import DataConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback, parse_answer
 from t2g.feedback.records import load_annotated, make_annotated_record, read_record, write_annotated
-from t2g.tasks.base import get_task
+from t2g.tasks.base import get_task, stable_id
 from t2g.types import Prompt, SpanFeedback
 
 PROMPT = Prompt(
@@ -153,6 +153,9 @@ def test_a_column_of_integers_with_gaps_holds_floats() -> None:
     assert [(span.start, span.severity) for span in record.spans] == [(11, 3), (2, 1)]
     with pytest.raises(ValueError, match=r"field poor\.0\.severity"):
         read_record(ROW | {"poor": [{"quote": "phone", "severity": 1.5}]})
+    rows = [ROW | {"id": prompt_id, "poor": ["phone"]} for prompt_id in (7.0, float("nan"), None)]
+    ids = [read_record(row).prompt_id for row in rows]
+    assert ids == ["7", stable_id(ROW["prompt"]), stable_id(ROW["prompt"])]
 
 
 def test_fields_of_another_program_are_no_part_of_the_judgement() -> None:

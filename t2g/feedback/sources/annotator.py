@@ -17,7 +17,7 @@ from pydantic import ConfigDict, ValidationError, model_validator
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.feedback.escapes import correct_escapes
-from t2g.feedback.given_spans import LABEL_SYNONYMS
+from t2g.feedback.given_spans import LABEL_SYNONYMS, format_label
 from t2g.feedback.judge_json import OPENING_TAG, find_last_object, find_thinking_end, load_judge_answer
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
@@ -247,8 +247,13 @@ def _is_repeated(span: Span, spans: Sequence[Span], response_text: str) -> bool:
     places = {(other.start, other.end) for other in spans}
     if (span.start, span.end) not in places:
         return False
-    second = locate(response_text, response_text[span.start : span.end], 2)
-    return second is not None and not cuts_word(response_text, *second)
+    return _occurs_again(response_text, response_text[span.start : span.end])
+
+
+def _occurs_again(text: str, quote: str) -> bool:
+    """Return whether a quote has a second match in the text that cuts no word."""
+    second = locate(text, quote, 2)
+    return second is not None and not cuts_word(text, *second)
 
 
 def _find_overlapping(span: Span, spans: Sequence[Span]) -> Span | None:
@@ -302,10 +307,8 @@ def _is_poor(item: Any) -> bool:
 
 def _read_label(item: dict[str, Any]) -> str | None:
     """Return good or poor for a label that means it, another text as it is, or None if the label is no text."""
-    label = item.get("label")
-    if not isinstance(label, str):
-        return None
-    return LABEL_SYNONYMS.get(label.strip().lower(), label)
+    label = format_label(item.get("label"))
+    return LABEL_SYNONYMS.get(label.strip().lower(), label) or None
 
 
 def _read_integer(value: Any) -> Any:
@@ -341,12 +344,11 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
     if not entry.quote.strip():
         return None, ["A quote is empty."]
     position = locate(request.response_text, entry.quote, entry.occurrence)
+    if position is None and not _occurs_again(request.response_text, entry.quote):
+        position = locate(request.response_text, entry.quote)  # whatever the occurrence, there is one match
     if position is None:
-        first = locate(request.response_text, entry.quote)
-        is_unique = first is not None and locate(request.response_text, entry.quote, 2) is None
-        position = first if is_unique else None
-    if position is None:
-        times = f" {entry.occurrence} times" if first is not None else ""
+        occurs_less_often = locate(request.response_text, entry.quote) is not None
+        times = f" {entry.occurrence} times" if occurs_less_often else ""
         faults.append(f"The quote {quote} does not occur{times} in the response.")
 
     critique_range = None

@@ -12,9 +12,8 @@ from t2g.feedback.sources.chat_client import ChatCompletion, estimate_tokens
 
 MAX_BODY_BYTES = 4 * 2**20  # bytes of an answer; the rest is not read
 MAX_TOKENS = 10**9  # tokens of one request; a larger number is an error that would use up llm.max_total_tokens
-REASON_KEYS = (
-    "error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw", "choices",
-)  # fmt: skip
+REASON_KEYS = ("error", "errors", "message", "msg", "detail", "error_description", "reason", "title", "metadata", "raw")
+UNFINISHED = {"code": 503, "message": "the server could not finish the answer"}
 MAX_REASONS = 4  # reasons of an error, for a message
 MAX_PATH_CHARS = 200  # name of the field that a reason is about
 MAX_PATH_PARTS = 20
@@ -107,22 +106,42 @@ def _read_usage(usage: Any) -> _Usage:
         return _Usage()
 
 
-def find_error_status(body: bytes) -> int | None:
-    """Return the HTTP status that the error of an answer with status 200 names, or None.
+def find_error(body: bytes) -> bytes | None:
+    """Return the body of the error in an answer with status 200, or None.
 
-    The error may be that of the first choice: OpenRouter sends it if a model fails after its answer has begun.
+    OpenRouter sends the error in a choice if the model fails after its answer has begun. The text of that choice is
+    left out: its words would be read as the error's.
+
+    >>> find_error(b'{"choices": [{"message": {"content": "Fi"}, "finish_reason": "error", "error": {"code": 502}}]}')
+    b'{"error": {"code": 502}}'
+    """
+    if b'"error"' not in body:
+        return None
+    answer = _load(body)
+    if not isinstance(answer, dict):
+        return None
+    choices = answer.get("choices")
+    if not choices:
+        return body if answer.get("error") else None
+    first = choices[0] if isinstance(choices, list) else None
+    if not isinstance(first, dict):
+        return None
+    error = first.get("error")
+    if first.get("finish_reason") == "error":
+        error = error or answer.get("error") or UNFINISHED
+    return json.dumps({"error": error}).encode() if error else None
+
+
+def find_error_status(body: bytes) -> int:
+    """Return the HTTP status that an error with status 200 names, 400 without one.
 
     >>> find_error_status(b'{"error": {"code": 429, "message": "slow down"}}')
     429
     >>> find_error_status(b'{"error": {"type": "overloaded_error"}}'), find_error_status(b'{"error": "no such thing"}')
     (503, 400)
     """
-    if b'"error"' not in body:
-        return None
     answer = _load(body)
-    error = _find_error(answer) if isinstance(answer, dict) else None
-    if not error:
-        return None
+    error = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(error, dict):
         return 400
     names = [str(error[key]) for key in ("code", "status", "type") if error.get(key) is not None]
@@ -134,17 +153,6 @@ def find_error_status(body: bytes) -> int | None:
     if any(map(BUSY.search, names)):
         return 503
     return 400
-
-
-def _find_error(answer: dict[str, Any]) -> Any:
-    choices = answer.get("choices")
-    if not choices:
-        return answer.get("error")
-    first = choices[0] if isinstance(choices, list) else None
-    if not isinstance(first, dict):
-        return None
-    failed = {"code": 503} if first.get("finish_reason") == "error" else None
-    return first.get("error") or failed
 
 
 def is_quota_exhausted(status: int, body: bytes) -> bool:

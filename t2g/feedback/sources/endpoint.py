@@ -27,6 +27,7 @@ from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import Chat, ChatCompletion, ChatError, ChatRequest, PerLoop
 from t2g.feedback.sources.completions import (
     MAX_BODY_BYTES,
+    find_error,
     find_error_status,
     find_reason,
     is_quota_exhausted,
@@ -45,7 +46,10 @@ FALLBACKS = {  # fields that some servers refuse, by the error that names them; 
     "max_completion_tokens": re.compile(r"max_completion_tokens"),
     "response_format": re.compile(r"response_format|json_schema"),
     "seed": re.compile(r"\bseed\b"),
-    "temperature": re.compile(r"\btemperature\b"),  # OpenAI's reasoning models accept their default alone
+    # Models that reason accept their default alone. A number out of range stays an error.
+    "temperature": re.compile(
+        r"(?=.*\btemperature\b)(?=.*(unsupported|not support|deprecated|extra_forbidden))", re.DOTALL | re.IGNORECASE
+    ),
 }
 # The library marks a request with its own headers, by which it selects the form of what it returns.
 SENT_HEADERS = re.compile(
@@ -182,7 +186,8 @@ class EndpointChat(Chat):
             return
         self._fallbacks |= fallbacks
         names = ", ".join(sorted(fallbacks))
-        logger.warning("%s refuses %s as OpenAI defines it; requests use what it accepts", self.name, names)
+        others = ", and its own temperature" if "temperature" in fallbacks else ""
+        logger.warning("%s refuses %s as OpenAI defines it; requests use what it accepts%s", self.name, names, others)
 
     def _convert_status_error(self, error: "openai.APIStatusError") -> Exception:
         """Return the exception of an HTTP status above 399: ChatError, or one for all requests."""
@@ -284,9 +289,11 @@ async def read_response(response: Any, *, limit_s: float) -> Any:
         extensions["failure"] = str(error) or "the answer did not end within llm.request_timeout_s"
     await response.aclose()
     status = response.status_code
-    if response.is_success and (named := find_error_status(body)):
-        extensions["label"] = f"HTTP {status} with error {named}"
-        status = named
+    if response.is_success and (error := find_error(body)):
+        error_status = find_error_status(error)
+        extensions["label"] = f"HTTP {status} with error {error_status}"
+        status = error_status
+        body = error
     if status >= 400:
         body = body[:MAX_ERROR_BYTES]
     headers = dict(response.headers.items())

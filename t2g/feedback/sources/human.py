@@ -234,7 +234,8 @@ class HumanFeedback(FeedbackSource):
         marks: dict[str, Any] | None = {}
         try:
             critique, marks = _read_marks(row, needs_critique=self._needs_critique)
-            if marks is None:
+            has_marks = marks is not None and any(mark != [] for mark in marks.values())
+            if not has_marks:
                 feedback = make_feedback(critique, (), (), response, **names)
             else:
                 record = {"prompt": "", "response": response, "critique": critique, **names, **marks}
@@ -301,5 +302,5 @@ def _read_marks(row: Record, *, needs_critique: bool) -> tuple[str, dict[str, An
         return critique, marks or None
     if marks and not needs_critique:
         return "", marks
-    hint = "; or set style.critique=false" if marks else ""
+    hint = ", unless style.critique=false" if marks else ""
     raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text{hint}")

@@ -252,6 +252,7 @@ def test_numbers_and_labels_are_read_as_models_write_them(entry: dict[str, Any])
         ({"fix": 5}, 1),
         ({"fix": "x" * 4001}, 1),
         ({"label": "Incorrect"}, 1),
+        ({"label": -1}, 1),
     ],
 )
 def test_a_poor_piece_is_kept_without_what_is_wrong_in_its_details(details: dict[str, Any], severity: int) -> None:

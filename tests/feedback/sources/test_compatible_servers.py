@@ -18,7 +18,7 @@ from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources import endpoint
 from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
-from t2g.feedback.sources.completions import find_error_status, find_reason, read_completion
+from t2g.feedback.sources.completions import find_error, find_error_status, find_reason, read_completion
 from t2g.feedback.sources.endpoint import MAX_ERROR_BYTES, EndpointChat, read_response
 
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
@@ -164,7 +164,7 @@ def test_an_answer_that_the_server_could_not_finish_is_retried(
     server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "MAX_RETRIES", 2)
-    failed = {"message": {"content": "Fi"}, "finish_reason": "error"}
+    failed = {"message": {"content": "The seed"}, "finish_reason": "error"}
     with_reason = failed | {"error": {"code": 502, "message": "idle timeout"}}
     replies = {1: failed, 2: with_reason}
     server.reply = lambda number, body: (
@@ -174,6 +174,15 @@ def test_an_answer_that_the_server_could_not_finish_is_retried(
     assert len(server.requests) == 3
     server.reply = lambda number, body: Reply(200, {"choices": [with_reason]}, {"Retry-After": "0.01"})
     assert str(fail(make_chat(server))).endswith("HTTP 200 with error 502: idle timeout")
+
+    refused = failed | {"error": {"code": 400, "message": "too long"}}
+    server.reply = lambda number, body: Reply(200, {"choices": [refused]})
+    server.requests.clear()
+    assert str(fail(make_chat(server))).endswith("HTTP 200 with error 400: too long")
+    assert len(server.requests) == 1, "the model's words are no error"
+    limited = {"choices": [failed], "error": {"code": 429}}
+    assert find_error(json.dumps(limited).encode()) == b'{"error": {"code": 429}}'
+    assert find_error_status(find_error(json.dumps({"choices": [failed]}).encode()) or b"") == 503
 
 
 def test_other_errors_with_status_200_are_not_retried(server: FakeEndpoint) -> None:
@@ -191,9 +200,9 @@ def test_other_errors_with_status_200_are_not_retried(server: FakeEndpoint) -> N
 
 def test_a_completion_is_no_error() -> None:
     body = completion('{"error": 1}') | {"error": None}
-    assert find_error_status(json.dumps(body).encode()) is None
+    assert find_error(json.dumps(body).encode()) is None
     assert find_error_status(b'{"error": {"code": "' + b"000000429" * 1000 + b'"}}') == 400, "no status"
-    assert find_error_status(b'"error"') is None and find_error_status(b'{"error": ') is None
+    assert find_error(b'"error"') is None and find_error(b'{"error": ') is None
 
 
 # -------------------------------------------------------------------------------------------------------------- fields
@@ -238,6 +247,10 @@ def test_a_model_with_a_temperature_of_its_own_is_asked_without_one(server: Fake
     server.reply = lambda number, body: refusal if "temperature" in body else says("Fine.")
     assert ask(make_chat(server)).text == "Fine."
     assert ["temperature" in request for request in server.requests] == [True, False]
+    server.reply = lambda number, body: Reply(400, {"error": {"message": "temperature must be at most 0.3"}})
+    server.requests.clear()
+    assert "at most 0.3" in str(fail(make_chat(server)))
+    assert len(server.requests) == 1
 
 
 def test_a_fallback_that_does_not_help_is_not_remembered(server: FakeEndpoint) -> None:

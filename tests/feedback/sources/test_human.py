@@ -145,9 +145,11 @@ def test_a_judgement_of_a_response_that_looks_the_same_is_named(tmp_path: Path, 
 def test_without_critiques_in_the_style_spans_are_a_judgement(tmp_path: Path, critique: dict[str, Any]) -> None:
     marked = {"prompt_id": "7", "response": "a phone", "spans": [span(2, 7, -1)]} | critique
     unmarked = {"prompt_id": "8", "response": "a phone"} | critique
-    source = human(write(tmp_path / "h.jsonl", marked, unmarked), needs_critique=False)
+    flawless = {"prompt_id": "9", "response": "a phone", "good": [], "poor": []} | critique
+    source = human(write(tmp_path / "h.jsonl", marked, unmarked, flawless), needs_critique=False)
     feedback = judge(source, prompt("7", ""), "a phone")
     assert (spans(feedback), feedback.status, feedback.critique) == ([(2, 7, -1, 1)], "ok", "")
+    assert judge(source, prompt("9", ""), "a phone").status == "empty"
     assert judge(source, prompt("8", ""), "a phone").status == "failed"
 
 
@@ -158,7 +160,7 @@ def span(start: Any, end: Any, label: Any = 1, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"critique": None}, "the critique is None; it needs to be a text; or set style.critique=false"),
+        ({"critique": None}, "the critique is None; it needs to be a text, unless style.critique=false"),
         ({"critique": " "}, "the critique is ' '"),
         ({"good": "a"}, "good is 'a'; it needs to be a list in JSON"),
         ({"good": [3]}, "field good.0"),

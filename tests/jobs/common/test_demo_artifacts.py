@@ -32,7 +32,7 @@ def test_the_tiny_policy_job_is_the_method_span_of_the_demo(tmp_path: Path) -> N
 
 
 def test_the_world_of_code_has_a_world_and_a_base_policy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_artifacts, "supervise", lambda job, examples, title: {"examples": len(examples)})
+    monkeypatch.setattr(demo_artifacts, "train_supervised", lambda job, examples, title: {"examples": len(examples)})
     overrides = [f"run.root={tmp_path}", "world.num_train=8", "world.num_heldout=200"]
     demo = loading.load(DemoJob, TINY / "code.yaml", overrides)
     results = make_demo_artifacts(demo, Fleets())  # which starts none
