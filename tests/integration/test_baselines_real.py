@@ -1,8 +1,10 @@
 """The three baselines on the real stack: vLLM engines of base, reviser and result, trained ranks. Random weights."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
@@ -17,6 +19,17 @@ from t2g.tasks.tiny.world import write_world
 pytestmark = pytest.mark.slow  # seven engines
 
 
+def make_responses_end(folder: Path, eos_token_id: int) -> None:
+    """Let six of ten random responses end within 16 tokens; with 575 equally likely tokens few would.
+
+    The logit of the end is 5 times one value of the last hidden state, whose mean square is 1.
+    """
+    weights = load_file(folder / "model.safetensors")
+    end = weights["lm_head.weight"][eos_token_id].zero_()
+    end[0] = 5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
     folder = tmp_path_factory.mktemp("world")
@@ -26,6 +39,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
         folder / "policy", tokenizer, num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=96,
         max_position_embeddings=1024,
     )  # fmt: skip
+    make_responses_end(folder / "policy", tokenizer.eos_token_id)
     rollout = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_model_len": 128, "max_new_tokens": 16}
     feedback = {"source": "program", "engine": {"max_model_len": 896, "max_new_tokens": 64}}
     learner = {"workers": 1, "memory_gib": 0.5, "num_epochs": 2, "policy": {"lr": 1e-3}}

@@ -1,7 +1,7 @@
 """Two PPO steps on each of the published formats: a user's files as they are, real engines, a real learner.
 
-Policy and reward model have random weights, but for a head that prefers three letters: the quotes of one character that
-guided decoding makes the reward model write then do stand in a response, and there is something to learn from.
+Policy and reward model have random weights, but for a head that prefers two letters: the quotes of one character that
+guided decoding makes the reward model write then occur in a response, and there is something to learn from.
 """
 
 import json
@@ -32,16 +32,16 @@ REWARD_ENGINE = {
 
 
 def letter_model(folder: Path, seed: int) -> Path:
-    """Logits of a, e and o are six times those of a random model, all others are 0."""
+    """The logits of a and e are 12 and -12 times one value of the last hidden state, whose mean square is 1."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer
 
     random_model(folder, "llama", seed=seed)
-    letters = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["a", "e", "o"])
+    first, second = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["a", "e"])
     weights = load_file(folder / "model.safetensors")
-    head = weights["lm_head.weight"].clone()
-    weights["lm_head.weight"].zero_()
-    weights["lm_head.weight"][letters] = 6 * head[letters]
+    head = weights["lm_head.weight"].zero_()
+    head[first, 0] = 12
+    head[second, 0] = -12
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

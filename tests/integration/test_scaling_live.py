@@ -42,7 +42,7 @@ def scale(root: Path, number: int) -> None:
 def test_workers_join_and_leave_a_running_job(tmp_path: Path) -> None:
     random_model(tmp_path / "policy", "llama", seed=1)
     (tmp_path / "my_feedback.py").write_text(
-        "def judge(prompt, response):\n    return 'the first letter is fine', [(response[:1], 1)], []\n"
+        "def judge(prompt, response):\n    return 'the first word is fine', response.split()[:1], []\n"
     )
     prompts = [{"prompt": f"Say what is wrong, {i}."} for i in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
