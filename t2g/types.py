@@ -21,8 +21,11 @@ FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
 
 
-def read_gap(value: Any) -> Any:
-    """Return None for NaN and 2 for 2.0, which a table's column of integers with gaps holds, and others as they are."""
+def read_table_integer(value: Any) -> Any:
+    """Return 2 for 2.0, None for NaN, and other values as they are.
+
+    A table stores a column of integers in which some are missing as floats.
+    """
     if not isinstance(value, float):
         return value
     if math.isnan(value):
@@ -30,12 +33,12 @@ def read_gap(value: Any) -> Any:
     return int(value) if value.is_integer() else value
 
 
-def _fill(value: Any) -> Any:
+def _replace_none(value: Any) -> Any:
     return 1 if value is None else value
 
 
-_WHOLE_NUMBER = BeforeValidator(lambda value: _fill(read_gap(value)))
-_NULL_IS_ONE = BeforeValidator(_fill)  # NaN is refused: a confidence may be the result of a division by zero
+_WHOLE_NUMBER = BeforeValidator(lambda value: _replace_none(read_table_integer(value)))
+_NULL_IS_ONE = BeforeValidator(_replace_none)  # NaN is refused: a confidence may be the result of a division by zero
 MAX_SEVERITY = 3
 Severity = Annotated[int, Field(strict=True, ge=1, le=MAX_SEVERITY), _WHOLE_NUMBER]
 Occurrence = Annotated[int, Field(strict=True, ge=1), _WHOLE_NUMBER]

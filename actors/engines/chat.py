@@ -11,7 +11,7 @@ from actors.fleet.fleet import REQUEST_TRIES, Fleet
 from t2g.config import SourceConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
-from t2g.runs.contents import model_label
+from t2g.runs.contents import format_model_label
 from t2g.text.tokenizer import check_chat_template, encode_chat
 
 
@@ -64,7 +64,7 @@ class ChatFleet(Fleet):
                 f"llm.max_output_tokens={config.llm.max_output_tokens} leaves no room for a question in "
                 f"engine.max_model_len={config.engine.max_model_len}; it needs to be smaller"
             )
-        self.model = model_label(config.llm.model, config.llm.revision)
+        self.model = format_model_label(config.llm.model, config.llm.revision)
         self.name = f"{config.llm.model} on own engines"
         attempt_s = config.timeout_s / REQUEST_TRIES  # the caller waits for timeout_s
         self._timeout_s = min(config.llm.request_timeout_s, attempt_s)

@@ -20,7 +20,7 @@ from t2g.feedback.examples import encode_target
 from t2g.feedback.grammar import make_answer_grammar
 from t2g.feedback.parse import format_answer_prefix, make_failed_feedback, parse_answer
 from t2g.feedback.reward_prompt import build_feedback_prompt
-from t2g.runs.contents import model_label
+from t2g.runs.contents import format_model_label
 from t2g.tasks.base import Task
 from t2g.text.offsets import decode
 from t2g.types import Prompt, SpanFeedback
@@ -129,7 +129,7 @@ class RewardFleet(Fleet):
         assert config.reward_model is not None
         card = make_card(task, config.style)
         check_card(Path(config.reward_model), card)
-        model = model_label(config.reward_model, config.reward_revision)
+        model = format_model_label(config.reward_model, config.reward_revision)
         self.version = f"{model}/{card.prompt_version}"
         self._model = config.reward_model
         self._writes_critiques = config.style.critique

@@ -331,7 +331,7 @@ def _parse(text: str, path: Path, first_line: int = 1) -> Any:
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         if error.msg == "Extra data":
-            raise _TwoObjects(f"{path}:{line}: not valid JSON: something follows the first value") from error
+            raise _TwoObjects(f"{path}:{line}: not valid JSON: text follows the first value") from error
         raise UserError(f"{path}:{line}: not valid JSON: {error.msg}") from error
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])

@@ -50,7 +50,7 @@ def model_version(model: str, revision: str | None) -> str:
     return content_hash(Path(model)) or f"{model}@{revision or 'unpinned'}"
 
 
-def model_label(model: str, revision: str | None) -> str:
+def format_model_label(model: str, revision: str | None) -> str:
     """Return folder or hub name with a text that changes with the weights, for readers: my/judge@83f1c2d4e5a69788."""
     weights = content_hash(Path(model)) or revision or "unpinned"
     return f"{model}@{weights}"

@@ -14,7 +14,7 @@ from t2g.config.secrets import mask_secrets
 from t2g.errors import MissingLocally, UserError
 from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message
-from t2g.types import Prompt, read_gap
+from t2g.types import Prompt, read_table_integer
 
 Record = Mapping[str, Any]  # one row of a data file, columns already mapped; see `t2g.data.load.FileRecord`
 FeedbackFunction = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a judgement of t2g.feedback.parse
@@ -239,7 +239,7 @@ def format_id(value: Any) -> str | None:
     >>> format_id(7.0), format_id(float("nan"))
     ('7', None)
     """
-    number = read_gap(value)
+    number = read_table_integer(value)
     return None if number is None else str(number)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from t2g.runs.contents import content_hash, model_label, model_version, source_hash
+from t2g.runs.contents import content_hash, format_model_label, model_version, source_hash
 
 
 def write(path: Path, content: str) -> Path:
@@ -58,12 +58,12 @@ def test_a_model_is_its_folder_or_its_name_and_revision_on_a_hub(tmp_path: Path)
 def test_the_versioned_name_of_a_model_changes_with_its_weights(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     write(weights, "w")
-    before = model_label(str(tmp_path), None)
+    before = format_model_label(str(tmp_path), None)
     write(weights, "v")
-    after = model_label(str(tmp_path), None)
+    after = format_model_label(str(tmp_path), None)
     assert after == f"{tmp_path}@{content_hash(tmp_path)}" != before
-    assert model_label("owner/name", "c1") == "owner/name@c1"
-    assert model_label("owner/name", None) == "owner/name@unpinned"
+    assert format_model_label("owner/name", "c1") == "owner/name@c1"
+    assert format_model_label("owner/name", None) == "owner/name@unpinned"
 
 
 def test_a_folder_of_data_is_all_its_files_by_name(tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ class _Entry(Quote):
         if label is not None:
             entry["label"] = label
         for key, largest in (("occurrence", None), ("severity", MAX_SEVERITY)):
-            number = _limit(_read_integer(entry.pop(key, None)), largest)
+            number = _clamp_integer(_read_integer(entry.pop(key, None)), largest)
             if number is not None:
                 entry[key] = number
-        if not _is_fix(entry.get("fix")):
+        if not _is_valid_fix(entry.get("fix")):
             del entry["fix"]
         return entry
 
@@ -320,7 +320,7 @@ def _read_integer(value: Any) -> Any:
     return value
 
 
-def _limit(value: Any, largest: int | None) -> Any:
+def _clamp_integer(value: Any, largest: int | None) -> Any:
     """Return an integer in 1 to `largest`, for one out of this range the nearest; other values as they are."""
     if not isinstance(value, int) or isinstance(value, bool):
         return value
@@ -328,7 +328,7 @@ def _limit(value: Any, largest: int | None) -> Any:
     return at_least_one if largest is None else min(at_least_one, largest)
 
 
-def _is_fix(value: Any) -> bool:
+def _is_valid_fix(value: Any) -> bool:
     return value is None or (isinstance(value, str) and len(value) <= MAX_FIX_CHARS)
 
 

@@ -106,13 +106,13 @@ def _read_usage(usage: Any) -> _Usage:
         return _Usage()
 
 
-def find_error(body: bytes) -> bytes | None:
+def extract_error(body: bytes) -> bytes | None:
     """Return the body of the error in an answer with status 200, or None.
 
     OpenRouter sends the error in a choice if the model fails after its answer has begun. The text of that choice is
     left out: its words would be read as the error's.
 
-    >>> find_error(b'{"choices": [{"message": {"content": "Fi"}, "finish_reason": "error", "error": {"code": 502}}]}')
+    >>> extract_error(b'{"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": {"code": 502}}]}')
     b'{"error": {"code": 502}}'
     """
     if b'"error"' not in body:

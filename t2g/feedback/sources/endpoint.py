@@ -27,7 +27,7 @@ from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import Chat, ChatCompletion, ChatError, ChatRequest, PerLoop
 from t2g.feedback.sources.completions import (
     MAX_BODY_BYTES,
-    find_error,
+    extract_error,
     find_error_status,
     find_reason,
     is_quota_exhausted,
@@ -186,8 +186,8 @@ class EndpointChat(Chat):
             return
         self._fallbacks |= fallbacks
         names = ", ".join(sorted(fallbacks))
-        others = ", and its own temperature" if "temperature" in fallbacks else ""
-        logger.warning("%s refuses %s as OpenAI defines it; requests use what it accepts%s", self.name, names, others)
+        note = ", and the server's own temperature" if "temperature" in fallbacks else ""
+        logger.warning("%s refuses %s as OpenAI defines it; requests use what it accepts%s", self.name, names, note)
 
     def _convert_status_error(self, error: "openai.APIStatusError") -> Exception:
         """Return the exception of an HTTP status above 399: ChatError, or one for all requests."""
@@ -289,7 +289,7 @@ async def read_response(response: Any, *, limit_s: float) -> Any:
         extensions["failure"] = str(error) or "the answer did not end within llm.request_timeout_s"
     await response.aclose()
     status = response.status_code
-    if response.is_success and (error := find_error(body)):
+    if response.is_success and (error := extract_error(body)):
         error_status = find_error_status(error)
         extensions["label"] = f"HTTP {status} with error {error_status}"
         status = error_status

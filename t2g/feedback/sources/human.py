@@ -166,8 +166,8 @@ class HumanFeedback(FeedbackSource):
             line = self._lines.get(_normalize(response_text))
             if line is not None:
                 sentence += (
-                    f"; {line} judges this response to another prompt, or with other line ends, blanks at its ends or "
-                    "another Unicode form"
+                    f"; {line} judges this response to another prompt, or a response that differs only in line ends, "
+                    "blanks at its ends or Unicode form"
                 )
             self._failures.log("missing", sentence)
             return make_failed_feedback("failed", source=self.name, version="", reason=sentence)

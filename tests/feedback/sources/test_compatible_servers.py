@@ -18,7 +18,7 @@ from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources import endpoint
 from t2g.feedback.sources.chat_client import ChatCompletion, ChatError, ChatRequest
-from t2g.feedback.sources.completions import find_error, find_error_status, find_reason, read_completion
+from t2g.feedback.sources.completions import extract_error, find_error_status, find_reason, read_completion
 from t2g.feedback.sources.endpoint import MAX_ERROR_BYTES, EndpointChat, read_response
 
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
@@ -181,8 +181,8 @@ def test_an_answer_that_the_server_could_not_finish_is_retried(
     assert str(fail(make_chat(server))).endswith("HTTP 200 with error 400: too long")
     assert len(server.requests) == 1, "the model's words are no error"
     limited = {"choices": [failed], "error": {"code": 429}}
-    assert find_error(json.dumps(limited).encode()) == b'{"error": {"code": 429}}'
-    assert find_error_status(find_error(json.dumps({"choices": [failed]}).encode()) or b"") == 503
+    assert extract_error(json.dumps(limited).encode()) == b'{"error": {"code": 429}}'
+    assert find_error_status(extract_error(json.dumps({"choices": [failed]}).encode()) or b"") == 503
 
 
 def test_other_errors_with_status_200_are_not_retried(server: FakeEndpoint) -> None:
@@ -200,9 +200,9 @@ def test_other_errors_with_status_200_are_not_retried(server: FakeEndpoint) -> N
 
 def test_a_completion_is_no_error() -> None:
     body = completion('{"error": 1}') | {"error": None}
-    assert find_error(json.dumps(body).encode()) is None
+    assert extract_error(json.dumps(body).encode()) is None
     assert find_error_status(b'{"error": {"code": "' + b"000000429" * 1000 + b'"}}') == 400, "no status"
-    assert find_error(b'"error"') is None and find_error(b'{"error": ') is None
+    assert extract_error(b'"error"') is None and extract_error(b'{"error": ') is None
 
 
 # -------------------------------------------------------------------------------------------------------------- fields
