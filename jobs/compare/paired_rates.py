@@ -1,9 +1,11 @@
 """Compare two methods, each at its own learning rate, from the file of finished runs that `compare.results` names.
 
     python -m jobs.compare.paired_rates configs/smol_checked/results.jsonl span=3e-3 scalar=1e-3
+    python -m jobs.compare.paired_rates configs/smol_checked/results.jsonl span=3e-3@128 scalar=1e-3    # at equal KL
 
 `python -m jobs.compare` gives each method the rate that a short search found. This table is for rates that whole runs
-have shown to be better. A pair is a seed with a finished run of both methods.
+have shown to be better. A pair is a seed with a finished run of both methods. `@128` selects the runs of 128 samples,
+such as short ones with an evaluation after each step; without it, the longest runs are compared.
 """
 
 import argparse
@@ -27,27 +29,48 @@ token; choices_change: change of the share of right answers to `compare.choices`
 
 
 @dataclass(frozen=True)
-class MethodAtRate:
-    """A method and its learning rate."""
+class MethodRuns:
+    """The runs of a method at a learning rate that are trained on the same number of samples."""
 
     method: str
     lr: float
+    num_samples: int | None = None  # None: those of the longest run
 
     def __str__(self) -> str:
-        return f"{self.method} at {self.lr:g}"
+        name = f"{self.method} at {self.lr:g}"
+        return name if self.num_samples is None else f"{name}, {self.num_samples:,} samples"
 
     @staticmethod
-    def parse(text: str) -> "MethodAtRate":
-        """Read METHOD=RATE."""
-        method, _, rate = text.partition("=")
+    def parse(text: str) -> "MethodRuns":
+        """Read METHOD=RATE or METHOD=RATE@SAMPLES."""
+        name, _, samples = text.partition("@")
+        method, _, rate = name.partition("=")
         try:
-            return MethodAtRate(method, float(rate))
+            return MethodRuns(method, float(rate), int(samples) if samples else None)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not METHOD=RATE, as in span=3e-3") from None
+            example = "METHOD=RATE or METHOD=RATE@SAMPLES, as in span=3e-3@128"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {example}") from None
 
-    def select(self, lines: Iterable[ResultLine]) -> list[ResultLine]:
-        """Return the lines of this method at this rate."""
-        return [line for line in lines if line.method == self.method and line.lr == self.lr]
+    def select_runs(self, lines: Iterable[ResultLine]) -> dict[int, ResultLine]:
+        """Return the runs by seed. Without `num_samples`, those of a rate search are left out: they are shorter.
+
+        Raises:
+            UserError: A seed has two runs.
+        """
+        at_rate = [line for line in lines if line.method == self.method and line.lr == self.lr]
+        num_samples = self.num_samples
+        if num_samples is None:
+            num_samples = max((line.run.samples[-1] for line in at_rate), default=0)
+
+        by_seed: dict[int, ResultLine] = {}
+        for line in at_rate:
+            if line.run.samples[-1] != num_samples:
+                continue
+            if line.seed in by_seed:
+                keys = f"{by_seed[line.seed].key} and {line.key}"
+                raise UserError(f"{self} has two runs of seed {line.seed}, with the keys {keys}")
+            by_seed[line.seed] = line
+        return by_seed
 
 
 @dataclass(frozen=True)
@@ -73,8 +96,9 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("results", type=Path, help="file of finished runs")
-    parser.add_argument("first", type=MethodAtRate.parse, metavar="METHOD=RATE")
-    parser.add_argument("second", type=MethodAtRate.parse, metavar="METHOD=RATE", help="the method to compare with")
+    metavar = "METHOD=RATE[@SAMPLES]"
+    parser.add_argument("first", type=MethodRuns.parse, metavar=metavar)
+    parser.add_argument("second", type=MethodRuns.parse, metavar=metavar, help="the method to compare with")
     parser.add_argument("--seeds", type=int, nargs="+", help="by default all that have both runs")
     options = parser.parse_args(argv)
     return run_to_exit_code(parser.prog, lambda: print_table(options))
@@ -99,47 +123,39 @@ def print_table(options: argparse.Namespace) -> None:
         print(f"Seeds {others}: the two runs began from other weights, or their weights were not recorded.")
 
 
-def find_pairs(lines: Sequence[ResultLine], first: MethodAtRate, second: MethodAtRate) -> dict[int, Pair]:
-    """Return the pairs by seed. Runs of a rate search are left out: they end after fewer samples.
-
-    Raises:
-        UserError: A method has two runs of one seed, or runs were evaluated after different numbers of samples.
-    """
-    first_lines = first.select(lines)
-    second_lines = second.select(lines)
-    num_samples = max((max(line.run.samples, default=0) for line in first_lines + second_lines), default=0)
-    first_runs = _select_whole_runs(first_lines, num_samples)
-    second_runs = _select_whole_runs(second_lines, num_samples)
+def find_pairs(lines: Sequence[ResultLine], first: MethodRuns, second: MethodRuns) -> dict[int, Pair]:
+    """Return the pairs by seed. Raises UserError if a method has two runs of one seed."""
+    first_runs = first.select_runs(lines)
+    second_runs = second.select_runs(lines)
     seeds = sorted(first_runs.keys() & second_runs.keys())
-    grids = {runs[seed].run.samples for seed in seeds for runs in (first_runs, second_runs)}
-    if len(grids) > 1:
-        raise UserError(f"{first} and {second} were evaluated after different samples: {sorted(grids)}")
     return {seed: Pair(first_runs[seed], second_runs[seed]) for seed in seeds}
 
 
-def _select_whole_runs(lines: Iterable[ResultLine], num_samples: int) -> dict[int, ResultLine]:
-    """Return the runs that were trained on `num_samples` samples, by seed."""
-    by_seed: dict[int, ResultLine] = {}
-    for line in lines:
-        if max(line.run.samples, default=0) < num_samples:
-            continue
-        if line.seed in by_seed:
-            keys = f"{by_seed[line.seed].key} and {line.key}"
-            raise UserError(f"{line.method} at {line.lr:g} has two runs of seed {line.seed}, with the keys {keys}")
-        by_seed[line.seed] = line
-    return by_seed
-
-
 def make_table(pairs: Pairs, first_name: str, second_name: str) -> str:
-    """Return the means, their differences and the differences by seed, as a Markdown table."""
-    samples = next(iter(pairs.values())).first.run.samples
-    rows: list[list[str]] = []
-    for index, count in enumerate(samples):
-        rows.append(_make_row(f"score after {count:,} samples", pairs, lambda run, index=index: run.scores[index]))
-    rows.append(_make_row(f"mean of the last {WINDOW}", pairs, lambda run: run.score))
-    rows.append(_make_equal_kl_row(pairs))
-    rows += [_make_targeting_row(name, pairs) for name in TARGETING]
+    """Return the means, their differences and the differences by seed, as a Markdown table.
+
+    Runs that were evaluated after different samples have rows only for the samples of all, and at equal KL.
+    """
+    runs = [run for pair in pairs.values() for run in (pair.first.run, pair.second.run)]
+    grids = [set(run.samples) for run in runs]
+    common = sorted(set.intersection(*grids))
+    rows = [_make_score_row(count, pairs) for count in common]
+    equal_kl_row = _make_equal_kl_row(pairs)
+    if all(grid == grids[0] for grid in grids):
+        rows.append(_make_row(f"mean of the last {WINDOW}", pairs, lambda run: run.score))
+        rows.append(equal_kl_row)
+        rows += [_make_targeting_row(name, pairs) for name in TARGETING]
+    else:
+        rows.append(equal_kl_row)
     return markdown(("", first_name, second_name, "first less second", "by seed"), rows)
+
+
+def _make_score_row(count: int, pairs: Pairs) -> list[str]:
+    def read_score(run: RunCurve) -> float:
+        index = run.samples.index(count)
+        return run.scores[index]
+
+    return _make_row(f"score after {count:,} samples", pairs, read_score)
 
 
 def _make_row(name: str, pairs: Pairs, measure: Callable[[RunCurve], float | None]) -> list[str]:

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from jobs.compare.paired_rates import MethodAtRate, Pair, find_pairs, main
+from jobs.compare.paired_rates import MethodRuns, Pair, find_pairs, main
 from t2g.errors import UserError
 from t2g.study.comparison import RunCurve
 from t2g.study.result_lines import ResultLine
 
-SPAN = MethodAtRate("span", 3e-3)
-SCALAR = MethodAtRate("scalar", 1e-3)
+SPAN = MethodRuns("span", 3e-3)
+SCALAR = MethodRuns("scalar", 1e-3)
 
 
-def make_line(name: MethodAtRate, seed: int, *scores: float, kls: tuple[float, ...], criticised: float) -> ResultLine:
+def make_line(name: MethodRuns, seed: int, *scores: float, kls: tuple[float, ...], criticised: float) -> ResultLine:
     """Return a run that was evaluated before training and after each step of 10 samples."""
     indices = range(len(scores))
     run = RunCurve(
@@ -45,7 +45,7 @@ SCALAR_LINES = [
     make_line(SCALAR, 1, 0.5, 0.6, 0.8, kls=(0.0, 1.0, 2.0), criticised=-0.5),
     make_line(SCALAR, 2, 0.5, 0.7, 0.7, kls=(0.0, 1.0, 2.0), criticised=-0.5),
 ]
-LARGE_RATE = make_line(MethodAtRate("scalar", 3e-3), 3, 0.5, 0.1, 0.1, kls=(0.0, 9.0, 9.0), criticised=0.0)
+LARGE_RATE = make_line(MethodRuns("scalar", 3e-3), 3, 0.5, 0.1, 0.1, kls=(0.0, 9.0, 9.0), criticised=0.0)
 SEARCH_LINES = [
     make_line(SPAN, 101, 0.5, 0.9, kls=(0.0, 2.0), criticised=-1.0),
     make_line(SCALAR, 101, 0.5, 0.4, kls=(0.0, 2.0), criticised=-1.0),
@@ -102,14 +102,28 @@ def test_runs_that_cannot_be_compared_are_refused() -> None:
     again = LINES[0].model_copy(update={"key": "other"})
     with pytest.raises(UserError, match=r"two runs of seed 1, with the keys .* and other"):
         find_pairs([*LINES, again], SPAN, SCALAR)
-    rarely = RunCurve(samples=(0, 20), scores=(0.5, 0.9), seconds=(0.0, 2.0), step_seconds=1.0)
-    other_grid = SCALAR_LINES[0].model_copy(update={"run": rarely})
-    with pytest.raises(UserError, match=r"\(0, 10, 20\), \(0, 20\)"):
-        find_pairs([SPAN_LINES[0], other_grid], SPAN, SCALAR)
+
+
+def test_runs_with_other_evaluations_are_compared_where_they_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short_run = RunCurve(samples=(0, 5, 10), scores=(0.5, 0.7, 0.8), seconds=(0, 1, 2), step_seconds=1, kls=(0.0, 1.0))
+    short = SPAN_LINES[0].model_copy(update={"key": "short", "run": short_run})
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(f"{line.model_dump_json()}\n" for line in [short, *LINES]))
+
+    assert main([str(path), "span=3e-3@10", "scalar=1e-3"]) == 0
+    rows = read_rows(capsys.readouterr().out)
+    assert rows["score after 0 samples"] == ["0.500", "0.500", "0.000", "0.000"]
+    assert rows["score after 10 samples"] == ["0.800", "0.600", "0.200", "0.200"]
+    assert rows["score at equal KL"][2:] == ["0.100", "0.100"]  # at 1 nat: .7 and .6
+    assert not {"mean of the last 3", "score after 5 samples", "score after 20 samples", "criticised"} & rows.keys()
+
+    assert find_pairs([short, *LINES], SPAN, SCALAR) == find_pairs(LINES, SPAN, SCALAR)  # the longest runs
 
 
 def test_a_longer_run_of_another_method_changes_nothing() -> None:
-    longer = make_line(MethodAtRate("grpo", 1e-3), 1, 0.5, 0.6, 0.7, 0.8, kls=(0.0, 1.0, 2.0, 3.0), criticised=-1.0)
+    longer = make_line(MethodRuns("grpo", 1e-3), 1, 0.5, 0.6, 0.7, 0.8, kls=(0.0, 1.0, 2.0, 3.0), criticised=-1.0)
     assert find_pairs([*LINES, longer], SPAN, SCALAR) == find_pairs(LINES, SPAN, SCALAR)
 
 
