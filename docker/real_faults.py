@@ -1,6 +1,6 @@
 """Faults that follow rules, for the start of `make real-proof`: a policy that learns them is wrong for a reason.
 
-A temperature below 1 repairs faults that are noise, since the policy's likeliest token is right there. It repairs few
+A temperature below 1 repairs faults that are noise, since the policy's likeliest token is then correct. It repairs few
 of these.
 """
 

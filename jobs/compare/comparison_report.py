@@ -5,7 +5,7 @@ from typing import Any
 
 from jobs.common.cli import print_outputs
 from t2g.config import PolicyJob
-from t2g.errors import UserError
+from t2g.errors import Diverged, UserError
 from t2g.files import write_atomic
 from t2g.report.comparison_page import write_comparison
 from t2g.runs.log import METRICS_FILE, read_records
@@ -18,7 +18,7 @@ TARGETING_FILE = "targeting.json"
 
 
 def load_run(method_job: PolicyJob) -> RunCurve:
-    """Load a finished run. Raises UserError, with its folder, if an evaluation is missing."""
+    """Load a finished run. Raises UserError or Diverged, with its folder, if an evaluation or its score is missing."""
     folder = method_job.run.folder
     path = folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
@@ -27,6 +27,8 @@ def load_run(method_job: PolicyJob) -> RunCurve:
         return read_run(records, targeting, every=method_job.eval.every)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
+    except Diverged as error:
+        raise Diverged(f"{folder}: {error}") from None
 
 
 def load_all(plan: ComparisonPlan, chosen: dict[str, float]) -> tuple[dict[str, dict[int, RunCurve]], dict[str, Any]]:

@@ -189,12 +189,14 @@ def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
     """Return the data with the held-out prompts that follow the reported ones, or with these if there are no others."""
     assert job.eval_data is not None
     config = job.eval_data
-    room = job.rollout.max_prompt_tokens
+    max_prompt_tokens = job.rollout.max_prompt_tokens
     num_reported = job.eval.num_prompts
     records = load_records(config, "eval_data")[num_reported : 2 * num_reported]
     if not records:
         return data
-    prompts = make_prompts(records, data.task, data.tokenizer, room, too_long=config.too_long, key="eval_data")
+    prompts = make_prompts(
+        records, data.task, data.tokenizer, max_prompt_tokens, too_long=config.too_long, key="eval_data"
+    )
     checked = check_references(prompts, data.task, job.feedback.sandbox, job.run.folder)
     return replace(data, eval_prompts=checked)
 
@@ -202,8 +204,9 @@ def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
 def run_all(plan: ComparisonPlan, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     """Make every unfinished run; return the results of the search. Raises Stopped."""
     config = plan.job.compare
-    searches = config.seeds and len(config.lr_grid) > 1
-    search_data = make_search_data(plan.job, data) if searches else data
+    has_one_rate = len(config.lr_grid) == 1
+    has_search = bool(config.seeds) and not has_one_rate
+    search_data = make_search_data(plan.job, data) if has_search else data
     scores: dict[str, Scores] = {}
     chosen: dict[str, float] = {}
     search: dict[str, Any] = {
@@ -216,7 +219,6 @@ def run_all(plan: ComparisonPlan, data: PolicyData, stop: StopFlag) -> dict[str,
 
     references: ReferenceResponses | None = None
     results = ResultLines(config)
-    has_one_rate = len(config.lr_grid) == 1
     groups = plan_runs(plan)
     is_made = [has_one_rate and has_all(plan, group, results) for group in groups]
     for group, is_group_made in zip(groups, is_made, strict=True):

@@ -17,15 +17,24 @@ from pathlib import Path
 from jobs.common.cli import program_name, run_to_exit_code
 from t2g.errors import UserError
 from t2g.runs.journal import read_journal
-from t2g.study.comparison import TARGETING, WINDOW, RunCurve, subtract_matched
+from t2g.study.comparison import WINDOW, RunCurve, subtract_matched
 from t2g.study.result_lines import ResultLine
 from t2g.study.tables import NOTHING, markdown, spread, t_interval
 
 LEGEND = """\
 Seeds {seeds}; ± is half the 95 % t interval over them. Scores are held-out ones. At equal KL: where each run first has
-moved as far as both ever do, linear between evaluations. From criticised to returns: what training changed in held-out
-responses of the start, defined in `t2g.study.targeting`. retention: change of log p of `compare.retention`, nats a
-token; choices_change: change of the share of right answers to `compare.choices`."""
+moved as far as both ever do, linear between evaluations. Δ log p, nats a token, and criticism that recurs: in held-out
+responses of the start, defined in `t2g.study.targeting`. Right choices: the share of `compare.choices`."""
+LABELS = {  # by key of RunCurve.targeting
+    "criticised": "Δ log p of criticised tokens",
+    "praised": "Δ log p of praised tokens",
+    "unmentioned": "Δ log p of unmentioned tokens",
+    "difference": "criticised less unmentioned",
+    "matched": "matched difference",
+    "returns": "criticism that recurs, share",
+    "retention": "Δ log p of compare.retention",
+    "choices_change": "right choices, change",
+}
 
 
 @dataclass(frozen=True)
@@ -43,21 +52,22 @@ class MethodRuns:
     @staticmethod
     def parse(text: str) -> "MethodRuns":
         """Read METHOD=RATE or METHOD=RATE@SAMPLES."""
-        name, _, samples = text.partition("@")
+        name, at, samples = text.partition("@")
         method, _, rate = name.partition("=")
         try:
-            return MethodRuns(method, float(rate), int(samples) if samples else None)
+            return MethodRuns(method, float(rate), int(samples) if at else None)
         except ValueError:
             example = "METHOD=RATE or METHOD=RATE@SAMPLES, as in span=3e-3@128"
             raise argparse.ArgumentTypeError(f"{text!r} is not {example}") from None
 
     def select_runs(self, lines: Iterable[ResultLine]) -> dict[int, ResultLine]:
-        """Return the runs by seed. Without `num_samples`, those of a rate search are left out: they are shorter.
+        """Return the runs by seed, without those of a rate search, whose held-out prompts are other ones.
 
         Raises:
             UserError: A seed has two runs.
         """
-        at_rate = [line for line in lines if line.method == self.method and line.lr == self.lr]
+        reported = [line for line in lines if line.held_out is None]
+        at_rate = [line for line in reported if line.method == self.method and line.lr == self.lr]
         num_samples = self.num_samples
         if num_samples is None:
             num_samples = max((line.run.samples[-1] for line in at_rate), default=0)
@@ -81,7 +91,7 @@ class Pair:
     second: ResultLine
 
     @property
-    def has_one_start(self) -> bool:
+    def has_same_start(self) -> bool:
         """Return whether both runs are known to have begun from the same weights."""
         return self.first.start is not None and self.first.start == self.second.start
 
@@ -111,16 +121,21 @@ def print_table(options: argparse.Namespace) -> None:
     lines = read_journal(options.results, ResultLine)
     pairs = find_pairs(lines, options.first, options.second)
     seeds = options.seeds or [*pairs]
+    if not pairs:
+        available = sorted({f"{line.method}={line.lr:g}" for line in lines})
+        raise UserError(
+            f"{options.results}: no seed has finished runs of both {options.first} and {options.second}; the file has "
+            f"{', '.join(available)}"
+        )
     missing = [seed for seed in seeds if seed not in pairs]
-    if missing or not seeds:
-        which = f"seeds {missing} have" if missing else "no seed has"
-        raise UserError(f"{options.results}: {which} no pair of finished runs of {options.first} and {options.second}")
+    if missing:
+        raise UserError(f"{options.results}: seeds {missing} lack a run of {options.first} or {options.second}")
     chosen = {seed: pairs[seed] for seed in seeds}
     print(make_table(chosen, str(options.first), str(options.second)))
-    print(f"\n{LEGEND.format(seeds=', '.join(map(str, seeds)))}")
-    others = [seed for seed, pair in chosen.items() if not pair.has_one_start]
-    if others:
-        print(f"Seeds {others}: the two runs began from other weights, or their weights were not recorded.")
+    print(f"\n{LEGEND.format(seeds=', '.join(map(str, chosen)))}")
+    differing = [seed for seed, pair in chosen.items() if not pair.has_same_start]
+    if differing:
+        print(f"Seeds {differing}: the two runs began from different weights, or their weights were not recorded.")
 
 
 def find_pairs(lines: Sequence[ResultLine], first: MethodRuns, second: MethodRuns) -> dict[int, Pair]:
@@ -140,13 +155,10 @@ def make_table(pairs: Pairs, first_name: str, second_name: str) -> str:
     grids = [set(run.samples) for run in runs]
     common = sorted(set.intersection(*grids))
     rows = [_make_score_row(count, pairs) for count in common]
-    equal_kl_row = _make_equal_kl_row(pairs)
+    rows.append(_make_equal_kl_row(pairs))
     if all(grid == grids[0] for grid in grids):
         rows.append(_make_row(f"mean of the last {WINDOW}", pairs, lambda run: run.score))
-        rows.append(equal_kl_row)
-        rows += [_make_targeting_row(name, pairs) for name in TARGETING]
-    else:
-        rows.append(equal_kl_row)
+        rows += [_make_targeting_row(name, label, pairs) for name, label in LABELS.items()]
     return markdown(("", first_name, second_name, "first less second", "by seed"), rows)
 
 
@@ -174,15 +186,15 @@ def _make_row(name: str, pairs: Pairs, measure: Callable[[RunCurve], float | Non
     return [name, *means, *_format_differences(differences)]
 
 
-def _make_targeting_row(name: str, pairs: Pairs) -> list[str]:
-    return _make_row(name, pairs, lambda run: (run.targeting or {}).get(name))
+def _make_targeting_row(name: str, label: str, pairs: Pairs) -> list[str]:
+    return _make_row(label, pairs, lambda run: (run.targeting or {}).get(name))
 
 
 def _make_equal_kl_row(pairs: Pairs) -> list[str]:
     at_equal_kl = [subtract_matched(pair.first.run, pair.second.run, "kls") for pair in pairs.values()]
     differences = [value for value in at_equal_kl if value is not None]
-    is_complete = len(differences) == len(pairs)
-    cells = _format_differences(differences) if is_complete else [NOTHING, NOTHING]
+    has_all = len(differences) == len(at_equal_kl)
+    cells = _format_differences(differences) if has_all else [NOTHING, NOTHING]
     return ["score at equal KL", NOTHING, NOTHING, *cells]
 
 

@@ -6,13 +6,13 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from jobs.artifacts.demo_artifacts import (
-    load_or_run,
-)
+from jobs.artifacts.demo_artifacts import load_or_run
 from jobs.common.fleets import Fleets, start_learner, wait_for_engines
 from jobs.compare.comparison_report import TARGETING_FILE
 from jobs.train_policy.policy_data import PolicyData
@@ -28,6 +28,13 @@ from t2g.study.choices import choice_accuracy, read_questions
 from t2g.study.methods import ComparisonPlan
 from t2g.study.retention import measure_retention, read_texts
 from t2g.types import JudgedResponse
+
+
+class Measured(NamedTuple):
+    """What a learner with trained weights measures."""
+
+    logprobs: list[np.ndarray]  # each reference response's tokens, [R] float32
+    retained: dict[str, float]  # figures of compare.retention and compare.choices
 
 
 class ReferenceResponses:
@@ -94,7 +101,7 @@ class ReferenceResponses:
             rollouts = fleets.rollouts(exported.model, exported.rollout, exported)
             self._write(method_job, measured, rollouts, feedback)
 
-    def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> tuple[list[Any], dict[str, float]]:
+    def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> Measured:
         """Return the log-probabilities of the reference responses, and what the policy retains."""
         responses = [response.rollout for response in self.responses]
         logprobs = [stats.old_logprobs for stats in learner.forward(responses, ["old_logprobs"])]
@@ -112,16 +119,16 @@ class ReferenceResponses:
             if has_reference:
                 reference_accuracy = choice_accuracy(self._questions, [stats.ref_logprobs for stats in scored])
                 figures["choices_change"] = figures["choices"] - reference_accuracy
-        return logprobs, figures
+        return Measured(logprobs, figures)
 
     def _write(
-        self, method_job: PolicyJob, measured: tuple[list[Any], dict[str, float]], rollouts: RolloutFleet,
-        feedback: FeedbackSource,
-    ) -> None:  # fmt: skip
-        logprobs, retained = measured
+        self, method_job: PolicyJob, measured: Measured, rollouts: RolloutFleet, feedback: FeedbackSource
+    ) -> None:
         source = self._source(rollouts)
-        measuring = targeting.measure(self.responses, logprobs, source, feedback, self._sampling, self._tokenizer)
-        content = asyncio.run(measuring) | retained
+        measuring = targeting.measure(
+            self.responses, measured.logprobs, source, feedback, self._sampling, self._tokenizer
+        )
+        content = asyncio.run(measuring) | measured.retained
         text = json.dumps(content, indent=1)
         file = method_job.run.folder / TARGETING_FILE
         write_atomic(file, text.encode())

@@ -171,7 +171,7 @@ def summarize_method(by_seed: Mapping[int, RunCurve], scalar: Mapping[int, RunCu
         return summary
     reached: dict[int, dict[str, float | None]] = {}
     for seed, run in by_seed.items():
-        reached[seed] = reach(run, scalar[seed])
+        reached[seed] = reach_scalar_best(run, scalar[seed])
         figures = summary["by_seed"][seed]
         figures["samples_to_scalar_best"] = reached[seed]["samples"]
         figures["seconds_to_scalar_best"] = reached[seed]["seconds"]
@@ -204,7 +204,7 @@ def subtract_scalar(by_seed: Mapping[int, RunCurve], scalar: Mapping[int, RunCur
 def summarize_reached(
     by_seed: Mapping[int, RunCurve], reached: Mapping[int, Mapping[str, float | None]]
 ) -> dict[str, Any]:
-    """Return the means over seeds of `reach`."""
+    """Return the means over seeds of `reach_scalar_best`."""
     samples = [value["samples"] for value in reached.values()]
     seconds = [value["seconds"] for value in reached.values()]
     shares = [value["share"] for value in reached.values()]
@@ -212,7 +212,7 @@ def summarize_reached(
         "samples_to_scalar_best": mean_known(samples),
         "seconds_to_scalar_best": mean_known(seconds),
         "share_of_scalar_samples": mean_known(shares),
-        "samples_to_scalar_best_censored": t_interval(censored(by_seed, reached)),
+        "samples_to_scalar_best_censored": t_interval(restrict_samples(by_seed, reached)),
         "seeds_at_scalar_best": len(samples) - samples.count(None),
     }
 
@@ -261,7 +261,7 @@ def _score_at_distance(run: RunCurve, values: np.ndarray, distance: float) -> fl
     return run.score_at(float(level), values.tolist())
 
 
-def censored(by_seed: Mapping[int, RunCurve], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
+def restrict_samples(by_seed: Mapping[int, RunCurve], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
     """Return each trained seed's samples to scalar's best, or all samples of its run if it never reaches that.
 
     Their mean is a restricted mean: a lower bound over all seeds. A mean over the seeds that reach it leaves seeds out.
@@ -283,7 +283,7 @@ def mean_known(values: Iterable[float | None]) -> float | None:
     return mean(numbers) if numbers else None
 
 
-def reach(run: RunCurve, scalar: RunCurve) -> dict[str, float | None]:
+def reach_scalar_best(run: RunCurve, scalar: RunCurve) -> dict[str, float | None]:
     """Return when `run` first reaches the best of the scalar run with its seed.
 
     Returns:

@@ -36,6 +36,7 @@ class ResultLine(BaseModel):
     lr: float
     key: str  # see `ResultLines._make_key`
     start: str | None = None  # hash of the weights behind a local model.policy; None: a hub's, or not recorded
+    held_out: str | None = None  # "others": the held-out prompts of the rate search; None: those that are reported on
     date: str
     minutes: float  # minutes of the whole run, evaluations included
     versions: dict[str, str]
@@ -73,14 +74,14 @@ class ResultLines:
         return line.run
 
     def _check_start(self, line: ResultLine, start: str | None) -> None:
-        """Log a warning, once, if a run began from other weights than those that new runs begin from."""
-        if self._has_warned or None in (line.start, start) or line.start == start:
+        """Log a warning, once, if a run is not known to have begun from the weights that new runs begin from."""
+        if self._has_warned or start is None or line.start == start:
             return
         self._has_warned = True
         logger.warning(
-            "compare.results=%s: %s with seed %d began from other weights of model.policy than are there now; paired "
-            "with a new run of this seed it gives no paired difference",
-            self._config.results, line.method, line.seed,
+            "compare.results=%s: %s with seed %d began from the weights %s, and model.policy has %s now: paired with a "
+            "new run it does not compare the methods alone",
+            self._config.results, line.method, line.seed, line.start or "(not recorded)", start,
         )  # fmt: skip
 
     def append(
@@ -99,6 +100,7 @@ class ResultLines:
             lr=lr,
             key=self._make_key(method_job, identity),
             start=identity.contents.get(MODEL),
+            held_out=identity_extras.get("held_out"),
             date=today,
             minutes=minutes,
             versions=collect_versions(),

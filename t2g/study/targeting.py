@@ -43,9 +43,9 @@ async def measure(
     sampling: Sampling,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Return `changes_by_mention` and `returns` of a trained policy.
+    """Return `changes_by_mention` and `measure_recurrence` of a trained policy.
 
-    `feedback` judges the reference again, since returned criticism must come from one source: the reward model of an
+    `feedback` judges the reference again, since recurring criticism must come from one source: the reward model of an
     ablation quotes differently.
 
     Args:
@@ -61,8 +61,8 @@ async def measure(
 
     before = []
     for response, answer in zip(reference, judged_again, strict=True):
-        before.append(criticisms(response.rollout.response_text, answer))
-    after = [criticisms(response.rollout.response_text, response.feedback) for response in responses_after]
+        before.append(find_criticised_quotes(response.rollout.response_text, answer))
+    after = [find_criticised_quotes(judged.rollout.response_text, judged.feedback) for judged in responses_after]
 
     labels: list[np.ndarray] = []
     changes: list[np.ndarray] = []
@@ -71,13 +71,13 @@ async def measure(
         if not response.feedback.usable:
             continue
         old_logprobs = response.rollout.rollout_logprobs
-        labels.append(mentions(tokenizer, response.rollout, response.feedback))
+        labels.append(label_tokens(tokenizer, response.rollout, response.feedback))
         changes.append(new_logprobs - old_logprobs)
         base.append(old_logprobs)
-    return changes_by_mention(labels, changes, base) | returns(before, after)
+    return changes_by_mention(labels, changes, base) | measure_recurrence(before, after)
 
 
-def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
+def label_tokens(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
     """Return the label of each token, [R] int8.
 
     -1 criticised (even if praised as well), 1 praised, 0 unmentioned (always for EOS), THINKING for thinking and for
@@ -103,7 +103,7 @@ def changes_by_mention(
         labels [-1, 0, 0], changes [-2, .5, -.5] -> criticised -2, praised None, unmentioned 0, difference -2
 
     Args:
-        labels: See `mentions`, [R] each.
+        labels: See `label_tokens`, [R] each.
         changes: Changes of the log-probabilities, [R] each.
         base: Log-probabilities under the base policy, [R] each.
 
@@ -146,7 +146,7 @@ def matched_difference(label: np.ndarray, change: np.ndarray, base: np.ndarray) 
     return float((change[criticised] - matched_mean).mean())
 
 
-def criticisms(response_text: str, feedback: SpanFeedback) -> frozenset[str] | None:
+def find_criticised_quotes(response_text: str, feedback: SpanFeedback) -> frozenset[str] | None:
     """Return the quotes that are labelled poor, each once, or None if the feedback is unusable."""
     if not feedback.usable:
         return None
@@ -154,7 +154,9 @@ def criticisms(response_text: str, feedback: SpanFeedback) -> frozenset[str] | N
     return frozenset(response_text[span.start : span.end] for span in poor)
 
 
-def returns(before: Sequence[frozenset[str] | None], after: Sequence[frozenset[str] | None]) -> dict[str, Any]:
+def measure_recurrence(
+    before: Sequence[frozenset[str] | None], after: Sequence[frozenset[str] | None]
+) -> dict[str, Any]:
     """Return the share of the base policy's criticisms that recur on the new responses to the same prompts.
 
         before [{Lima, laptop}, {Ann}], after [{Lima}, {}] -> 1 of 3

@@ -55,7 +55,7 @@ class JudgedFact(NamedTuple):
     fact: Fact
     line: int  # from 0: the number of its finding
     fault: Fault | None
-    correction: str | None  # what the finding has in its place, if the fault tells
+    correction: str | None  # the finding's fact, for `rounded` and `unit`
 
 
 class Line(NamedTuple):
@@ -248,6 +248,6 @@ def _describe(judged: JudgedFact) -> str:
         case "rounded" | "unit":
             return f"{fact.text}: {finding} says {judged.correction}."
         case "moved":
-            return f"{fact.text}: another finding says so, not {finding}."
+            return f"{fact.text}: this {fact.kind} is in another finding, not in {finding}."
         case "invented":
             return f"{fact.text}: {finding} has no such {fact.kind}."

@@ -347,6 +347,12 @@ def test_a_run_that_began_from_other_weights_is_read_with_a_warning(
     (message,) = caplog.messages
     assert "span with seed 1" in message and "model.policy" in message
 
+    content = json.loads((tmp_path / "results.jsonl").read_text())
+    del content["start"]
+    (tmp_path / "results.jsonl").write_text(f"{json.dumps(content)}\n")
+    assert ResultLines(plan.job.compare).find(method_job) == run
+    assert "(not recorded)" in caplog.messages[-1] and len(caplog.messages) == 2
+
 
 def test_a_search_in_the_file_of_results_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another clone chooses the same rate without a run; also a rate beyond the grid is read."""
@@ -361,7 +367,7 @@ def test_a_search_in_the_file_of_results_is_not_made_again(tmp_path: Path, capsy
     second = plan_of(tmp_path / "second", *options)
     assert session(second, search_data=NoEngines()).find_lr("span") == searched
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["lr"] for line in lines] == [0.1, 0.2, 0.4]
+    assert [(line["lr"], line["held_out"]) for line in lines] == [(lr, SEARCH_PROMPTS) for lr in (0.1, 0.2, 0.4)]
     compared = second.make_job("span", 101, 0.2)
     assert ResultLines(second.job.compare).find(compared, **second.identity_extras("span", compared)) is None
     capsys.readouterr()

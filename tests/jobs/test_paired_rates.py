@@ -50,6 +50,7 @@ SEARCH_LINES = [
     make_line(SPAN, 101, 0.5, 0.9, kls=(0.0, 2.0), criticised=-1.0),
     make_line(SCALAR, 101, 0.5, 0.4, kls=(0.0, 2.0), criticised=-1.0),
 ]
+SEARCH_LINES = [line.model_copy(update={"held_out": "others"}) for line in SEARCH_LINES]
 LINES = [*SPAN_LINES, *SCALAR_LINES, WITHOUT_PAIR, LARGE_RATE, *SEARCH_LINES]
 
 
@@ -71,6 +72,7 @@ def test_a_pair_has_a_whole_run_of_both_methods_at_their_rates() -> None:
     assert pairs[1] == Pair(SPAN_LINES[0], SCALAR_LINES[0])
     assert pairs[2] == Pair(SPAN_LINES[1], SCALAR_LINES[1])
     assert find_pairs([], SPAN, SCALAR) == {}
+    assert find_pairs(SEARCH_LINES, SPAN, SCALAR) == {}
 
 
 def test_the_table_has_differences_and_their_interval(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,8 +83,8 @@ def test_the_table_has_differences_and_their_interval(results: Path, capsys: pyt
     assert rows["score after 10 samples"][2:] == [f"0.100 ± {2 * half:.3f}", "0.200, 0.000"]
     assert rows["score after 20 samples"][0] == "0.900 ± 0.000"
     assert rows["score at equal KL"][2:] == ["0.000 ± 0.000", "0.000, 0.000"]  # at 2 nats: .8 and .8, .7 and .7
-    assert rows["criticised"][:2] == [f"-1.500 ± {10 * half:.3f}", "-0.500 ± 0.000"]
-    assert rows["retention"] == ["–"] * 4  # not measured
+    assert rows["Δ log p of criticised tokens"][:2] == [f"-1.500 ± {10 * half:.3f}", "-0.500 ± 0.000"]
+    assert rows["Δ log p of compare.retention"] == ["–"] * 4  # not measured
 
     assert main([str(results), "span=3e-3", "scalar=1e-3", "--seeds", "2"]) == 0
     assert read_rows(capsys.readouterr().out)["mean of the last 3"] == ["0.800", "0.700", "0.100", "0.100"]
@@ -90,12 +92,15 @@ def test_the_table_has_differences_and_their_interval(results: Path, capsys: pyt
 
 def test_runs_that_make_no_pair_end_with_a_sentence(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(results), "span=3e-3", "grpo=1e-3"]) == 2
-    assert "grpo at 0.001" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "grpo at 0.001" in message and "scalar=0.001, scalar=0.003, span=0.003" in message
     assert main([str(results), "span=3e-3", "scalar=1e-3", "--seeds", "2", "3", "9"]) == 2
     assert "[3, 9]" in capsys.readouterr().err
     assert main([str(results.with_name("none.jsonl")), "span=3e-3", "scalar=1e-3"]) == 2
     with pytest.raises(SystemExit):
         main([str(results), "span", "scalar=1e-3"])
+    with pytest.raises(SystemExit):
+        main([str(results), "span=3e-3@", "scalar=1e-3"])
 
 
 def test_runs_that_cannot_be_compared_are_refused() -> None:
@@ -117,7 +122,8 @@ def test_runs_with_other_evaluations_are_compared_where_they_can_be(
     assert rows["score after 0 samples"] == ["0.500", "0.500", "0.000", "0.000"]
     assert rows["score after 10 samples"] == ["0.800", "0.600", "0.200", "0.200"]
     assert rows["score at equal KL"][2:] == ["0.100", "0.100"]  # at 1 nat: .7 and .6
-    assert not {"mean of the last 3", "score after 5 samples", "score after 20 samples", "criticised"} & rows.keys()
+    assert rows.keys() & {"score after 5 samples", "score after 20 samples"} == set()
+    assert rows.keys() & {"mean of the last 3", "matched difference"} == set()
 
     assert find_pairs([short, *LINES], SPAN, SCALAR) == find_pairs(LINES, SPAN, SCALAR)  # the longest runs
 

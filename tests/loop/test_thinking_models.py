@@ -31,7 +31,7 @@ from t2g.loop.sampling import judge_answer, measure, shift_spans
 from t2g.loop.step_metrics import fault_recall, step_metrics
 from t2g.loop.steps import check_truncation_penalty, make_train_samples
 from t2g.sandbox import SandboxConfig
-from t2g.study.targeting import THINKING, criticisms, mentions
+from t2g.study.targeting import THINKING, find_criticised_quotes, label_tokens
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.text.offsets import decode
 from t2g.text.policy_chat import set_template_defaults
@@ -179,7 +179,7 @@ def test_no_span_quote_or_measure_touches_the_thinking(
         labels = {s.label for s in feedback.spans}
         assert recall.get("feedback/recall_whole", 0.0) == (-1 in labels) or not rollout.answer
         poor = frozenset(quote for quote, label, _ in quotes if label < 0)
-        assert criticisms(text, feedback) == poor
+        assert find_criticised_quotes(text, feedback) == poor
         asyncio.run(measure(task, prompt, rollout.answer, SandboxConfig(), asyncio.Semaphore(1)))
         assert task.texts[-1] == rollout.answer
     rule = RewardRuleConfig(unit=unit, placement=placement)
@@ -189,7 +189,7 @@ def test_no_span_quote_or_measure_touches_the_thinking(
     ends = token_offsets(tokenizer, rollout.response_ids)[:first, 1]
     assert not ends.size or ends[-1] <= (len(rollout.response_text) if is_cut else rollout.answer_start)
     assert not scored.token_rewards[:first].any()
-    assert set(mentions(tokenizer, rollout, feedback)[:first].tolist()) <= {THINKING}
+    assert set(label_tokens(tokenizer, rollout, feedback)[:first].tolist()) <= {THINKING}
     objective = ObjectiveConfig(
         advantages="gae", gamma=1e-9, lam=0, whiten="none", kl_estimator="k3", rewards=rule, train_thinking=False
     )

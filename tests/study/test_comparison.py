@@ -14,7 +14,7 @@ from t2g.errors import Diverged, UserError
 from t2g.study.comparison import (
     RunCurve,
     base_run,
-    reach,
+    reach_scalar_best,
     read_run,
     subtract_matched,
     summarize,
@@ -91,16 +91,16 @@ def test_the_last_point_of_a_smoothed_curve_is_the_score(scores: list[float]) ->
 def test_when_scalar_is_reached() -> None:
     scalar = a_run(0.0, 0.25, 0.5, 0.75, 0.75, 0.25)  # smoothed 0 .25 .375 .5 .667 .583
     faster = a_run(0.0, 0.5, 1.0, 0.5, step_s=3.0)  # smoothed 0 .5 .75 .667
-    assert reach(scalar, scalar) == {"samples": 40, "seconds": 8.0, "share": 1.0}
-    assert reach(faster, scalar) == {"samples": 20, "seconds": 6.0, "share": 0.5}
-    assert reach(a_run(0.0, 0.1), scalar) == {"samples": None, "seconds": None, "share": None}
+    assert reach_scalar_best(scalar, scalar) == {"samples": 40, "seconds": 8.0, "share": 1.0}
+    assert reach_scalar_best(faster, scalar) == {"samples": 20, "seconds": 6.0, "share": 0.5}
+    assert reach_scalar_best(a_run(0.0, 0.1), scalar) == {"samples": None, "seconds": None, "share": None}
 
 
 @given(SCORES, SCORES)
 def test_scalar_always_reaches_itself_and_no_share_is_negative(mine: list[float], its: list[float]) -> None:
     scalar = a_run(*its)
-    assert reach(scalar, scalar)["samples"] is not None
-    samples = reach(a_run(*mine), scalar)["samples"]
+    assert reach_scalar_best(scalar, scalar)["samples"] is not None
+    samples = reach_scalar_best(a_run(*mine), scalar)["samples"]
     smoothed = a_run(*mine).smoothed
     assert (samples is None) == (max(smoothed) < max(scalar.smoothed))
 
@@ -233,4 +233,5 @@ def test_a_seed_that_never_got_there_counts_with_all_its_samples() -> None:
 def test_an_untrained_method_reaches_nothing() -> None:
     scalar = a_run(0.1, 0.2)
     revised = a_run(0.1, 0.9, step_s=0.0)
-    assert reach(replace(revised, step_seconds=None), scalar) == {"samples": None, "seconds": None, "share": None}
+    untrained = replace(revised, step_seconds=None)
+    assert reach_scalar_best(untrained, scalar) == {"samples": None, "seconds": None, "share": None}

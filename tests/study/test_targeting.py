@@ -6,9 +6,9 @@ import pytest
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.study.targeting import (
     changes_by_mention,
-    criticisms,
-    mentions,
-    returns,
+    find_criticised_quotes,
+    label_tokens,
+    measure_recurrence,
 )
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback
@@ -39,9 +39,9 @@ def rollout(tokenizer: object) -> Rollout:
 
 def test_a_token_is_criticised_praised_or_not_mentioned(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)  # a token a byte
-    labels = mentions(tokenizer, rollout(tokenizer), feedback(["Ann"], ["Lima"]))
+    labels = label_tokens(tokenizer, rollout(tokenizer), feedback(["Ann"], ["Lima"]))
     assert labels.tolist() == [1, 1, 1, 0, 0, -1, -1, -1, -1, 0]
-    both = mentions(tokenizer, rollout(tokenizer), feedback(["Ann, Lima"], ["Lima"]))
+    both = label_tokens(tokenizer, rollout(tokenizer), feedback(["Ann, Lima"], ["Lima"]))
     assert both.tolist() == [1, 1, 1, 1, 0, -1, -1, -1, -1, 0]
 
 
@@ -79,12 +79,12 @@ def test_criticised_tokens_are_held_against_others_that_the_base_thought_as_like
 
 
 def test_criticism_that_comes_again() -> None:
-    first = criticisms(TEXT, feedback(["Ann"], ["Lima"]))
+    first = find_criticised_quotes(TEXT, feedback(["Ann"], ["Lima"]))
     assert first == {"Lima"}
-    failed = criticisms(TEXT, make_failed_feedback("failed", source="program", version="1"))
+    failed = find_criticised_quotes(TEXT, make_failed_feedback("failed", source="program", version="1"))
     assert failed is None
     none = frozenset[str]()
     before = [first, frozenset({"laptop", "Oslo"}), frozenset({"x"}), none]
     after = [first, frozenset({"Oslo", "new"}), failed, frozenset({"y"})]
-    assert returns(before, after) == {"returns": pytest.approx(2 / 3), "criticisms": 3, "prompts": 3}
-    assert returns([none], [first])["returns"] is None
+    assert measure_recurrence(before, after) == {"returns": pytest.approx(2 / 3), "criticisms": 3, "prompts": 3}
+    assert measure_recurrence([none], [first])["returns"] is None
