@@ -220,7 +220,7 @@ class SpanFeedback:
     critique: str
     spans: tuple[Span, ...]
     status: FeedbackStatus
-    source: str  # "reward_model", "program", "llm", "human"
+    source: str  # FeedbackSource.name; several are joined by "+"
     version: str  # version of the source: model folder and prompt template, or import path
     num_quotes: int = 0  # quotes given by the source
     num_located: int = 0  # quotes that occur in the response
@@ -362,7 +362,7 @@ class TrainSequence:
 class TrainSample(TrainSequence):
     """One response for PPO. The learner gets advantages and returns, but neither rewards nor spans."""
 
-    advantages: np.ndarray  # [R] float32, whitened over the global batch
+    advantages: np.ndarray  # [R] float32, after objective.whiten, local credit and a teacher that scales
     returns: np.ndarray  # [R] float32, from unwhitened advantages
     values: np.ndarray  # [R] float32, old values
     old_logprobs: np.ndarray  # [R] float32
@@ -398,7 +398,7 @@ class TrainBatch:
 class UpdateResult:
     """The result of an update."""
 
-    policy_version: int  # number of updates of these weights
+    policy_version: int  # number of calls of `update`, those that warm up the critic included
     metrics: dict[str, float]
     # Statistics of the update's forward pass before its only step, in order of the batch; () if `forward` had them.
     stats: tuple[TokenStats, ...] = ()

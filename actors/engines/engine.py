@@ -289,9 +289,8 @@ class Engine:
             return
         cache = vllm_config.cache_config
         cache.kv_cache_memory_bytes = int(fit.cache)
-        if self._can_sleep or self._config.gpus < 1:
-            kept_bytes = fit.parts["weights"] + fit.cache
-            cache.gpu_memory_utilization = kept_bytes / gpu_bytes
+        kept_bytes = fit.parts["weights"] + fit.cache
+        cache.gpu_memory_utilization = kept_bytes / gpu_bytes
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's engine, by vLLM's names."""

@@ -17,6 +17,7 @@ from actors.cluster.fanout import first_line
 from actors.engines.engine import Engine
 from actors.fleet.fleet import Fleet
 from actors.fleet.fleet_worker import DIED, FleetWorker, describe_loss
+from actors.weights.gpu_time_sharing import RELEASE_S
 from actors.weights.probe import Gap
 from actors.weights.weight_receiver import WeightReceiver
 from t2g.config import RolloutConfig
@@ -24,8 +25,6 @@ from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.interfaces import GpuUser, Sampling
 from t2g.text.thinking import Tags, find_answer_start, find_thinking_tags
 from t2g.types import Prompt, Rollout
-
-RELEASE_S = 5.0  # from the kill of an engine until its GPU is free
 
 
 def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
@@ -97,7 +96,7 @@ class RolloutFleet(Fleet):
     config: RolloutConfig
     baseline_gap: Gap | None = None
     gpu_user: GpuUser = "engines"
-    is_handing_over = False  # whether the GPUs are changing hands
+    is_switching_gpus = False  # between engines and learner
 
     def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **engine: Any) -> None:
         """Start the fleet.
@@ -158,7 +157,7 @@ class RolloutFleet(Fleet):
 
     @property
     def _has_gpus(self) -> bool:
-        return self.gpu_user == "engines" and not self.is_handing_over
+        return self.gpu_user == "engines" and not self.is_switching_gpus
 
     def begin_sync(self) -> list[FleetWorker]:
         """Return the workers of a weight sync that begins. An unreachable one misses it, and catches up later."""
@@ -179,7 +178,7 @@ class RolloutFleet(Fleet):
                 await asyncio.wait_for(asyncio.wrap_future(check.future()), self.config.health.check_timeout_s)
                 self._apply_event(worker, "check_passed")
             except (TimeoutError, RayError):
-                self._apply_event(worker, "died", "could not be reached when the GPUs changed hands")
+                self._apply_event(worker, "died", "could not be reached during the GPU switch")
                 num_killed += 1
         if num_killed:
             await asyncio.sleep(RELEASE_S)

@@ -210,7 +210,7 @@ class LearnerWorker:
 
 
 def _peak_gib(role: RoleConfig) -> float:
-    """Return the peak memory of the GPU since the last call; on a CPU that of the process since its start."""
+    """Return the peak GPU memory since its last reset; on a CPU that of the process since its start."""
     if role.gpus:
         return torch.cuda.max_memory_allocated() / 2**30
     peak_kib = getrusage(RUSAGE_SELF).ru_maxrss

@@ -14,6 +14,7 @@ from t2g.errors import MissedSync, RunStopped
 from t2g.interfaces import GpuUser
 
 START_POLL_S = 0.2
+RELEASE_S = 5.0  # from the death of an engine until its GPU is free
 
 
 class OffloadableLearner(Protocol):
@@ -29,7 +30,7 @@ class OffloadableLearner(Protocol):
 class SharingFleet(EngineFleet, Protocol):
     """The interface of `actors.engines.rollout.RolloutFleet` that time-sharing uses."""
 
-    is_handing_over: bool  # no worker is started meanwhile
+    is_switching_gpus: bool  # no worker is started meanwhile
 
     def started(self) -> Sequence[SyncWorker]:
         """Return the workers with a loaded model that are not leaving."""
@@ -42,6 +43,7 @@ class FleetGpuTimeSharing:
     """Implements `t2g.interfaces.GpuTimeSharing`. Without a `learner`, only the engines sleep and wake up."""
 
     learner: OffloadableLearner | None = None
+    release_s = RELEASE_S
 
     def __init__(self, fleet: SharingFleet, *, timeout_s: float) -> None:
         self._fleet = fleet
@@ -68,11 +70,11 @@ class FleetGpuTimeSharing:
             await asyncio.to_thread(self.learner.offload_states)
         while user == "learner" and self._fleet.is_starting:  # it cannot sleep yet; the fleet limits its start
             await asyncio.sleep(START_POLL_S)
-        self._fleet.is_handing_over = True  # no successor may start on a GPU that a rank is about to take
+        self._fleet.is_switching_gpus = True  # no successor may start on a GPU that a rank is about to take
         try:
             await self._exchange_gpus(user)
         finally:
-            self._fleet.is_handing_over = False
+            self._fleet.is_switching_gpus = False
 
     async def _exchange_gpus(self, user: GpuUser) -> None:
         should_sleep = user == "learner"
@@ -87,7 +89,7 @@ class FleetGpuTimeSharing:
         self._fleet.gpu_user = user
 
     async def _switch(self, worker: SyncWorker, should_sleep: bool) -> str:
-        """Have one engine sleep or wake up; return what failed, "" if nothing."""
+        """Have one engine sleep or wake up; return what failed, "" if nothing or if the engine died."""
         what = "its sleep" if should_sleep else "its wake-up"
 
         def submit(handle: Any) -> Any:
@@ -99,7 +101,9 @@ class FleetGpuTimeSharing:
             request = self._fleet.request(worker, submit, what)
             await asyncio.wait_for(request, self._timeout_s)
         except MissedSync as error:
-            return f"{worker.name} {error}"
+            if worker in self._fleet.started():
+                return f"{worker.name} {error}"
+            await asyncio.sleep(self.release_s)  # it died; its successor starts once the engines have the GPUs
         except TimeoutError:
             return f"{worker.name} timed out: {what} took more than {self._timeout_s:g} s"
         return ""

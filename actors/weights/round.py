@@ -373,7 +373,7 @@ class Round:
                     until = min(until, started + took_s + compute_grace_s(took_s))
             for task in pending:
                 took_s = time.monotonic() - started
-                reason = f"timed out: {what} took more than {took_s:.3g} s"
+                reason = f"timed out: {what} took more than {took_s:.1f} s"
                 self._drop(requests[task], reason, timed_out=True)
         finally:
             await cancel_all([*requests])

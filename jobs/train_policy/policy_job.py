@@ -88,7 +88,7 @@ def run_training(job: PolicyJob, data: Any) -> PolicyRun:
             stop = install_stop_flag()  # before the engines start: a signal during their start ends the run as well
             with Fleets() as fleets:
                 rollouts, feedback = fleets.for_policy(config, checked.task)
-                teacher = try_teacher(config, checked, rollouts, feedback)
+                teacher = try_teacher(config, checked, rollouts, feedback, lambda: bool(stop))
                 training = PolicyTraining(
                     config=config,
                     data=checked,
@@ -144,10 +144,10 @@ def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
     pace = summary["samples"] / timing["steps_s"]
     duration = format_duration(step_s * num_steps + evaluations_s)
     text = f"smoke run done: {pace:.1f} samples/s, {step_s:.1f} s a step; {num_steps} steps will take about {duration}"
-    if summary["unlabelled"]:
+    if summary["all_neutral"]:
         text += (
-            f"\nno token of these responses was labelled: feedback.source={config.feedback.describe()} quoted nothing "
-            "of them, so no span was paid; samples.jsonl has its critiques"
+            f"\nevery token of these responses is neutral: feedback.source={config.feedback.describe()} gave no span "
+            "with a reward; samples.jsonl has its critiques"
         )
     return text
 
@@ -170,7 +170,7 @@ def try_teacher(config: PolicyJob, *inputs: Any) -> list[str]:
 
 
 def show_last_response(folder: Path) -> None:
-    """Print a response of the last step with colored spans, with feedback if there is any."""
+    """Print the latest response that has spans, colored; if none has any, the latest response."""
     from rich.console import Console
 
     from t2g.report.run_page import load_examples

@@ -110,7 +110,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         "samples": int(last[SAMPLES]),
         "base": base,
         "policy": policy,
-        "unlabelled": all(line.get(NEUTRAL_SHARE) == 1.0 for line in trained),
+        "all_neutral": all(line.get(NEUTRAL_SHARE) == 1.0 for line in trained),
         "timing": timing,
         "versions": collect_versions(),
     }

@@ -1,4 +1,4 @@
-"""One run of PPO on running fleets: it goes on from its last checkpoint, and after the loss of its learner.
+"""One PPO run on running fleets. It resumes from its last checkpoint, also after a lost learner.
 
 `jobs.train_policy` makes one run, `jobs.demo` and `jobs.compare` several on the same engines.
 """
@@ -70,7 +70,7 @@ class PolicyTraining:
             RunStopped: The learner was lost too often.
         """
         config = self.config
-        steering = Steering(config, self.rollouts, self.feedback)  # one for all learners: its picture of the run stays
+        steering = Steering(config, self.rollouts, self.feedback)  # kept across restarts of the learner
         restarts = RestartBudget(config.learner, self.stop)
         state: TrainerState | None = None
         with (
@@ -153,7 +153,7 @@ class PolicyTraining:
 
     def _share_gpus(self) -> FleetGpuTimeSharing | None:
         if self.config.cluster.gpu_sharing != "none":
-            # vLLM measures the memory of a GPU that nothing else takes meanwhile.
+            # An engine that measures its GPU must not see memory that a rank takes meanwhile.
             wait_for_engines(self.feedback.fleet, self.rollouts, should_stop=self._should_stop)
         return make_gpu_sharing(self.config, self.rollouts)
 
@@ -192,17 +192,17 @@ class RestartBudget:
             RunStopped: The budget is used up.
             Stopped: `stop` was set.
         """
+        if self._stop:
+            raise Stopped
         config = self._config
         now = time.monotonic()
         left = restarts_left(self._restart_times, now=now, config=config)
         if left == 0:
-            within = f"learner.max_restarts={config.max_restarts} in {config.restart_window_s:g} s"
-            raise RunStopped(f"{lost}; {within} (learner.restart_window_s) allows no other start") from lost
+            limit = f"learner.max_restarts={config.max_restarts} in {config.restart_window_s:g} s"
+            raise RunStopped(f"{lost}; {limit} (learner.restart_window_s) allows no other start") from lost
         self._restart_times.append(now)
         self.lost_at = now
-        logger.warning("%s; it is started again from the last checkpoint (%d more at most)", lost, left - 1)
-        if self._stop:
-            raise Stopped
+        logger.warning("%s; the learner restarts from the last checkpoint (restarts left: %d)", lost, left - 1)
 
 
 class StepProgress:
@@ -248,7 +248,7 @@ def placement_timeout(config: PolicyJob, *, is_replaced: bool) -> float:
     """Return the seconds within which the learner gets its resources.
 
     Args:
-        is_replaced: Whether a learner was lost; with its node, perhaps, and another takes minutes to come.
+        is_replaced: Whether this learner replaces a lost one: its node may be lost, too, and a new node takes minutes.
     """
     timeout_s = config.cluster.placement_timeout_s
     if is_replaced:
@@ -259,14 +259,14 @@ def placement_timeout(config: PolicyJob, *, is_replaced: bool) -> float:
 def make_weight_sync(
     config: PolicyJob, data: PolicyData, learner: LearnerGroup, rollouts: RolloutFleet
 ) -> FleetWeightSync:
-    """Return the transfer of weights from the learner to the engines, which is probed on some prompts."""
+    """Return the weight sync from the learner to the engines, with a probe of the first prompts."""
     probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
     baseline_file = config.run.folder / "probe.json"
     return FleetWeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=baseline_file)
 
 
 def make_gpu_sharing(config: PolicyJob, rollouts: RolloutFleet) -> FleetGpuTimeSharing | None:
-    """Return the time sharing of the GPUs, which the learner has first; None for a run whose processes keep theirs."""
+    """Return the GPU time sharing, with the GPUs given to the learner; None without cluster.gpu_sharing=alternate."""
     if config.cluster.gpu_sharing != "alternate":
         return None
     gpu_sharing = FleetGpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s)

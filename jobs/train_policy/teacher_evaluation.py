@@ -6,7 +6,7 @@ score the tokens of the policy, since a teacher that follows critiques makes poo
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,14 +15,14 @@ import numpy as np
 from actors.engines.rollout import RolloutFleet
 from jobs.common.fleets import wait_for_engines
 from jobs.train_policy.policy_data import PolicyData
-from t2g.concurrency import gather_all
+from t2g.concurrency import gather_all, gather_unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.prompts import encode_teacher_prompt
 from t2g.errors import RunStopped
-from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.outcome_rewards import measure
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import make_sampling
+from t2g.loop.scoring import score_response
 from t2g.loop.teacher import split_teacher_gap, teacher_contrast, teacher_critiques
 from t2g.study.paired import Draws, compare, make_mean, with_interval
 from t2g.study.targeting import sample_and_judge
@@ -50,7 +50,11 @@ class TeacherMeasures(NamedTuple):
 
 
 def evaluate_teacher(
-    config: PolicyJob, data: PolicyData, rollouts: RolloutFleet, source: FeedbackSource
+    config: PolicyJob,
+    data: PolicyData,
+    rollouts: RolloutFleet,
+    source: FeedbackSource,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Return the content of teacher.json: log-ratios and mean scores with 95 % intervals over prompts, and `advice`.
 
@@ -61,13 +65,16 @@ def evaluate_teacher(
 
     Raises:
         RunStopped: Fewer than two prompts have both critiques.
+        Stopped: `should_stop()` returned True.
     """
-    wait_for_engines(source.fleet, rollouts)
+    wait_for_engines(source.fleet, rollouts, should_stop=should_stop)
     rollout = config.rollout
     prompts = data.eval_prompts or data.prompts[: config.eval.num_prompts]
     if config.run.smoke:
         prompts = prompts[: rollout.prompts_per_step * rollout.samples_per_prompt]
-    return asyncio.run(measure_teacher(config, data, prompts, rollouts, source))
+    measuring = measure_teacher(config, data, prompts, rollouts, source)
+    (result,) = asyncio.run(gather_unless_stopped([measuring], should_stop))
+    return result
 
 
 async def measure_teacher(
@@ -100,7 +107,7 @@ async def measure_teacher(
         return [measures[task.score_name] for measures in await gather_all(measuring)]
 
     async def compare_teachers(row: TeacherPrompts) -> TeacherMeasures:
-        gaps = await measure_gaps(row, data, rollouts)
+        gaps = await measure_gaps(config, row, data, rollouts)
         return TeacherMeasures(gaps, await score(row) if is_measured else [])
 
     measured = await gather_all(map(compare_teachers, compared))
@@ -149,16 +156,15 @@ def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tok
     return compared
 
 
-async def measure_gaps(row: TeacherPrompts, data: PolicyData, rollouts: RolloutFleet) -> list[Gaps]:
+async def measure_gaps(config: PolicyJob, row: TeacherPrompts, data: PolicyData, rollouts: RolloutFleet) -> list[Gaps]:
     """Return the log-probabilities of teacher and control less the policy's, at temperature 1, token by token."""
     prompt, response, feedback = row.judged
     prompts = (prompt, row.teacher, row.control)
-    requests = (rollouts.compute_logprobs(reading, response.response_ids) for reading in prompts)
+    requests = (rollouts.compute_logprobs(read_prompt, response.response_ids) for read_prompt in prompts)
     policy, *others = await gather_all(requests)
-    offsets = token_offsets(data.tokenizer, response.response_ids)
-    rewards = token_rewards(offsets, feedback.spans, text=response.response_text)
-    policy_rewards = rewards[: len(policy)]
-    return [split_teacher_gap(logprobs - policy, policy_rewards) for logprobs in others]
+    scored = score_response(response, feedback, config=config, task=data.task, tokenizer=data.tokenizer)
+    span_values = scored.span_values[: len(policy)]  # as in training
+    return [split_teacher_gap(logprobs - policy, span_values) for logprobs in others]
 
 
 def summarize_gaps(responses: Sequence[Gaps]) -> dict[str, dict[str, float]]:

@@ -62,22 +62,21 @@ def policy_loss(
     if surrogate == "gspo":
         rho = sequence_ratio(logprobs, old_logprobs, weights, sequence_ids)
     if surrogate == "cispo":
+        is_clipped = rho > 1 + clip_eps_high
         bounded = rho.detach().clamp(max=1 + clip_eps_high)
         per_token = bounded * advantages * logprobs
     else:
         clipped = rho.clamp(1 - clip_eps, 1 + clip_eps_high)
+        is_clipped = clipped * advantages < rho * advantages
         per_token = torch.minimum(rho * advantages, clipped * advantages)
     loss = -(weights * importance_weights * per_token).sum()
 
     with torch.no_grad():
-        is_outside = rho > 1 + clip_eps_high
-        if surrogate != "cispo":
-            is_outside = is_outside | (rho < 1 - clip_eps)
         k3 = token_ratio - 1 - token_ratio.log()
         ratios_or_one = torch.nn.functional.pad(rho, (0, 1), value=1.0)  # 1 without a token
         metrics = {
             m.POLICY_LOSS: loss.item(),
-            m.CLIP_SHARE: (weights * is_outside).sum().item(),
+            m.CLIP_SHARE: (weights * is_clipped).sum().item(),
             m.APPROX_KL: (weights * k3).sum().item(),
             m.RATIO_MAX: ratios_or_one.max().item(),
         }

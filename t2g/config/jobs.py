@@ -43,7 +43,7 @@ MODEL = "model"
 JOURNAL_FILE = "journal.jsonl"
 EVALUATION_FILE = "evaluation.json"
 
-CALLS_TO_FINISH = 3  # calls of the learner after a stop request: update, sync, checkpoint
+CALLS_TO_FINISH = 4  # calls of the learner after a stop request: update, sync, export of the best policy, checkpoint
 
 
 class PolicyJob(SyncedJob, JobConfig):

@@ -401,7 +401,7 @@ class LearnerConfig(RoleConfig):
         "with GPU engines 0.03, with bfloat16 0.25",
     )
     step_timeout_s: ResumeMutable[float] = Field(
-        600, gt=0, description="deadline of one forward, update, sync or checkpoint"
+        600, gt=0, description="deadline of one learner call: model load, forward, update, sync, checkpoint, export"
     )
 
     @field_validator("critic_ranks")

@@ -104,7 +104,7 @@ def make_prompts(
         try:
             if len(ids) > max_prompt_tokens:
                 truncate = too_long == "truncate"
-                ids = encode_policy_prompt(draft.record, task, tokenizer, max_prompt_tokens, truncate=truncate)
+                ids = encode_policy_prompt(draft.record, task, tokenizer, max_prompt_tokens, truncate=truncate, key=key)
             prompts.append(_make_prompt(prompt_id, draft, ids, task))
         except ValueError as error:
             if too_long == "skip" and isinstance(error, PromptTooLongError):
@@ -117,8 +117,8 @@ def make_prompts(
     if skipped:
         summary = f"{len(skipped)} of {len(records)} prompts have more than {max_prompt_tokens} tokens"
         if not prompts:
-            raise UserError(f"{summary}: nothing is left; raise rollout.max_model_len, or set data.too_long=truncate")
-        logger.warning("%s and are left out, the first is record %d", summary, skipped[0])
+            raise UserError(f"{summary}: nothing is left; raise rollout.max_model_len, or set {key}.too_long=truncate")
+        logger.warning("%s: %s and are left out, the first is record %d", key, summary, skipped[0])
     return prompts
 
 
@@ -171,12 +171,14 @@ def encode_policy_prompt(
     *,
     truncate: bool = False,
     window_name: str = "rollout.max_model_len",
+    key: str = "data",
 ) -> np.ndarray:
     """Return the policy's prompt for sampling and supervised training, [P] int32, P <= max_prompt_tokens.
 
     Args:
         truncate: Whether a prompt that the task cannot shorten enough loses the end of its longest message.
         window_name: What sets the window, for the message.
+        key: The config's section of the record, for the message.
 
     Raises:
         PromptTooLongError: The prompt does not fit.
@@ -195,7 +197,7 @@ def encode_policy_prompt(
         raise PromptTooLongError(
             f"the shortest form of the prompt has {len(shortest)} tokens and the window "
             f"holds {max_prompt_tokens} before the response; shorten it, raise {window_name}, or set "
-            f"data.too_long to {other_policies}"
+            f"{key}.too_long to {other_policies}"
         )
     return ids
 

@@ -3,9 +3,8 @@
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,8 +12,14 @@ import numpy as np
 
 from t2g.concurrency import gather_all
 from t2g.config import PolicyJob
-from t2g.errors import UserError
-from t2g.feedback.sources.user_function import FunctionFailed, UserFunction, load_function
+from t2g.errors import RunStopped, UserError
+from t2g.feedback.sources.user_function import (
+    FunctionFailed,
+    UserFunction,
+    describe_error,
+    load_function,
+    run_in_thread,
+)
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import Message
@@ -25,6 +30,7 @@ KEY = "objective.outcome_rewards"
 UNSUPPORTED = "unsupported"  # metric of a task: 1 for a response that cannot be measured here
 ARGUMENTS = ("prompts", "completions", "completion_ids")  # a reward function gets them before the records' fields
 LARGEST = float(np.finfo(np.float32).max)
+MEASURE_TIMEOUT_S = 3600.0  # longer than a measure waits until the programs of all other responses have run
 
 Sample = tuple[Rollout, SpanFeedback]
 Numbers = Sequence[float | FunctionFailed | None]  # one for each response to a prompt; None: the source does not apply
@@ -222,11 +228,22 @@ async def measure(
 
     Raises:
         UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
+        RunStopped: `Task.measure` raised another error, or did not return in time.
     """
+    call = partial(_measure_or_catch, task, prompt, answer, sandbox)
     async with limit:
-        threads = _start_threads(sandbox.max_concurrent)
-        call = partial(task.measure, prompt, answer, sandbox=sandbox)
-        metrics = await asyncio.get_running_loop().run_in_executor(threads, call)
+        try:
+            metrics = await asyncio.wait_for(run_in_thread(call), MEASURE_TIMEOUT_S)
+        except TimeoutError:
+            raise RunStopped(
+                f"task {task.name}: measure did not return within {MEASURE_TIMEOUT_S:g} s, for prompt "
+                f"{prompt.prompt_id}; give what it calls a timeout"
+            ) from None
+    if isinstance(metrics, UserError | RunStopped):
+        raise metrics
+    if isinstance(metrics, BaseException):
+        reason = describe_error(metrics)
+        raise RunStopped(f"task {task.name}: measure raised {reason}, for prompt {prompt.prompt_id}") from metrics
     if not metrics or task.score_name not in metrics:
         raise UserError(
             f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "
@@ -235,10 +252,13 @@ async def measure(
     return metrics
 
 
-@cache
-def _start_threads(count: int) -> ThreadPoolExecutor:
-    """Return the threads in which tasks measure: in those of asyncio, a call of the learner would wait for programs."""
-    return ThreadPoolExecutor(count, thread_name_prefix="t2g-measure")
+def _measure_or_catch(
+    task: Task, prompt: Prompt, answer: str, sandbox: SandboxConfig
+) -> dict[str, float] | BaseException | None:
+    try:
+        return task.measure(prompt, answer, sandbox=sandbox)
+    except BaseException as error:  # noqa: BLE001 a user's task may raise anything
+        return error
 
 
 def _check_has_metrics(source: str, config: PolicyJob) -> None:

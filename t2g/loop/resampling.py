@@ -30,7 +30,7 @@ Signal = Literal["differs", "equal", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class FilteredGroups:
-    """The judged groups of a step that are not trained on, because of what their samples earn."""
+    """The judged groups of a step that are not trained on: zero-variance groups, and further ones with one sample."""
 
     responses: tuple[JudgedResponse, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)  # prompt_id -> why

@@ -80,13 +80,14 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int) -> list[J
     usable = [response for response in judged.responses if response.feedback.usable]
     num_requested = len(judged.all_responses) + judged.num_unsampled
     num_usable = sum(response.feedback.usable for response in judged.all_responses)
-    lost_share = (num_requested - num_usable) / num_requested  # 1 - 19/20 would exceed 0.05
+    num_lost = num_requested - num_usable
+    lost_share = num_lost / num_requested  # 1 - num_usable / num_requested would round 1 of 20 to more than .05
     max_share = config.feedback.max_failed_share
     if usable and lost_share <= max_share:
         return usable
 
     counts: Counter[str] = Counter()
-    first_reason = ""
+    first_reason = next(iter(judged.unsampled.values()), "")
     for response in judged.all_responses:
         feedback = response.feedback
         counts[feedback.status] += 1
@@ -96,11 +97,11 @@ def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int) -> list[J
     num_unparsable = counts["unparsable"]
     reason = f"; the first: {first_reason}" if first_reason else ""
     unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
+    limit = f"feedback.max_failed_share allows {max_share:g}" if lost_share > max_share else "none is left to train on"
     raise RunStopped(
-        f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
+        f"step {step}: {num_lost} of {num_requested} samples have no usable feedback "
         f"({unsampled}{num_failed} failed, {num_unparsable} unparsable) from feedback.source="
-        f"{config.feedback.describe()}; "
-        f"feedback.max_failed_share allows {max_share:.0%}{reason}"
+        f"{config.feedback.describe()}; {limit}{reason}"
     )
 
 

@@ -112,7 +112,7 @@ def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[Tok
             token = bad[0]
             raise Diverged(
                 f"step {step}: prompt {rollout.prompt_id}, sample {rollout.sample_index}: the {name} of token "
-                f"{token} is {values[token]}; the last good checkpoint is kept"
+                f"{token} is {values[token]}; the last checkpoint is kept"
             )
 
 

@@ -23,7 +23,7 @@ from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.data.prompts import encode_teacher_prompt
-from t2g.errors import LearnerLost, RankFailed, RunStopped, Stopped, UserError
+from t2g.errors import Diverged, LearnerLost, RankFailed, RunStopped, Stopped, UserError
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.interfaces import FeedbackSource, GpuTimeSharing, GpuUser, Learner, RolloutSource, WeightSync
 from t2g.loop import sampling, steps
@@ -96,7 +96,7 @@ class Trainer:
     identity: Identity  # the run's; a checkpoint is valid for the same prompts and the same reference policy only
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
-    on_phase: Callable[[str], None] = lambda phase: None  # called with what the run does next: sampling, learning
+    on_phase: Callable[[str], None] = lambda phase: None  # called with the phase that begins, such as sampling
     on_checkpoint: Callable[[int], None] = lambda step: None  # called with a step, before its checkpoint is written
     extra_metrics: Callable[[], Awaitable[dict[str, float]]]  # further metrics of a step, read at its end
     gpu_time_sharing: GpuTimeSharing | None = None  # if engines and learner share GPUs
@@ -178,7 +178,9 @@ class Trainer:
                         await self._checkpoint(producer)
                         saved = self.state.step
             except (RunStopped, UserError, asyncio.CancelledError) as error:
-                can_save = self._learner_is_at_state and not isinstance(error, LearnerLost | RankFailed)
+                # Weights with which the model computes NaN must not replace the last checkpoint.
+                cannot_save = isinstance(error, LearnerLost | RankFailed | Diverged)
+                can_save = self._learner_is_at_state and not cannot_save
                 if can_save and self.state.step > saved:
                     await producer.cancel()
                     await self._checkpoint(producer)
@@ -217,6 +219,7 @@ class Trainer:
         metrics |= await self.extra_metrics()
         metrics |= sample_metrics(judged, staleness, self.config.rollout)
         step_s = time.monotonic() - started
+        num_sampled = sum(int(response.rollout.policy_mask.sum()) for response in judged.all_responses)
         busy_share = (self._busy_s + synced.seconds) / step_s
         metrics |= {
             m.SAMPLES: float(self.state.num_samples),
@@ -226,7 +229,7 @@ class Trainer:
         metrics |= {
             m.LEARN_S: learned.seconds,
             m.STEP_S: step_s,
-            m.SPEED: len(staleness) / step_s,
+            m.SPEED: num_sampled / step_s,
         }
         try:
             if self._is_evaluated(step):

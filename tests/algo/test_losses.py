@@ -98,7 +98,7 @@ def test_a_token_without_a_weight_is_no_part_of_its_response_s_ratio() -> None:
 
 def test_policy_metrics() -> None:
     _, _, metrics = policy([1.0, 1.5, 0.5, 1.1], [1.0, 0.0, -1.0, 1.0])
-    assert metrics["policy/clip_share"] == 0.5
+    assert metrics["policy/clip_share"] == 0.25  # of 1.5 and .5, which are outside, the first has no advantage
     assert metrics["policy/ratio_max"] == pytest.approx(1.5)
     kl = sum(r - 1 - math.log(r) for r in (1.0, 1.5, 0.5, 1.1)) / 4
     assert metrics["policy/approx_kl"] == pytest.approx(kl)
@@ -117,7 +117,15 @@ def test_weights_say_how_much_a_token_counts() -> None:
     loss, gradient, metrics = policy([1.0, 1.5, 1.0], [2.0, -1.0, 4.0], weights=weights)
     assert loss.item() == pytest.approx(-(0.5 * 2 - 0.25 * 1.5 + 0.25 * 4))
     torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.375, -1.0], dtype=torch.float64))
-    assert metrics["policy/clip_share"] == 0.25
+    assert metrics["policy/clip_share"] == 0  # 1.5 is outside, and a negative advantage is not clipped there
+
+
+@pytest.mark.parametrize("surrogate", ["ppo", "gspo"])
+@pytest.mark.parametrize("rho", [0.5, 0.9, 1.1, 1.5])
+@pytest.mark.parametrize("advantage", [-2.0, 2.0])
+def test_clipped_tokens_are_those_without_a_gradient(surrogate: str, rho: float, advantage: float) -> None:
+    _, gradient, metrics = policy([rho], [advantage], surrogate=surrogate, sequence_ids=torch.tensor([0]))
+    assert metrics["policy/clip_share"] == (gradient.item() == 0)
 
 
 def test_a_huge_log_ratio_stays_finite() -> None:

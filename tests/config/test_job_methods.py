@@ -93,7 +93,7 @@ def test_the_task_of_the_records(job: type[AnyJob], task: str | None) -> None:
 
 
 def test_the_time_to_stop() -> None:
-    assert make(PolicyJob, learner={"step_timeout_s": 100}).stop_deadline_s == 300
+    assert make(PolicyJob, learner={"step_timeout_s": 100}).stop_deadline_s == 400
     assert make(SFTJob, sft={"timeout_s": 70}).stop_deadline_s == 70
     assert make(AnnotateJob).stop_deadline_s == 300
 

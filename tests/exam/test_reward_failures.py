@@ -62,7 +62,7 @@ def test_rewards_that_are_none_nan_or_one_short_stop_the_run(
 ) -> None:
     sources = [{"source": f"{__name__}:{function.__name__}"}]
     bench = Bench(tmp_path, tokenizer, with_overrides(job(span_coef=0.0, outcome_rewards=sources), SHORT))
-    with pytest.raises(RunStopped, match=r"step 1: 100% of 32 samples have no usable feedback .*; the first: ") as stop:
+    with pytest.raises(RunStopped, match=r"step 1: 32 of 32 samples have no usable feedback .*; the first: ") as stop:
         bench.run()
     assert reason in str(stop.value)
     dropped = bench.dropped()

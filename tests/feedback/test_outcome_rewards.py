@@ -20,6 +20,7 @@ from trainer_bench import job
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, UserError
+from t2g.feedback import outcome_rewards
 from t2g.feedback.outcome_rewards import OutcomeRewards, read_rewards
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.sources.user_function import FunctionFailed
@@ -263,6 +264,28 @@ def test_programs_that_are_measured_keep_no_call_of_the_learner_waiting() -> Non
             await learner
 
     assert [feedback.outcomes for feedback in asyncio.run(score_meanwhile())] == [{"task": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("raises", "measure raised ZeroDivisionError: division by zero"), ("hangs", "measure did not return within 0.2 s")],
+)
+def test_a_measure_of_a_user_that_fails_stops_the_run_with_a_reason(
+    how: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcome_rewards, "MEASURE_TIMEOUT_S", 0.2)
+    task = LetterTask()
+    may_end = threading.Event()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        return 1 / 0 if how == "raises" else may_end.wait(20)
+
+    task.measure = fail
+    prompt = letter_prompts(1)[0]
+    rewards = OutcomeRewards(paying("task"), task, [prompt])
+    with pytest.raises(RunStopped, match=f"task letters: {reason}, for prompt {prompt.prompt_id}"):
+        asyncio.run(rewards.score(prompt, make_samples(prompt, ("aab",))))
+    may_end.set()
 
 
 @pytest.mark.parametrize("span_coef", [0.0, 1.0])

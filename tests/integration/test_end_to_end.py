@@ -98,7 +98,7 @@ def test_a_new_folder_makes_three_steps(folder: Path, tmp_path: Path) -> None:
     assert "smoke run done" in log.read_text()
     summary = json.loads((run / "summary.json").read_text())
     assert summary["samples"] == 3 * 8 * 4
-    assert not summary["unlabelled"]
+    assert not summary["all_neutral"]
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [

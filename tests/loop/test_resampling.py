@@ -321,7 +321,7 @@ def test_failed_feedback_on_further_prompts_counts_for_the_bound(tokenizer: Any,
     config = with_overrides(resampling_job(), {"feedback.max_failed_share": 0.3})
     bench = make_bench(tmp_path, tokenizer, config, chosen(1)[:1])
     bench.feedback.failing = lambda prompt: prompt.prompt_id in drawn
-    with pytest.raises(RunStopped, match="step 1: 33% of 48 samples have no usable feedback"):
+    with pytest.raises(RunStopped, match="step 1: 16 of 48 samples have no usable feedback"):
         bench.run()
 
 

@@ -157,7 +157,7 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
     truncated = {"token_rewards": [0, -1, -0.5], "finish_reason": "length"}
     records.append(sample(1, "short", "It is") | tokens | truncated)
     write_lines(folder / "samples.jsonl", records)
-    (folder / "summary.json").write_text(json.dumps({"base": {"f1": 0.5}, "unlabelled": False, "steps": 1}))
+    (folder / "summary.json").write_text(json.dumps({"base": {"f1": 0.5}, "all_neutral": False, "steps": 1}))
     (folder / "commands.log").write_text(
         "2026-11-22T10:00:00Z first\n2026-11-22T11:00:00Z python -m x a=<b> k=sk-old-12345678\n"
     )
@@ -172,7 +172,7 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
     assert "One prompt, step by step" in page
     assert "2026-11-22T11:00:00Z" in page and "python -m x a=&lt;b&gt; k=***" in page and "run: {seed: 7}" in page
     assert "1.260</td>" in page, "the base stands in every row"
-    assert "unlabelled" not in page
+    assert "all_neutral" not in page
     for title in (
         "Labelled tokens",
         "Entropy of the policy",

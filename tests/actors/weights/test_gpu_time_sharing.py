@@ -30,22 +30,33 @@ class Engine:
 class Fleet:
     gpu_user = "engines"
     is_starting = False
-    is_handing_over = False
+    is_switching_gpus = False
 
     def __init__(self, *engines: Engine, unreachable: Sequence[Engine] = ()) -> None:
         self.engines = engines
         self.unreachable = unreachable
-        self.was_handing_over: list[bool] = []
+        self.was_switching: list[bool] = []
 
     def started(self) -> list[Engine]:
         return list(self.engines)
 
     async def replace_unreachable(self) -> None:
         self.engines = tuple(engine for engine in self.engines if engine not in self.unreachable)
-        self.was_handing_over.append(self.is_handing_over)
+        self.was_switching.append(self.is_switching_gpus)
 
     async def request(self, worker: Engine, submit: Callable[[Any], Any], what: str) -> Any:
         return await submit(worker)
+
+
+class DyingFleet(Fleet):
+    """A fleet whose worker is dead after a failed call."""
+
+    async def request(self, worker: Engine, submit: Callable[[Any], Any], what: str) -> Any:
+        try:
+            return await super().request(worker, submit, what)
+        except MissedSync:
+            self.engines = tuple(engine for engine in self.engines if engine is not worker)
+            raise
 
 
 def share(fleet: Any, log: list[str], timeout_s: float = 5) -> FleetGpuTimeSharing:
@@ -107,7 +118,19 @@ def test_an_engine_that_cannot_be_reached_gives_up_its_gpu_before_the_ranks_take
     fleet = Fleet(reachable, hanging, unreachable=[hanging])
     take(share(fleet, log), "learner", "engines")
     assert log == ["w0 sleep", "reload", "offload", "w0 wake"]
-    assert fleet.was_handing_over == [True, True] and not fleet.is_handing_over
+    assert fleet.was_switching == [True, True] and not fleet.is_switching_gpus
+
+
+@pytest.mark.parametrize("dies_at", ["sleep", "wake"])
+def test_an_engine_that_dies_in_the_switch_does_not_stop_the_run(dies_at: str) -> None:
+    log: list[str] = []
+    dying = Engine("w1", log, fails_at=dies_at)
+    fleet = DyingFleet(Engine("w0", log), dying)
+    sharing = share(fleet, log)
+    sharing.release_s = 0
+    take(sharing, "learner", "engines")
+    assert [event for event in log if event.startswith("w0")] == ["w0 sleep", "w0 wake"]
+    assert fleet.gpu_user == "engines" and fleet.started() != [dying]
 
 
 def test_after_an_engine_that_does_not_sleep_the_engines_still_have_the_gpus() -> None:
@@ -116,7 +139,7 @@ def test_after_an_engine_that_does_not_sleep_the_engines_still_have_the_gpus() -
     fleet = Fleet(Engine("w0", log, hangs_at="sleep"))
     with pytest.raises(RunStopped, match=r"w0 timed out: its sleep took more than 0\.2 s$"):
         take(share(fleet, log, timeout_s=0.2), "learner")
-    assert (fleet.gpu_user, fleet.is_handing_over, log) == ("engines", False, [])
+    assert (fleet.gpu_user, fleet.is_switching_gpus, log) == ("engines", False, [])
 
 
 @pytest.mark.parametrize(
