@@ -37,6 +37,7 @@ MIN_BATCHED_TOKENS = 4096  # tokens of one step of a CPU engine
 PLUGIN = "t2g_store"  # the entry point of actors.vllm_compat.plugin
 JOINING_SCHEDULER = "actors.vllm_compat.scheduler.JoiningScheduler"
 JOINING_ASYNC_SCHEDULER = "actors.vllm_compat.scheduler.JoiningAsyncScheduler"
+MULTI_GPU_EXECUTOR = "actors.vllm_compat.executor.DrainingExecutor"
 CORE_POLL_S = 1.0
 OVERRIDES_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # a variable that overrides kv_cache_memory_bytes, in steps of 1 GiB
 LOG = "the worker's log in Ray's folder"
@@ -316,7 +317,7 @@ class Engine:
             "disable_log_stats": True,
             "skip_tokenizer_init": not self._guided,
             # Inside a placement group vLLM would choose ray, which needs a bundle for each GPU.
-            "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
+            "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else MULTI_GPU_EXECUTOR,
         }
         if config.gpus:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization

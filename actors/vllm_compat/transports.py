@@ -22,17 +22,25 @@ from torch.distributed import TCPStore
 
 from actors.weights.buckets import Bucket, Rendezvous
 
-STALL_S = 30.0  # timeout of one broadcast, and of joining its group
+STALL_S = 30.0  # timeout of one broadcast, and until all members of its group are there
+CONNECT_S = 120.0  # timeout of NCCL's init, whose first operation takes 30 s and more on some NVSwitch nodes
 JOIN_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
 
-def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: float = STALL_S) -> Any:
+def join_group(
+    rendezvous: Rendezvous,
+    rank: int,
+    device: torch.device,
+    deadline_s: float = STALL_S,
+    connect_s: float = CONNECT_S,
+) -> Any:
     """Return the group, as vLLM's PyNcclCommunicator, once all members have joined.
 
     Raises:
-        RuntimeError: Members did not join within deadline_s, and the message names them; or NCCL cannot connect.
+        RuntimeError: Members did not join within deadline_s, and the message names them; or NCCL did not connect within
+            connect_s, or cannot.
     """
     until = time.monotonic() + deadline_s
     try:
@@ -61,10 +69,10 @@ def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline
 
     threading.Thread(target=connect, name="t2g-join", daemon=True).start()  # NCCL's init has no timeout
     try:
-        group = results.get(timeout=deadline_s)
+        group = results.get(timeout=connect_s)
     except queue.Empty:
         group = (
-            f"NCCL did not connect them within {deadline_s:g} s (NCCL_SOCKET_IFNAME in their environment, a firewall)"
+            f"NCCL did not connect them within {connect_s:g} s (NCCL_SOCKET_IFNAME in their environment, a firewall)"
         )
     if isinstance(group, str | RuntimeError):
         raise RuntimeError(f"{len(rendezvous.members)} members joined the rendezvous, and {group}")
@@ -144,14 +152,25 @@ def abort_when_stalled(group: Any, after_s: float = STALL_S) -> Iterator[None]:
 
     Args:
         group: vLLM's PyNcclCommunicator; it is `disabled` from then on.
+
+    Raises:
+        RuntimeError: The group was destroyed: what the block received is not complete.
     """
-    timer = threading.Timer(after_s, group.destroy)
+    was_aborted = threading.Event()
+
+    def abort() -> None:
+        was_aborted.set()  # first: the block goes on while `destroy` still waits
+        group.destroy()
+
+    timer = threading.Timer(after_s, abort)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+    if was_aborted.is_set():
+        raise RuntimeError(f"it took more than {after_s:g} s and was aborted")
 
 
 @dataclass(frozen=True)

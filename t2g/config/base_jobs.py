@@ -202,7 +202,7 @@ class SyncedJob(AnyJob):
     def check_weight_transport(self) -> Self:
         if not self.shares_gpus:
             with errors_at("learner"):
-                self.learner.check_one_rank_per_gpu()
+                self.learner.check_rank_gpus()
         check_gpus(self.rollout, self.learner, self.cluster.gpu_sharing)
         if self.shares_gpus:
             self._check_no_other_fractions()

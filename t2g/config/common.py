@@ -296,8 +296,10 @@ class RoleConfig(ProcessConfig):
 
     workers: int = Field(1, ge=1, description="ranks of this role")
 
-    def check_one_rank_per_gpu(self) -> None:
-        """Raise ValueError if two ranks are on one GPU."""
+    def check_rank_gpus(self) -> None:
+        """Raise ValueError if a rank has several GPUs, or a GPU two ranks."""
+        if self.gpus > 1:
+            raise ValueError(f"got gpus={self.gpus:g}, and a rank uses one GPU; take gpus=1 and more workers")
         if self.workers > 1 and 0 < self.gpus <= 0.5:
             raise ValueError(
                 f"gpus={self.gpus:g} with workers={self.workers} puts two ranks on one GPU, which NCCL refuses "

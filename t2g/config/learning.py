@@ -408,7 +408,7 @@ class LearnerConfig(RoleConfig):
     @classmethod
     def check_critic_ranks(cls, ranks: RoleConfig | None) -> RoleConfig | None:
         if ranks is not None:
-            ranks.check_one_rank_per_gpu()
+            ranks.check_rank_gpus()
         return ranks
 
     @property
@@ -478,5 +478,5 @@ class SFTOptions(RoleConfig):
 
     @model_validator(mode="after")
     def check_ranks(self) -> Self:
-        self.check_one_rank_per_gpu()
+        self.check_rank_gpus()
         return self

@@ -114,7 +114,7 @@ def _render_parts(
         groups=groups,
         store_gib=store_gib(config),
         keys=keys_of(config),
-        storage="20Gi" if cpu else "500Gi",
+        storage="20Gi" if cpu else "1Ti",  # three checkpoints of an 8B policy and critic take 520 GiB
         claim="t2g-data",
         start_s=START_S,
         **fixed,

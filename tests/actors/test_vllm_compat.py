@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "vllm.v1.core.sched.scheduler:Scheduler.has_requests": (1, ()),
     "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": (3, ()),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler.update_from_output": (3, ()),
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc": (2, ("unique_reply_rank",)),
     "vllm.v1.metrics.loggers:PrometheusStatLogger.record": (3, ("mm_cache_stats", "engine_idx")),
     "vllm.v1.metrics.loggers:PrometheusStatLogger.record_sleep_state": (1, ("sleep", "level")),
     "vllm.v1.metrics.loggers:PrometheusStatLogger.record_admission_rejection": (2, ()),

@@ -268,7 +268,10 @@ def test_programs_that_are_measured_keep_no_call_of_the_learner_waiting() -> Non
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("raises", "measure raised ZeroDivisionError: division by zero"), ("hangs", "measure did not return within 0.2 s")],
+    [
+        ("raises", "measure raised ZeroDivisionError: division by zero"),
+        ("hangs", "measure did not return within 0.2 s"),
+    ],
 )
 def test_a_measure_of_a_user_that_fails_stops_the_run_with_a_reason(
     how: str, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 from models import random_model
 from transformers import GPT2Config, GPT2LMHeadModel
+from vllm.v1.executor import Executor
 
-from actors.engines.engine import JOINING_ASYNC_SCHEDULER, JOINING_SCHEDULER, Engine, engine_environment
+from actors.engines.engine import (
+    JOINING_ASYNC_SCHEDULER,
+    JOINING_SCHEDULER,
+    MULTI_GPU_EXECUTOR,
+    Engine,
+    engine_environment,
+)
+from actors.vllm_compat.executor import DrainingExecutor
 from t2g.config import EngineConfig, LoRAConfig
 from t2g.config.feedback import RESERVED_ARGUMENTS
 from t2g.errors import UserError
@@ -82,12 +90,13 @@ def vllm_config(folder: Path, config: EngineConfig, **how: Any) -> Any:
     return AsyncEngineArgs(**Engine(str(folder), config, seed=3, **how).arguments()).create_engine_config()
 
 
-@pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, "mp")])
+@pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, MULTI_GPU_EXECUTOR)])
 def test_vllm_takes_every_argument_of_a_gpu_engine(tmp_path: Path, gpus: int, executor: str) -> None:
     engine_args = {"kv_cache_dtype": "auto", "block_size": 32, "watermark": 0.02}
     config = EngineConfig(gpus=gpus, max_model_len=64, enforce_eager=False, engine_args=engine_args)
     resolved = vllm_config(random_model(tmp_path), config, transport="nccl", guided=True)
     assert resolved.parallel_config.distributed_executor_backend == executor
+    assert (Executor.get_class(resolved) is DrainingExecutor) == (gpus > 1)
     assert resolved.parallel_config.tensor_parallel_size == resolved.parallel_config.world_size == gpus
     assert (resolved.scheduler_config.max_num_seqs, resolved.scheduler_config.max_num_batched_tokens) == (512, 8192)
     assert (resolved.cache_config.gpu_memory_utilization, resolved.cache_config.block_size) == (0.85, 32)

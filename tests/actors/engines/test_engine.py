@@ -9,6 +9,7 @@ import pytest
 
 from actors.cluster.fanout import first_sentence
 from actors.engines.engine import (
+    MULTI_GPU_EXECUTOR,
     PLUGIN,
     Engine,
     engine_environment,
@@ -36,7 +37,10 @@ def test_an_engine_spreads_over_its_gpus() -> None:
     assert "tensor_parallel_size" not in Engine("m", EngineConfig(), seed=1).arguments()
 
 
-@pytest.mark.parametrize(("gpus", "executor"), [(0, "uni"), (0.6, "uni"), (1, "uni"), (2, "mp"), (8, "mp")])
+@pytest.mark.parametrize(
+    ("gpus", "executor"),
+    [(0, "uni"), (0.6, "uni"), (1, "uni"), (2, MULTI_GPU_EXECUTOR), (8, MULTI_GPU_EXECUTOR)],
+)
 def test_no_engine_has_an_executor_that_asks_ray_for_more(gpus: float, executor: str) -> None:
     assert Engine("m", EngineConfig(gpus=gpus), seed=1).arguments()["distributed_executor_backend"] == executor
 
