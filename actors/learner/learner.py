@@ -250,7 +250,7 @@ class LearnerGroup:
             sections["critic"] = [*roles][-1]
         try:
             for section, role in roles.items():
-                names = [model for model, of_model in sections.items() if of_model == section]
+                names = [model for model, model_section in sections.items() if model_section == section]
                 actor_name = "learner rank" if section == "learner" else "critic rank"
                 environment = rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc)
                 ranks = Ranks(

@@ -241,10 +241,10 @@ class PolicyTrainer(ModelTrainer):
     def _stats(self, rows: Rows, fields: Collection[str]) -> dict[str, torch.Tensor]:
         temperature = self.spec.temperature
         has_reference = self.spec.loss == "ppo"  # DPO calls this once, before its first step
-        of_other_models = {"values", "ref_logprobs"} if has_reference else {"values"}
+        foreign_fields = {"values", "ref_logprobs"} if has_reference else {"values"}
 
         stats: dict[str, torch.Tensor] = {}
-        if set(fields) - of_other_models:
+        if set(fields) - foreign_fields:
             teacher = self.spec.objective.distillation
             top_k = teacher.top_k if teacher and "top_ids" in fields else 0
             outputs = rows.token_outputs(self.engine, temperature, entropy="entropy" in fields, top_k=top_k)

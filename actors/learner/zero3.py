@@ -341,17 +341,17 @@ def _offload_adam_states(engine: Engine) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    buffers = vars(engine).setdefault(HOST_BUFFERS, {})  # place in `_adam_tensors` -> buffer
+    buffers = vars(engine).setdefault(HOST_BUFFERS, {})  # index in `_adam_tensors` -> buffer
     tensors = _adam_tensors(engine)
-    for place, tensor in enumerate(tensors):
-        buffer = buffers.get(place)
+    for index, tensor in enumerate(tensors):
+        buffer = buffers.get(index)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = accelerator.pin_empty_like(tensor.data, device="cpu")
-            buffers[place] = buffer
+            buffers[index] = buffer
         buffer.copy_(tensor.data, non_blocking=True)
     accelerator.synchronize()
-    for place, tensor in enumerate(tensors):
-        tensor.data = buffers[place]
+    for index, tensor in enumerate(tensors):
+        tensor.data = buffers[index]
 
 
 def _adam_tensors(engine: Engine) -> list[torch.Tensor]:

@@ -317,9 +317,9 @@ class Round:
         previous = self.version.previous
         if baseline_gap and previous and worker.name in previous.engine_logprobs:
             assert previous.learner_logprobs is not None
-            of_engine = (previous.engine_logprobs[worker.name], engine)
-            of_learner = (previous.learner_logprobs, learner)
-            if is_stuck(of_engine, of_learner, baseline_gap):
+            engine_pair = (previous.engine_logprobs[worker.name], engine)
+            learner_pair = (previous.learner_logprobs, learner)
+            if is_stuck(engine_pair, learner_pair, baseline_gap):
                 return f"did not apply the new weights: its logprobs are bitwise those of version {previous.number}"
         return ""
 

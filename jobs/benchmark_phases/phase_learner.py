@@ -18,7 +18,7 @@ from jobs.benchmark_phases.bare import BareLearner, begin
 from jobs.benchmark_phases.phase_step import loop_job, random_sample, random_samples
 from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import start_learner
-from jobs.train_policy.policy_training import learner_spec
+from jobs.train_policy.policy_training import make_learner_spec
 from t2g.config.describe import format_count
 from t2g.data.batching import make_train_batch
 from t2g.resources.flops import train_flops
@@ -103,7 +103,7 @@ def make_group(
     """Return a group of ranks that share the threads of `learner.threads`; changes: values of dotted keys."""
     threads = max(1, bench.config.learner.threads // ranks)
     job = loop_job(bench, {"learner.workers": ranks, "learner.threads": threads, **(changes or {})})
-    spec = learner_spec(job)
+    spec = make_learner_spec(job)
     return start_learner(spec, placement_timeout_s=job.cluster.placement_timeout_s)
 
 

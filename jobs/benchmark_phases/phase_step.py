@@ -20,7 +20,7 @@ from jobs.benchmark_phases.bare import BareEngine, BareLearner, begin
 from jobs.benchmark_phases.bare_trl import Grpo
 from jobs.benchmark_phases.timer import Bench, Comparison, Done, Record, Side
 from jobs.common.fleets import Fleets, start_learner
-from jobs.train_policy.policy_training import learner_spec
+from jobs.train_policy.policy_training import make_learner_spec
 from t2g.concurrency import cancel_all, run_with_background
 from t2g.config import BenchmarkJob, PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback
@@ -301,7 +301,7 @@ async def start_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
 
     rollout = job.rollout
     num_tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
-    spec = learner_spec(job)
+    spec = make_learner_spec(job)
     log = RunLog(job.run.folder, job.log)
     with Fleets() as fleets:
         fleet = fleets.rollouts(job.model, rollout, job)

@@ -16,7 +16,7 @@ from jobs.artifacts.demo_artifacts import load_or_run
 from jobs.common.fleets import Fleets, start_learner, wait_for_engines
 from jobs.compare.comparison_report import TARGETING_FILE
 from jobs.train_policy.policy_data import PolicyData
-from jobs.train_policy.policy_training import learner_spec, make_rollout_source
+from jobs.train_policy.policy_training import make_learner_spec, make_rollout_source
 from t2g.config import PolicyJob, with_overrides
 from t2g.config.run_values import POLICY
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -94,7 +94,7 @@ class ReferenceResponses:
         }
         exported = with_overrides(method_job, changes)
         placement_timeout_s = method_job.cluster.placement_timeout_s
-        spec = replace(learner_spec(exported), loss="none")  # neither a reference nor an optimizer
+        spec = replace(make_learner_spec(exported), loss="none")  # neither a reference nor an optimizer
         with start_learner(spec, placement_timeout_s=placement_timeout_s) as learner:
             measured = self._compute_logprobs(learner, has_reference=False)
         with Fleets() as fleets:

@@ -77,7 +77,10 @@ def run_baseline(
         train_on = train_pairs if procedure == "dpo" else train_examples
         baseline = BaselineRun(
             job=job,
-            **data.trainer_inputs,
+            task=data.task,
+            tokenizer=data.tokenizer,
+            prompts=data.prompts,
+            eval_prompts=data.eval_prompts,
             feedback=journaled,
             reviser=revising,
             reviser_tokenizer=reviser_tokenizer,

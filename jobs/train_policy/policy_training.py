@@ -118,19 +118,14 @@ class PolicyTraining:
             if gpu_sharing is not None:
                 gpu_sharing.attach_learner(learner, sync.sending)
             progress = StepProgress(config, steering)
-            callbacks: dict[str, Any] = {
-                "stop": self._should_stop,
-                "on_step": progress.on_step,
-                "on_phase": progress.on_phase,
-                "on_checkpoint": journaled.start_file,
-                "extra_metrics": steering.metrics,
-            }
             rollout_source = make_rollout_source(config, self.data, rollouts)
             checkpoints = open_checkpoints(config)
             trainer = Trainer(
                 config=config,
-                **self.data.trainer_inputs,
-                **callbacks,
+                task=self.data.task,
+                tokenizer=self.data.tokenizer,
+                prompts=self.data.prompts,
+                eval_prompts=self.data.eval_prompts,
                 rollouts=rollout_source,
                 feedback=journaled,
                 learner=learner,
@@ -138,6 +133,11 @@ class PolicyTraining:
                 log=log,
                 checkpoints=checkpoints,
                 identity=run_identity,
+                stop=self._should_stop,
+                on_step=progress.on_step,
+                on_phase=progress.on_phase,
+                on_checkpoint=journaled.start_file,
+                extra_metrics=steering.metrics,
                 gpu_time_sharing=gpu_sharing,
                 lost_at=lost_at,
             )
@@ -164,8 +164,8 @@ class PolicyTraining:
         self.on_finished(self.rollouts, feedback, learner)
 
     def _load_learner(self, placements: KeptPlacements, *, is_replaced: bool) -> AbstractContextManager[LearnerGroup]:
-        spec = learner_spec(self.config)
-        timeout_s = placement_timeout(self.config, is_replaced=is_replaced)
+        spec = make_learner_spec(self.config)
+        timeout_s = choose_placement_timeout(self.config, is_replaced=is_replaced)
         fleets = (self.feedback.fleet, self.rollouts)
         return start_learner(
             spec, *fleets, placement_timeout_s=timeout_s, placements=placements, should_stop=self._should_stop
@@ -244,7 +244,7 @@ def sync_joining_engines(rollouts: RolloutFleet, sync: FleetWeightSync) -> Itera
         rollouts.catch_up = None
 
 
-def placement_timeout(config: PolicyJob, *, is_replaced: bool) -> float:
+def choose_placement_timeout(config: PolicyJob, *, is_replaced: bool) -> float:
     """Return the seconds within which the learner gets its resources.
 
     Args:
@@ -282,7 +282,7 @@ def make_rollout_source(config: PolicyJob, data: PolicyData, rollouts: RolloutFl
     return Conversations(rollouts, config.rollout, data.environment, data.tokenizer, data.read_calls)
 
 
-def learner_spec(config: PolicyJob) -> LearnerSpec:
+def make_learner_spec(config: PolicyJob) -> LearnerSpec:
     num_updates = config.learner.schedule_steps or config.num_steps
     return LearnerSpec(
         model=config.model,

@@ -38,8 +38,8 @@ class TeacherPrompts(NamedTuple):
     """A judged response, and its prompt with the critique that the teacher and the control read."""
 
     judged: JudgedResponse
-    teacher: Prompt
-    control: Prompt
+    teacher_prompt: Prompt
+    control_prompt: Prompt
 
 
 class TeacherMeasures(NamedTuple):
@@ -100,7 +100,7 @@ async def measure_teacher(
 
     async def score(row: TeacherPrompts) -> list[float]:
         """Return the scores of policy, teacher and control."""
-        prompts_with_critique = (row.teacher, row.control)
+        prompts_with_critique = (row.teacher_prompt, row.control_prompt)
         sampled = await gather_all(rollouts.sample(prompt, sampling) for prompt in prompts_with_critique)
         responses = [row.judged.rollout, *(rollout for (rollout,) in sampled)]
         measuring = (measure(task, row.judged.prompt, rollout.answer, sandbox, limit) for rollout in responses)
@@ -159,7 +159,7 @@ def add_critiques(judged: Sequence[JudgedResponse], data: PolicyData, *, max_tok
 async def measure_gaps(config: PolicyJob, row: TeacherPrompts, data: PolicyData, rollouts: RolloutFleet) -> list[Gaps]:
     """Return the log-probabilities of teacher and control less the policy's, at temperature 1, token by token."""
     prompt, response, feedback = row.judged
-    prompts = (prompt, row.teacher, row.control)
+    prompts = (prompt, row.teacher_prompt, row.control_prompt)
     requests = (rollouts.compute_logprobs(read_prompt, response.response_ids) for read_prompt in prompts)
     policy, *others = await gather_all(requests)
     scored = score_response(response, feedback, config=config, task=data.task, tokenizer=data.tokenizer)

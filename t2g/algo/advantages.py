@@ -4,7 +4,7 @@ from math import ceil
 
 import torch
 
-from t2g.algo.group_values import constant_groups, extend_returns, position_values, starts_state, state_values
+from t2g.algo.group_values import extend_returns, find_zero_variance_groups, position_values, starts_state, state_values
 from t2g.algo.kl import kl_k1
 from t2g.config.learning import Whitening
 
@@ -156,7 +156,7 @@ def compare_samples(
     Args:
         rewards: [B, R]; mask, groups and gamma as in `group_advantages`.
         state_ids: States of `group_values.state_values`, [B, R]; None: values by token position.
-        lam: lambda of `gae` from one state to the next. 1 with values by position is `group_advantages`.
+        lam: Lambda of `gae` between states. With values by position, 1 gives `group_advantages`.
         normalize: See `group_advantages`; needs values by position and lambda 1.
         whitening: Mode of `whiten`.
         is_trained: Tokens that the loss counts, [B, R]: the scale is theirs, and the others get 0.
@@ -176,7 +176,7 @@ def compare_samples(
         advantages = advantages.to(rewards.dtype)
         returns = returns.to(rewards.dtype)
 
-    is_constant = constant_groups(returns, mask, groups, state_ids)[:, None]
+    is_constant = find_zero_variance_groups(returns, mask, groups, state_ids)[:, None]
     # Constant groups are zeroed before whitening, too: their state values shrink to other prompts and move the mean.
     compared = torch.where(is_constant, 0, advantages)
     whitened = whiten(compared, is_trained, whitening)

@@ -117,7 +117,7 @@ def extend_returns(returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return returns.gather(1, positions.minimum(last_positions))
 
 
-def constant_groups(
+def find_zero_variance_groups(
     returns: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, state_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return whether the comparison of a prompt's samples says nothing, [B] bool.

@@ -199,7 +199,7 @@ class PolicyJob(SyncedJob, JobConfig):
         if self.objective.values != "position":
             raise ValueError(
                 f"{key} replaces prompts whose samples earn the same at each position, and objective.values="
-                f"{self.objective.values} compares other places: set values=position, or resample_zero_groups=0"
+                f"{self.objective.values} compares other states: set values=position, or resample_zero_groups=0"
             )
         if not self.objective.trains_rewards:
             raise ValueError(

@@ -36,7 +36,7 @@ def consistency_metrics(
     """Return the metrics of this module.
 
     Args:
-        staleness: `steps.token_staleness` of the responses, [N] for their sampled tokens.
+        staleness: `steps.compute_token_staleness` of the responses, [N] for their sampled tokens.
     """
     metrics = {m.UNNAMED_SHARE: _unnamed_share(scored, tokenizer)}
     metrics |= _current_gap(scored, stats, staleness)

@@ -19,7 +19,13 @@ from t2g.data.buffer import Group
 from t2g.errors import SamplingFailed
 from t2g.feedback.outcome_rewards import OutcomeRewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.loop.resampling import Signal, list_responses, needs_further_prompt, order_further_prompts, replace_groups
+from t2g.loop.resampling import (
+    RewardVariance,
+    list_responses,
+    needs_further_prompt,
+    order_further_prompts,
+    replace_groups,
+)
 from t2g.loop.sampling import JudgedStep, judge_answer, make_sampling
 from t2g.loop.steps import select_prompts
 from t2g.types import JudgedResponse, Prompt, Rollout, SpanFeedback
@@ -34,7 +40,7 @@ class _StepWork:
     further: list[Prompt]  # that may still be drawn, in order
     waiting_ids: set[str]  # ids of the prompts that wait for responses
     tasks: list[asyncio.Task[Group]] = field(default_factory=list)  # own prompts, then further ones as they are drawn
-    signals: dict[str, Signal] = field(default_factory=dict)  # by prompt_id, with rollout.resample_zero_groups
+    variances: dict[str, RewardVariance] = field(default_factory=dict)  # by prompt_id; with resample_zero_groups
     sampled_at: float = 0.0  # time of the latest response
 
 
@@ -44,7 +50,7 @@ class Producer:
     Args:
         finished: Groups by step, from a checkpoint, that are not sampled again.
         outcome_rewards: Scores the responses to each prompt once they are judged.
-        find_signal: What the samples of a judged group earn; None: no further prompts are drawn.
+        find_reward_variance: Variance of a judged group; None: no further prompts are drawn.
         on_phase: Called with "sampling", and with "feedback" once all responses of the step are sampled that `take`
             waits for.
     """
@@ -57,7 +63,7 @@ class Producer:
         feedback: FeedbackSource,
         finished: Mapping[int, Sequence[Group]] = {},
         outcome_rewards: OutcomeRewards | None = None,
-        find_signal: Callable[[Group], Signal] | None = None,
+        find_reward_variance: Callable[[Group], RewardVariance] | None = None,
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self._config = config
@@ -66,7 +72,7 @@ class Producer:
         self._feedback = feedback
         self._restored = dict(finished)
         self._outcome_rewards = outcome_rewards
-        self._find_signal = find_signal
+        self._find_reward_variance = find_reward_variance
         self._on_phase = on_phase
         self._steps: dict[int, _StepWork] = {}
         self._taken_step = 0
@@ -109,7 +115,7 @@ class Producer:
             self._start_group(step, self._prompts[index], num_samples)
 
     def _list_further_prompts(self, step: int, own_indices: Sequence[int]) -> list[Prompt]:
-        if self._find_signal is None:
+        if self._find_reward_variance is None:
             return []
         indices = order_further_prompts(
             own_indices,
@@ -134,10 +140,10 @@ class Producer:
             group = await self._sample_group(step, prompt, sampling)
         else:
             self._on_sampled(step, prompt)
-        if self._find_signal is not None:
-            signal = self._find_signal(group)
-            work.signals[prompt.prompt_id] = signal
-            if needs_further_prompt(signal, is_own=prompt.prompt_id in work.own_ids):
+        if self._find_reward_variance is not None:
+            variance = self._find_reward_variance(group)
+            work.variances[prompt.prompt_id] = variance
+            if needs_further_prompt(variance, is_own=prompt.prompt_id in work.own_ids):
                 self._draw_further_prompt(step)
         return group
 
@@ -201,7 +207,7 @@ class Producer:
         generate_s = max(0.0, work.sampled_at - started)
 
         num_own = len(work.own_ids)
-        chosen = replace_groups(groups[:num_own], groups[num_own:], work.signals)
+        chosen = replace_groups(groups[:num_own], groups[num_own:], work.variances)
         responses: list[JudgedResponse] = []
         for group in chosen.trained:
             responses += list_responses(group)

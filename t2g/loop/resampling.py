@@ -21,11 +21,11 @@ from t2g.config import ObjectiveConfig, PolicyJob
 from t2g.data.buffer import Group
 from t2g.errors import UserError
 from t2g.loop.step_advantages import zero_variance_share
-from t2g.loop.steps import sampling_seed
+from t2g.loop.steps import make_sampling_seed
 from t2g.types import JudgedResponse, ScoredRollout
 
-# differs, equal: what the usable samples of a prompt earn, at some token or at every one; none: fewer than two samples
-Signal = Literal["differs", "equal", "none"]
+# variance of the returns of a prompt's usable samples; nonzero: at some token; undefined: fewer than two samples
+RewardVariance = Literal["nonzero", "zero", "undefined"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,54 +66,58 @@ def order_further_prompts(
     own_indices: Sequence[int], *, num_prompts: int, step: int, seed: int, count: int
 ) -> list[int]:
     """Return the indices of the first `count` further prompts of a step, without those in `own_indices`."""
-    rng = np.random.default_rng(sampling_seed(seed, "further prompts", step))
+    rng = np.random.default_rng(make_sampling_seed(seed, "further prompts", step))
     order = rng.permutation(num_prompts).tolist()
     excluded = set(own_indices)
     others = [index for index in order if index not in excluded]
     return others[:count]
 
 
-def find_signal(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> Signal:
-    """Return what a comparison of the usable samples of one prompt finds, as `group/zero_variance_share` counts it."""
+def find_reward_variance(scored: Sequence[ScoredRollout], objective: ObjectiveConfig, *, seed: int) -> RewardVariance:
+    """Return the variance of the usable samples of one prompt, as `group/zero_variance_share` counts it."""
     if len(scored) < 2:
-        return "none"
+        return "undefined"
     share = zero_variance_share(scored, objective, seed=seed)
-    return "equal" if share else "differs"
+    return "zero" if share else "nonzero"
 
 
-def needs_further_prompt(signal: Signal, *, is_own: bool) -> bool:
-    """Return whether a prompt is drawn because of a group of this signal.
+def needs_further_prompt(variance: RewardVariance, *, is_own: bool) -> bool:
+    """Return whether a prompt is drawn because of a group of this variance.
 
     An own group whose feedback failed is the business of `feedback.max_failed_share`.
     """
-    return signal == "equal" if is_own else signal != "differs"
+    return variance == "zero" if is_own else variance != "nonzero"
 
 
-def match_replacements(own_signals: Sequence[Signal], further_signals: Sequence[Signal]) -> dict[int, int]:
+def match_replacements(
+    own_variances: Sequence[RewardVariance], further_variances: Sequence[RewardVariance]
+) -> dict[int, int]:
     """Return for each own group that is replaced the index of the further group that takes its place.
 
-    >>> match_replacements(["equal", "differs", "equal", "equal"], ["differs", "equal", "differs"])
+    >>> match_replacements(["zero", "nonzero", "zero", "zero"], ["nonzero", "zero", "nonzero"])
     {0: 0, 2: 2}
     """
-    without_signal = [index for index, signal in enumerate(own_signals) if signal == "equal"]
-    with_signal = [index for index, signal in enumerate(further_signals) if signal == "differs"]
-    return dict(zip(without_signal, with_signal, strict=False))
+    without_variance = [index for index, variance in enumerate(own_variances) if variance == "zero"]
+    with_variance = [index for index, variance in enumerate(further_variances) if variance == "nonzero"]
+    return dict(zip(without_variance, with_variance, strict=False))
 
 
-def replace_groups(own_groups: Sequence[Group], further: Sequence[Group], signals: Mapping[str, Signal]) -> StepGroups:
+def replace_groups(
+    own_groups: Sequence[Group], further: Sequence[Group], variances: Mapping[str, RewardVariance]
+) -> StepGroups:
     """Return the groups of a step after replacement.
 
     Args:
         own_groups: Groups of the step's own prompts.
         further: Groups of the prompts that were drawn, in the order of their draw.
-        signals: prompt_id -> signal of each group; not read without `further`.
+        variances: prompt_id -> variance of each group; not read without `further`.
     """
     if not further:
         return StepGroups([*own_groups], FilteredGroups())
 
-    own_signals = [signals[group.prompt.prompt_id] for group in own_groups]
-    further_signals = [signals[group.prompt.prompt_id] for group in further]
-    replacements = match_replacements(own_signals, further_signals)
+    own_variances = [variances[group.prompt.prompt_id] for group in own_groups]
+    further_variances = [variances[group.prompt.prompt_id] for group in further]
+    replacements = match_replacements(own_variances, further_variances)
 
     trained: list[Group] = []
     filtered: list[Group] = []
@@ -132,8 +136,8 @@ def replace_groups(own_groups: Sequence[Group], further: Sequence[Group], signal
         if index in used or not group.samples:
             continue
         filtered.append(group)
-        is_equal = further_signals[index] == "equal"
-        lack = "all samples earn the same" if is_equal else "fewer than two samples are usable"
+        is_zero = further_variances[index] == "zero"
+        lack = "all samples earn the same" if is_zero else "fewer than two samples are usable"
         reasons[group.prompt.prompt_id] = f"{lack}; drawn for rollout.resample_zero_groups"
 
     responses: list[JudgedResponse] = []

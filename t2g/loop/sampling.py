@@ -26,7 +26,7 @@ from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.feedback.tool_spans import TOOL_RESULTS, dump_results
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.resampling import FilteredGroups
-from t2g.loop.steps import sampling_seed
+from t2g.loop.steps import make_sampling_seed
 from t2g.loop.tool_metrics import tool_metrics
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
@@ -60,11 +60,11 @@ def make_sampling(config: PolicyJob | PolicyEvaluationJob, split: str, step: int
         num_samples=num_samples,
         temperature=rollout.temperature,
         max_new_tokens=rollout.max_new_tokens,
-        seed=sampling_seed(config.run.seed, split, step),
+        seed=make_sampling_seed(config.run.seed, split, step),
     )
 
 
-def training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSource:
+def make_training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSource:
     """Return the source for training: with the noise of a study. Evaluation uses the source without noise."""
     noise = config.feedback.noise
     return feedback if noise is None else NoisyFeedback(feedback, noise, seed=config.run.seed)

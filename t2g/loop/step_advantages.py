@@ -14,7 +14,7 @@ import torch
 
 from t2g.algo.advantages import add_local_credit, combine_rewards, compare_samples, gae, punish_unlikely, whiten
 from t2g.algo.criteria import normalize_criterion, normalize_outcome
-from t2g.algo.group_values import constant_groups
+from t2g.algo.group_values import find_zero_variance_groups
 from t2g.config import ObjectiveConfig
 from t2g.feedback.rewards import apply_placement, count_paid_spans
 from t2g.types import CriterionRewards, Rollout, ScoredRollout, TokenStats
@@ -71,14 +71,14 @@ def compute_advantages(
     return StepAdvantages(advantages=advantages, returns=returns)
 
 
-def trained_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarray:
+def find_trained_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarray:
     """Return whether the loss counts each token, [R] bool: sampled, and of the answer unless thinking is trained."""
     return scored.rollout.policy_mask if objective.train_thinking else scored.answer_mask
 
 
 def _pad_trained(scored: Sequence[ScoredRollout], objective: ObjectiveConfig) -> torch.Tensor:
     """Return whether the loss counts each sampled token, [B, R]: tokens that it does not count set no scale."""
-    return pad_sampled(scored, [trained_tokens(response, objective) for response in scored])
+    return pad_sampled(scored, [find_trained_tokens(response, objective) for response in scored])
 
 
 def _punish_unlikely(scored: Sequence[ScoredRollout], objective: ObjectiveConfig) -> StepAdvantages:
@@ -142,7 +142,7 @@ def zero_variance_share(scored: Sequence[ScoredRollout], objective: ObjectiveCon
     step = _combine_step_rewards(scored, feedback_rewards, None, objective, kl_coef=0.0)
     returns, _ = gae(step.rewards, torch.zeros_like(step.rewards), step.mask, step.gamma, 1.0)
     state_ids = _state_ids(scored, objective, seed)
-    is_constant = constant_groups(returns, step.mask, groups, state_ids)
+    is_constant = find_zero_variance_groups(returns, step.mask, groups, state_ids)
     num_single = int((sizes == 1).sum())
     num_constant = len(groups[is_constant].unique()) - num_single
     return num_constant / num_groups

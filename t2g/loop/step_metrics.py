@@ -46,7 +46,7 @@ def step_metrics(
     """Return the driver's metrics of a step, see `t2g.metrics`. Shares are of answer tokens or of samples.
 
     Args:
-        kl: `steps.step_kl` of the step.
+        kl: `steps.compute_step_kl` of the step.
     """
     tokens = _collect_tokens(scored, stats)
     label_shares = compute_label_shares(tokens.span_values)
@@ -255,7 +255,7 @@ def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]
     return means
 
 
-def fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, float]:
+def compute_fault_recall(task: Task, judged: Sequence[JudgedResponse]) -> dict[str, float]:
     """Return how well the feedback finds the faults that the task knows.
 
     Returns:
@@ -288,7 +288,7 @@ def sample_metrics(judged: JudgedStep, staleness: np.ndarray, rollout: RolloutCo
     """Return staleness, counts and times of a step's samples: dropped ones, and further prompts if they may be drawn.
 
     Args:
-        staleness: `steps.token_staleness` of the step, [N].
+        staleness: `steps.compute_token_staleness` of the step, [N].
     """
     num_unusable = sum(not response.feedback.usable for response in judged.all_responses)
     failed_share = num_unusable / len(judged.all_responses)

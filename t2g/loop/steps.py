@@ -13,7 +13,7 @@ from t2g.algo.kl import adapt_kl_coef, sequence_kl
 from t2g.algo.teacher_weights import weigh_by_teacher
 from t2g.config import ModelConfig, ObjectiveConfig, TeacherConfig
 from t2g.errors import Diverged, RunStopped, UserError
-from t2g.loop.step_advantages import compute_advantages, pad_sampled, trained_tokens
+from t2g.loop.step_advantages import compute_advantages, find_trained_tokens, pad_sampled
 from t2g.text.thinking import find_last_tag, find_thinking_tags
 from t2g.types import (
     DistillationSample,
@@ -29,9 +29,9 @@ from t2g.types import (
 def select_prompts(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
     """Return the indices of the prompts of a step (1, 2, ...).
 
-    Each epoch is a permutation, cut into whole steps; the remainder is left out, so no step holds a prompt twice. Only
-    if a step needs more prompts than there are, it holds all of them as often as they fit, and others of each epoch
-    once more. The result depends on the arguments only: a resumed run continues with the same prompts.
+    Each epoch is a permutation, cut into whole steps; the remainder is left out, so no step holds a prompt twice. A
+    step that needs more prompts than there are repeats all of them, and takes the rest from a permutation. The result
+    depends on the arguments only: a resumed run continues with the same prompts.
     """
     if per_step > num_prompts:
         repeats, rest = divmod(per_step - 1, num_prompts)
@@ -67,13 +67,13 @@ def check_truncation_penalty(tokenizer: Any, prompts: Sequence[Prompt], model: M
     )
 
 
-def sampling_seed(seed: int, split: str, step: int) -> int:
+def make_sampling_seed(seed: int, split: str, step: int) -> int:
     """Return the sampling seed of a step of a split ("train", "eval"); it differs between splits and steps."""
     digest = hashlib.blake2b(f"{seed}/{split}/{step}".encode(), digest_size=7).digest()
     return int.from_bytes(digest)
 
 
-def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_staleness: int) -> np.ndarray:
+def compute_token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_staleness: int) -> np.ndarray:
     """Return, for each sampled token, the updates between the weights that sampled it and those it trains: [N] int.
 
     Raises:
@@ -185,7 +185,7 @@ def _apply_teacher(
 
 def _weigh_tokens(scored: ScoredRollout, objective: ObjectiveConfig) -> np.ndarray:
     """Return the loss weights of the tokens of a response, [R] float32."""
-    is_trained = trained_tokens(scored, objective)
+    is_trained = find_trained_tokens(scored, objective)
     if objective.loss_aggregation == "token":
         return is_trained * np.float32(1)
     num_trained = max(1, int(is_trained.sum()))
@@ -249,7 +249,7 @@ def make_token_columns(samples: Sequence[TrainSample], stats: Sequence[TokenStat
     return {"token_advantages": advantages, "token_ratios": ratios}
 
 
-def step_kl(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> float:
+def compute_step_kl(scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> float:
     """Return the KL to the reference for the KL controller, nats per sequence."""
     old_logprobs = [token_stats.old_logprobs for token_stats in stats]
     ref_logprobs = [token_stats.ref_logprobs for token_stats in stats]
@@ -264,7 +264,7 @@ def next_kl_coef(
     """Return the KL coefficient of the next step, which moves the KL towards its target.
 
     Args:
-        kl: To the reference, nats per response (`step_kl`).
+        kl: To the reference, nats per response (`compute_step_kl`).
         scored: The responses of the step, whose length counts for `objective.kl_target_per_token`.
         num_samples: Responses of the step's batch.
     """

@@ -8,7 +8,7 @@ import numpy as np
 from t2g import metrics as m
 from t2g.algo.teacher_weights import clip_of_gap
 from t2g.config import ObjectiveConfig
-from t2g.loop.step_advantages import trained_tokens
+from t2g.loop.step_advantages import find_trained_tokens
 from t2g.types import ScoredRollout, TeacherStats, TokenStats
 
 
@@ -83,7 +83,7 @@ def teacher_metrics(
         if teacher_stats is None:
             continue
         gap = teacher_stats.logprobs - token_stats.old_logprobs
-        gaps_of_trained.append(gap[trained_tokens(response, objective)])
+        gaps_of_trained.append(gap[find_trained_tokens(response, objective)])
         for kind, gaps in split_teacher_gap(gap, response.span_values).items():
             gaps_by_kind.setdefault(kind, []).append(gaps)
 

@@ -30,9 +30,9 @@ from t2g.loop import sampling, steps
 from t2g.loop.alarms import find_alarms
 from t2g.loop.consistency import consistency_metrics
 from t2g.loop.producer import Producer
-from t2g.loop.resampling import Signal, find_signal
+from t2g.loop.resampling import RewardVariance, find_reward_variance
 from t2g.loop.scoring import score_response
-from t2g.loop.step_metrics import fault_recall, group_metrics, sample_metrics, step_metrics, sync_metrics
+from t2g.loop.step_metrics import compute_fault_recall, group_metrics, sample_metrics, step_metrics, sync_metrics
 from t2g.loop.teacher import teacher_critiques, teacher_metrics
 from t2g.runs.checkpoint import CheckpointStore, FileHashes
 from t2g.runs.identity import Identity, check_identity, save_identity
@@ -80,7 +80,7 @@ class _StepUpdate(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """The order of the operations of a run. `run` returns the final state."""
+    """Run the training steps of a run. `run` returns the final state."""
 
     config: PolicyJob
     task: Task
@@ -103,7 +103,7 @@ class Trainer:
     lost_at: float | None = None  # time.monotonic() of the failure of the earlier learner
 
     def __post_init__(self) -> None:
-        self.train_feedback = sampling.training_feedback(self.config, self.feedback)
+        self.train_feedback = sampling.make_training_feedback(self.config, self.feedback)
         self.state = TrainerState(kl_coef=self.config.objective.kl_coef)
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # groups of later steps, from the checkpoint
@@ -115,7 +115,7 @@ class Trainer:
         self._learner_is_at_state = True  # False during an update: a checkpoint would hold half a step
 
     def resume(self) -> TrainerState:
-        """Load the last checkpoint, if there is one, and open the log after it. Call it before `run`.
+        """Load the last checkpoint, if any, and truncate the logs to its step. Call it before `run`.
 
         Raises:
             UserError: The checkpoint has another identity, see `check_identity`.
@@ -166,7 +166,7 @@ class Trainer:
             self.train_feedback,
             finished=self._finished,
             outcome_rewards=self._outcome_rewards,
-            find_signal=self._find_signal if self.config.rollout.resample_zero_groups else None,
+            find_reward_variance=self._find_reward_variance if self.config.rollout.resample_zero_groups else None,
             on_phase=self.on_phase,
         )
         async with producer:
@@ -241,7 +241,7 @@ class Trainer:
     def _compute_staleness(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         version = self.state.policy_version
         max_staleness = self.config.rollout.max_staleness
-        return steps.token_staleness(rollouts, policy_version=version, max_staleness=max_staleness)
+        return steps.compute_token_staleness(rollouts, policy_version=version, max_staleness=max_staleness)
 
     async def _push_weights(self, policy_version: int) -> WeightSyncResult:
         self.on_phase("weight sync")
@@ -304,7 +304,7 @@ class Trainer:
         metrics |= consistency_metrics(
             scored, learned.samples, learned.stats, staleness, objective, tokenizer=self.tokenizer
         )
-        metrics |= fault_recall(self.task, responses)
+        metrics |= compute_fault_recall(self.task, responses)
         metrics |= learned.result.metrics
         metrics |= sync_metrics(synced)
         return metrics
@@ -343,7 +343,7 @@ class Trainer:
         if objective.teacher is not None:
             measured = teacher_metrics(scored, teacher, stats, objective)
             result = replace(result, metrics=result.metrics | measured)
-        kl = steps.step_kl(scored, stats)
+        kl = steps.compute_step_kl(scored, stats)
         seconds = time.monotonic() - started
         return _StepUpdate(samples=samples, stats=stats, kl=kl, kl_coef=kl_coef, result=result, seconds=seconds)
 
@@ -394,10 +394,10 @@ class Trainer:
         finally:
             self._busy_s += time.monotonic() - started
 
-    def _find_signal(self, group: Group) -> Signal:
+    def _find_reward_variance(self, group: Group) -> RewardVariance:
         usable = [(rollout, feedback) for rollout, feedback in group.samples if feedback.usable]
         scored = [self._score(rollout, feedback) for rollout, feedback in usable]
-        return find_signal(scored, self.config.objective, seed=self.config.run.seed)
+        return find_reward_variance(scored, self.config.objective, seed=self.config.run.seed)
 
     def _advance(
         self, step: int, learned: _StepUpdate, scored: Sequence[ScoredRollout], judged: sampling.JudgedStep

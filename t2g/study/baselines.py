@@ -43,9 +43,9 @@ from t2g.loop.sampling import (
     compute_held_out_metrics,
     judge_answer,
     make_sampling,
+    make_training_feedback,
     sample_held_out,
     select_usable,
-    training_feedback,
 )
 from t2g.runs.log import RunLog
 from t2g.runs.progress import show_progress
@@ -245,7 +245,7 @@ async def sample_base(baseline: BaselineRun, num_samples: int, rollouts: Rollout
     if num_samples == 0:
         return samples
     sampling_job = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
-    feedback = training_feedback(job, baseline.feedback)
+    feedback = make_training_feedback(job, baseline.feedback)
     with show_progress(f"{job.run.name}: samples of the base", job.num_steps) as bar:
         async with Producer(sampling_job, baseline.prompts, rollouts, feedback) as producer:
             for step in range(1, job.num_steps + 1):
@@ -262,7 +262,7 @@ async def revise_steps(baseline: BaselineRun, steps: Sequence[JudgedStep], rollo
     place of the reviser's last one.
     """
     job = baseline.job
-    feedback = training_feedback(job, baseline.feedback)
+    feedback = make_training_feedback(job, baseline.feedback)
     num_samples = job.rollout.samples_per_prompt - 1
     revised_steps: list[JudgedStep] = []
     with show_progress(f"{job.run.name}: revisions", job.num_steps) as bar:

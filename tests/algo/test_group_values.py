@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from t2g.algo import gae
 from t2g.algo.advantages import add_local_credit, boundary_lambdas, compare_samples, group_advantages
-from t2g.algo.group_values import constant_groups, position_values, state_values
+from t2g.algo.group_values import find_zero_variance_groups, position_values, state_values
 
 
 def padded(rows: Sequence[Sequence[float]], filler: float) -> torch.Tensor:
@@ -217,10 +217,10 @@ def test_groups_whose_samples_earn_the_same() -> None:
     groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
     returns, _ = gae(padded(rewards, 0.0), torch.zeros_like(mask), mask, 1.0, 1.0)
     # group 1 earns the same in total, but at other tokens; group 2 is a single sample
-    assert constant_groups(returns, mask, groups).tolist() == [True, True, False, False, True, True, True]
+    assert find_zero_variance_groups(returns, mask, groups).tolist() == [True, True, False, False, True, True, True]
     # by state, one state for the whole response, the totals count alone
     states = torch.zeros_like(mask, dtype=torch.long)
-    assert constant_groups(returns, mask, groups, states).all()
+    assert find_zero_variance_groups(returns, mask, groups, states).all()
 
 
 def test_a_sample_that_does_not_reach_a_state_counts_there_with_its_last_return() -> None:
@@ -228,7 +228,7 @@ def test_a_sample_that_does_not_reach_a_state_counts_there_with_its_last_return(
     returns = torch.tensor([[0.0, -1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     states = torch.tensor([[0, 1], [0, 0], [0, 1], [0, 0]])
     groups = torch.tensor([0, 0, 1, 1])
-    assert constant_groups(returns, torch.ones(4, 2), groups, states).tolist() == [False, False, True, True]
+    assert find_zero_variance_groups(returns, torch.ones(4, 2), groups, states).tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("whitening", ["full", "none"])

@@ -641,7 +641,7 @@ def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, 
     ("overrides", "transport"),
     [
         ("", "store"),
-        ("rollout.gpus=1 learner.gpus=2", "nccl"),
+        ("rollout.gpus=2 learner.gpus=1", "nccl"),
         ("rollout.gpus=1", "store"),
         ("rollout.gpus=0.6 learner.gpus=0.4", "store"),
         ("rollout.gpus=1 learner.gpus=1 learner.sync_verify=full", "store"),
@@ -652,6 +652,12 @@ def test_a_job_takes_the_transport_that_its_gpus_are_for(tmp_path: Path, overrid
     job = load(tmp_path, GOOD, *overrides.split())
     assert job.learner.sync_transport == transport
     assert loading.load(PolicyJob, loading.write(job, tmp_path / "run"), environ={}) == job
+
+
+@pytest.mark.parametrize("section", ["learner", "learner.critic_ranks"])
+def test_a_rank_has_one_gpu(tmp_path: Path, section: str) -> None:
+    (error_text,) = refused(tmp_path, GOOD, "rollout.gpus=1", "learner.gpus=1", f"{section}.gpus=4")
+    assert section in error_text and "gpus=4, and a rank uses one GPU" in error_text
 
 
 def test_an_engine_has_at_most_its_share_of_the_memory(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_run_as_a_job() -> None:
     job = submission("policy", config, Path("configs/own/policy.yaml"), overrides)
     assert job.name == "own"
     assert job.entrypoint.startswith("exec python -m jobs.train_policy --config configs/own/policy.yaml model.policy=")
-    assert job.metadata == {RUN_KEY: "own", STOP_WAIT_KEY: "460"}  # 3 calls of 100 s and a minute
+    assert job.metadata == {RUN_KEY: "own", STOP_WAIT_KEY: "460"}  # 4 calls of 100 s and a minute
     assert job.runtime_env(Path("p.zip")) == {
         "working_dir": "p.zip", "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "460"},
     }  # fmt: skip

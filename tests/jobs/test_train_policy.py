@@ -18,7 +18,7 @@ from jobs.train_policy.policy_data import drop_failing_references, read_data, wa
 from jobs.train_policy.policy_job import format_smoke_summary, show_last_response
 from jobs.train_policy.policy_job import run_training as run
 from jobs.train_policy.policy_results import write_summary
-from jobs.train_policy.policy_training import learner_spec
+from jobs.train_policy.policy_training import make_learner_spec
 from t2g.config import DemoJob, PolicyJob, loading, with_overrides
 from t2g.errors import Stopped, UserError
 from t2g.runs import identity
@@ -220,8 +220,8 @@ def test_the_schedule_spans_the_steps_that_it_is_given() -> None:
     job = loading.load(PolicyJob, TINY / "policy.yaml", environ={})
     longer = with_overrides(job, {"num_steps": 30})
     scheduled = with_overrides(longer, {"learner.schedule_steps": job.num_steps})
-    assert [learner_spec(config).num_updates for config in (job, longer, scheduled)] == [10, 30, 10]
-    num_kept = learner_spec(scheduled).num_updates
+    assert [make_learner_spec(config).num_updates for config in (job, longer, scheduled)] == [10, 30, 10]
+    num_kept = make_learner_spec(scheduled).num_updates
     longer_rates = [lr_factor(step, longer.learner.policy, 30) for step in range(30)]
     kept_rates = [lr_factor(step, scheduled.learner.policy, num_kept) for step in range(30)]
     whole = [lr_factor(step, job.learner.policy, 10) for step in range(10)]

@@ -27,7 +27,7 @@ from t2g.interfaces import Aligner, FeedbackSource
 from t2g.loop.annotation import make_turn_samples
 from t2g.loop.sampling import judge_answer
 from t2g.loop.step_metrics import step_metrics
-from t2g.loop.steps import make_train_samples, step_kl, token_staleness
+from t2g.loop.steps import compute_step_kl, compute_token_staleness, make_train_samples
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.text.thinking import NO_ANSWER
 from t2g.types import JudgedResponse, Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TokenStats, TrainSample
@@ -175,7 +175,7 @@ def test_metrics_and_versions_count_sampled_tokens_only() -> None:
     pairs = [score(rollout, seed=i) for i, rollout in enumerate(rollouts)]
     scored = [s for s, _ in pairs]
     stats = [t for _, t in pairs]
-    kl = step_kl(scored, stats)
+    kl = compute_step_kl(scored, stats)
     by_hand = []
     for s, t in pairs:
         gaps = t.old_logprobs - t.ref_logprobs
@@ -188,7 +188,7 @@ def test_metrics_and_versions_count_sampled_tokens_only() -> None:
     assert metrics["response/length_mean"] == 5
     assert metrics["policy/entropy"] == pytest.approx(0.5)
     assert metrics["gap/logprob_mean"] < 10 < POISON
-    staleness = token_staleness(rollouts, policy_version=0, max_staleness=0)
+    staleness = compute_token_staleness(rollouts, policy_version=0, max_staleness=0)
     assert staleness.tolist() == [0] * 10
 
 

@@ -19,20 +19,20 @@ from trainer_bench import NUM_PROMPTS, PER_STEP, Bench, chosen, job
 from t2g.config import PolicyJob, with_overrides
 from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.loop.resampling import (
-    Signal,
+    RewardVariance,
     check_further_prompts,
     match_replacements,
     needs_further_prompt,
     order_further_prompts,
 )
-from t2g.loop.steps import sampling_seed, select_prompts
+from t2g.loop.steps import make_sampling_seed, select_prompts
 from t2g.types import Prompt
 
 NUM_STEPS = 3
 NUM_FURTHER = 4
 SAMPLES = 4  # responses to a prompt
 PATIENCE_S = 20
-SIGNALS: list[Signal] = ["differs", "equal", "none"]
+VARIANCES: list[RewardVariance] = ["nonzero", "zero", "undefined"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def trained(bench: Bench) -> list[list[str]]:
 
 def requested(bench: Bench, step: int) -> list[str]:
     """The prompts that were sampled for a step, in order of the requests."""
-    seed = sampling_seed(1, "train", step)
+    seed = make_sampling_seed(1, "train", step)
     return [prompt_id for prompt_id, own_seed in bench.rollouts.requests if own_seed == seed]
 
 
@@ -96,17 +96,17 @@ def test_further_prompts_are_spread_over_the_data() -> None:
 
 @given(st.data())
 def test_what_is_drawn_does_not_depend_on_the_order_of_judgement(data: st.DataObject) -> None:
-    own_ids = data.draw(st.lists(st.sampled_from(SIGNALS), min_size=1, max_size=6))
-    available = data.draw(st.lists(st.sampled_from(SIGNALS), max_size=6))
+    own_ids = data.draw(st.lists(st.sampled_from(VARIANCES), min_size=1, max_size=6))
+    available = data.draw(st.lists(st.sampled_from(VARIANCES), max_size=6))
     rng = random.Random(data.draw(st.integers(0, 9)))
 
     def count_drawn(*, is_shuffled: bool) -> int:
-        waiting = [(signal, True) for signal in own_ids]
+        waiting = [(variance, True) for variance in own_ids]
         num_drawn = 0
         while waiting:
             index = rng.randrange(len(waiting)) if is_shuffled else 0
-            signal, is_own = waiting.pop(index)
-            if needs_further_prompt(signal, is_own=is_own) and num_drawn < len(available):
+            variance, is_own = waiting.pop(index)
+            if needs_further_prompt(variance, is_own=is_own) and num_drawn < len(available):
                 waiting.append((available[num_drawn], False))
                 num_drawn += 1
         return num_drawn
@@ -114,9 +114,9 @@ def test_what_is_drawn_does_not_depend_on_the_order_of_judgement(data: st.DataOb
     num_drawn = count_drawn(is_shuffled=True)
     assert num_drawn == count_drawn(is_shuffled=False)
     replacements = match_replacements(own_ids, available[:num_drawn])
-    assert len(replacements) == available[:num_drawn].count("differs"), "each useful one is trained on"
-    assert all(own_ids[index] == "equal" for index in replacements)
-    is_complete = len(replacements) == own_ids.count("equal")
+    assert len(replacements) == available[:num_drawn].count("nonzero"), "each useful one is trained on"
+    assert all(own_ids[index] == "zero" for index in replacements)
+    is_complete = len(replacements) == own_ids.count("zero")
     assert is_complete or num_drawn == len(available), "the budget is used up"
 
 
@@ -262,7 +262,7 @@ def test_a_step_ahead_draws_as_well_and_a_restart_keeps_what_it_drew(tokenizer: 
 
 def block_until_answered(bench: Bench, step: int) -> None:
     """Wait, in the learner's thread, until all prompts of a step are sampled."""
-    seed = sampling_seed(1, "train", step)
+    seed = make_sampling_seed(1, "train", step)
     for _ in range(PATIENCE_S * 1000):
         num_answered = sum(own_seed == seed for _, own_seed in [*bench.rollouts.answered])
         if num_answered == PER_STEP + count_draws(step):

@@ -13,7 +13,7 @@ from fakes import FakeRollouts, letter_tokenizer
 from trainer_bench import NUM_STEPS, PER_STEP, Bench, chosen, job
 
 from t2g.errors import RunStopped
-from t2g.loop.steps import sampling_seed
+from t2g.loop.steps import make_sampling_seed
 from t2g.types import Rollout
 
 PATIENCE_S = 20  # of a wait that ends at once unless the code is wrong
@@ -34,7 +34,7 @@ def trained(bench: Bench) -> list[list[str]]:
 
 
 def step_seed(step: int) -> int:
-    return sampling_seed(1, "train", step)
+    return make_sampling_seed(1, "train", step)
 
 
 STEPS = {step_seed(step): step for step in range(1, NUM_STEPS + 1)}

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped
 from t2g.feedback.parse import make_failed_feedback, make_feedback, parse_answer
-from t2g.loop.step_metrics import fault_recall, step_metrics, sync_metrics
-from t2g.loop.steps import make_train_samples, next_kl_coef, sampling_seed, select_prompts, step_kl, token_staleness
+from t2g.loop.step_metrics import compute_fault_recall, step_metrics, sync_metrics
+from t2g.loop.steps import (
+    compute_step_kl,
+    compute_token_staleness,
+    make_sampling_seed,
+    make_train_samples,
+    next_kl_coef,
+    select_prompts,
+)
 from t2g.metrics import CRITERION_FAILED, CRITERION_REWARD
 from t2g.tasks.tiny.task import TinyTask
 from t2g.text.thinking import NO_ANSWER
@@ -45,7 +52,7 @@ def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_out_less_than_a_step
 
 def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
     places = itertools.product(range(3), ("train", "eval"), range(200))
-    seeds = {sampling_seed(seed, split, step) for seed, split, step in places}
+    seeds = {make_sampling_seed(seed, split, step) for seed, split, step in places}
     assert len(seeds) == 3 * 2 * 200
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -86,10 +93,10 @@ def test_each_token_is_as_stale_as_the_updates_since_its_weights() -> None:
     old, mixed = (scored_pair([0.0] * length)[1].rollout for length in (2, 3))
     old = replace(old, policy_versions=((0, 2, 3),))
     mixed = replace(mixed, policy_versions=((0, 1, 4), (1, 3, 5)))
-    assert token_staleness([old, mixed], policy_version=5, max_staleness=2).tolist() == [2, 2, 1, 0, 0]
+    assert compute_token_staleness([old, mixed], policy_version=5, max_staleness=2).tolist() == [2, 2, 1, 0, 0]
     for version, max_staleness in ((5, 1), (4, 2)):  # too old, and newer than the learner
         with pytest.raises(RunStopped, match=rf"at {version}: rollout.max_staleness={max_staleness} forbids"):
-            token_staleness([mixed, old], policy_version=version, max_staleness=max_staleness)
+            compute_token_staleness([mixed, old], policy_version=version, max_staleness=max_staleness)
 
 
 def test_a_weight_sync_tells_all_its_numbers() -> None:
@@ -123,9 +130,9 @@ def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -
     _, scored = scored_pair([1.0, -1.0, 1.0])
     learner_stats = [stats(3, old=-1.0, ref=-1.5)]
     samples = make_train_samples([scored], learner_stats, objective, kl_coef=0.2, seed=1)
-    assert step_kl([scored], learner_stats) == pytest.approx(1.5)
+    assert compute_step_kl([scored], learner_stats) == pytest.approx(1.5)
     _, short = scored_pair([0.0])
-    assert step_kl([scored, short], [*learner_stats, stats(1)]) == pytest.approx(0.75)
+    assert compute_step_kl([scored, short], [*learner_stats, stats(1)]) == pytest.approx(0.75)
     # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
     np.testing.assert_allclose(samples[0].advantages, [0.7, 0.8, 0.9], rtol=1e-6)
 
@@ -144,7 +151,7 @@ def test_a_penalty_in_the_loss_is_not_paid_in_the_reward_as_well(estimator: str)
     samples = make_train_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
     assert samples[0].advantages.tolist() == [1, 1]
     assert samples[0].ref_logprobs.tolist() == [-1.5, -1.5]
-    assert step_kl([scored], [stats(2, ref=-1.5)]) == 1.0  # the controller sees it
+    assert compute_step_kl([scored], [stats(2, ref=-1.5)]) == 1.0  # the controller sees it
 
 
 def test_a_truncated_response_pays_its_penalty_at_its_last_token_in_any_placement() -> None:
@@ -195,14 +202,14 @@ def test_what_the_feedback_sees_of_known_faults() -> None:
         rollout = replace(scored_pair([0.0])[1].rollout, response_text=text)
         pairs.append((prompt, rollout, make("c", good, poor, text, source="s", version="v")))
     silent = make_failed_feedback("failed", source="s", version="v")
-    metrics = fault_recall(TinyTask(), [*pairs, (prompt, pairs[0][1], silent)])
+    metrics = compute_fault_recall(TinyTask(), [*pairs, (prompt, pairs[0][1], silent)])
     assert metrics == {
         "feedback/recall_invented": 0.0,
         "feedback/recall_repeated": 0.5,
         "feedback/recall_wrong": 0.0,
         "feedback/faults_praised": 0.25,
     }
-    assert fault_recall(LetterTask(), pairs) == {} == fault_recall(TinyTask(), [])
+    assert compute_fault_recall(LetterTask(), pairs) == {} == compute_fault_recall(TinyTask(), [])
 
 
 def test_metrics_of_a_function_are_averaged_over_the_responses_that_have_them() -> None:

@@ -28,7 +28,7 @@ from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop.annotation import Annotator, Sample
 from t2g.loop.sampling import judge_answer, measure, shift_spans
-from t2g.loop.step_metrics import fault_recall, step_metrics
+from t2g.loop.step_metrics import compute_fault_recall, step_metrics
 from t2g.loop.steps import check_truncation_penalty, make_train_samples
 from t2g.sandbox import SandboxConfig
 from t2g.study.targeting import THINKING, find_criticised_quotes, label_tokens
@@ -159,7 +159,7 @@ def test_no_span_quote_or_measure_touches_the_thinking(
     task = Measuring()
     prompt = letter_prompts(1)[0]
     feedback = asyncio.run(judge_answer(source, prompt, rollout))
-    recall = fault_recall(task, [JudgedResponse(prompt, rollout, feedback)])
+    recall = compute_fault_recall(task, [JudgedResponse(prompt, rollout, feedback)])
     if is_cut:
         assert rollout.answer_start is None and rollout.is_unfinished
         assert (source.texts, task.texts, feedback.spans, feedback.status) == ([], [], (), "empty")
