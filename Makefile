@@ -28,7 +28,7 @@ help:
 	@echo "make demo      the whole pipeline on the tiny world, three methods, a table and a report (ARGS=\"key=value ...\")"
 	@echo "make real      a real instruct model of 135 M on real texts: critiques, SFT, PPO from a feedback function, a table"
 	@echo "make real-lines   span against scalar on that model, on long and short answers; makes the runs that the results lack"
-	@echo "make real-proof   spans against one number where the model's faults follow rules; hours, and goes on where it stopped"
+	@echo "make real-proof   spans against one number where the model's faults follow rules; 20 hours, goes on where it stopped"
 	@echo "make real-reward  a span reward model of 135 M from a program's critiques, and PPO from it"
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"

@@ -3,7 +3,7 @@
     python -m jobs.deploy submit --config configs/own/policy.yaml run.root=/mnt/runs run.name=own
     python -m jobs.deploy status --run own --root /mnt/runs
     python -m jobs.deploy scale --run own --root /mnt/runs --rollouts 3
-    python -m jobs.deploy stop --run own
+    python -m jobs.deploy stop --address http://127.0.0.1:8265 --run own
 
 submit, stop and doctor speak to the cluster at --address (http://HOST:8265; else that of RAY_ADDRESS, else the one on
 this machine), and send the token where RAY_AUTH_MODE=token. status and scale need only the run's folder.
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.get(command_line[0]) if command_line else None
     # Only a subcommand's own parser finds key=value before and behind options.
     arguments = command.parse_intermixed_args(command_line[1:]) if command else top.parse_args(command_line)
-    interrupted = "interrupted; a job that was submitted goes on"
+    interrupted = "interrupted; a submitted job goes on, unless its stop was requested before"
     return run_to_exit_code(top.prog, lambda: arguments.command(arguments), interrupted)
 
 

@@ -46,7 +46,7 @@ TOP_LEVEL = {
 }
 MAX_LINES = 400
 LATE = {"vllm", "deepspeed"}  # imported inside functions only
-INSIDE_VLLM = {ROOT / "actors" / "vllm_compat" / "plugin.py", ROOT / "actors" / "vllm_compat" / "scheduler.py"}
+INSIDE_VLLM = {ROOT / "actors" / "vllm_compat" / name for name in ("executor.py", "plugin.py", "scheduler.py")}
 RAY_CALLS = re.compile(r"\.remote\(|\bray\.get\(")
 SCHEMAS: dict[str, type[BaseModel]] = {
     "policy": PolicyJob,

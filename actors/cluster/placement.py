@@ -316,11 +316,11 @@ def make_shortage_error(roles: Mapping[str, ProcessConfig], waiting: Sequence[st
     groups = list(placement_group_table().values())
     return UserError(
         f"no place within {timeout_s:g} s for {'; '.join(missing)}. Free: {free}. Waiting: {describe_waiting(groups)}. "
-        "Lower workers, cpus, gpus or memory_gib"
+        "Lower workers, cpus, gpus or memory_gib, or raise cluster.placement_timeout_s where nodes are being added"
     )
 
 
-def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeout_s: float) -> list[int]:
+def order_bundles_by_gpu(group: PlacementGroup, config: ProcessConfig, *, timeout_s: float) -> list[int]:
     """Return the bundles of a ready placement group ordered by node and GPU, so that successive ranks are neighbors.
 
     Only a process in a bundle can see its GPU.
@@ -328,14 +328,14 @@ def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeou
     Raises:
         LearnerLost: A bundle does not answer within timeout_s.
     """
-    nodes: Mapping[int, str] = placement_group_table(place)["bundles_to_node_id"]
+    nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     gpus: Sequence[list[str]] = [[]] * len(nodes)
     if config.gpus and len(nodes) > 1:
         # A function of a module would import that first, for seconds.
         query = ray.remote(lambda: [str(gpu) for gpu in ray.get_gpu_ids()])
         requests: list[Any] = []
         for index in sorted(nodes):
-            options = actor_options(config, place, bundle=index)
+            options = actor_options(config, group, bundle=index)
             requests.append(query.options(**options, max_retries=0).remote())
         gpus = collect(requests, actor_name="placement group bundle", call="the query of its GPU", timeout_s=timeout_s)
     return sorted(nodes, key=lambda bundle: (nodes[bundle], [_gpu_order(gpu) for gpu in gpus[bundle]]))

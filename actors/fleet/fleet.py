@@ -313,7 +313,8 @@ class Fleet:
                 if any(worker.health.reachable for worker in self.serving()):
                     reached_at = now
                 elif now - reached_at > self._replacement_timeout_s:
-                    limit = f"within {self._replacement_timeout_s:g} s"
+                    key = "cluster.placement_timeout_s + start_timeout_s"
+                    limit = f"within {key}={self._replacement_timeout_s:g}"
                     raise RunStopped(f"no {self.role} worker became ready {limit}: {self.describe_workers()}")
             except Exception as error:  # noqa: BLE001 - the waiting request raises it
                 self._admission.refuse(error)
@@ -516,7 +517,9 @@ class Fleet:
         num_left = len(self.started())
         noun = "workers are" if num_left > 1 else "worker is"
         left = f"{num_left or 'no'} {self.role} {noun} left"
-        return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self.describe_workers()}")
+        section = "rollout" if self.role == "rollout" else "feedback.engine"
+        minimum = f"{section}.workers.min={self.config.workers.min}"
+        return RunStopped(f"{left}, {minimum}: {self.describe_workers()}")
 
     def describe_workers(self) -> str:
         """Describe the lost workers with their reasons, and the state of the others."""

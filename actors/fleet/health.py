@@ -83,7 +83,7 @@ def describe_overdue(health: Health, *, now: float, config: EngineConfig) -> str
     """Return why a worker is too long in its state, "" if it is not. Waiting for a placement is not counted here."""
     waited = now - health.since
     if health.state is State.STARTING and waited > config.start_timeout_s:
-        return f"did not start within {config.start_timeout_s:g} s"
+        return f"did not start within start_timeout_s={config.start_timeout_s:g}"
     if health.state is State.DRAINING and waited > config.deadline_s:
         return f"did not finish its requests within {config.deadline_s:g} s"
     return ""

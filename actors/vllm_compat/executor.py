@@ -7,7 +7,9 @@ from uuid import uuid4
 import cloudpickle
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-DRAIN_S = 60.0  # longer than a worker waits for a broadcast that does not arrive (transports.STALL_S)
+from actors.vllm_compat.transports import CONNECT_S, STALL_S
+
+DRAIN_S = STALL_S + CONNECT_S + 30  # longer than a worker waits at the rendezvous and for NCCL
 
 
 class DrainingExecutor(MultiprocExecutor):
@@ -15,7 +17,7 @@ class DrainingExecutor(MultiprocExecutor):
 
     Its `collective_rpc` raises at the first worker that failed, and leaves the replies of the workers after it in their
     queues. The next call would take these for its own (vLLM issue 58242): after one failed weight update every further
-    one would fail.
+    one would fail. After a call that timed out nothing is read: its worker may still be at it.
     """
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:

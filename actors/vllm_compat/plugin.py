@@ -273,10 +273,11 @@ class NcclBroadcastEngine(ManifestTransferEngine, NCCLWeightTransferEngine):
         group = self.model_update_group
         if group is None:
             raise RuntimeError("the engine has no group to receive weights in")
-        with abort_when_stalled(group):
-            NCCLWeightTransferEngine.receive_weights(self, info)
-        if group.disabled:  # the loaded bytes are not weights
-            raise RuntimeError(f"the broadcast of bucket {bucket.index} of version {bucket.version} was aborted")
+        try:
+            with abort_when_stalled(group):
+                NCCLWeightTransferEngine.receive_weights(self, info)
+        except RuntimeError as error:  # the loaded bytes are not weights
+            raise RuntimeError(f"bucket {bucket.index} of version {bucket.version}: {error}") from error
 
 
 class IpcSharedEngine(ManifestTransferEngine, IPCWeightTransferEngine):

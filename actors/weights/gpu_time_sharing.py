@@ -79,9 +79,15 @@ class FleetGpuTimeSharing:
     async def _exchange_gpus(self, user: GpuUser) -> None:
         should_sleep = user == "learner"
         await self._fleet.replace_unreachable()
-        switches = [self._switch(worker, should_sleep) for worker in self._fleet.started()]
+        workers = self._fleet.started()
+        switches = [self._switch(worker, should_sleep) for worker in workers]
         errors = await asyncio.gather(*switches)
-        failures = [error for error in errors if error]
+        if any(errors):
+            await self._fleet.replace_unreachable()
+            await asyncio.sleep(self.release_s)
+        # An engine that died has a successor once the engines have the GPUs.
+        remaining = self._fleet.started()
+        failures = [error for worker, error in zip(workers, errors, strict=True) if error and worker in remaining]
         if failures:
             raise RunStopped(f"engines and ranks cannot share their GPUs: {'; '.join(failures)}")
         if user == "learner" and self.learner is not None:
@@ -89,7 +95,7 @@ class FleetGpuTimeSharing:
         self._fleet.gpu_user = user
 
     async def _switch(self, worker: SyncWorker, should_sleep: bool) -> str:
-        """Have one engine sleep or wake up; return what failed, "" if nothing or if the engine died."""
+        """Have one engine sleep or wake up; return what failed, "" if nothing."""
         what = "its sleep" if should_sleep else "its wake-up"
 
         def submit(handle: Any) -> Any:
@@ -101,9 +107,7 @@ class FleetGpuTimeSharing:
             request = self._fleet.request(worker, submit, what)
             await asyncio.wait_for(request, self._timeout_s)
         except MissedSync as error:
-            if worker in self._fleet.started():
-                return f"{worker.name} {error}"
-            await asyncio.sleep(self.release_s)  # it died; its successor starts once the engines have the GPUs
+            return f"{worker.name} {error}"
         except TimeoutError:
             return f"{worker.name} timed out: {what} took more than {self._timeout_s:g} s"
         return ""

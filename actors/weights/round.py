@@ -25,6 +25,7 @@ from t2g.interfaces import GpuUser
 MAX_BUCKETS_IN_FLIGHT = 2  # per worker: one is copied while the engine core loads the other
 GRACE_S = 30.0  # minimum time for the other workers after the first answer
 GRACE_RATIO = 3.0  # times the duration of the first answer, if that is longer
+JOIN_GRACE_S = 160.0  # as GRACE_S, for the rendezvous: longer than NCCL has to connect (vllm_compat.transports)
 
 
 class WeightSource(Protocol):
@@ -262,7 +263,7 @@ class Round:
         def join_group(worker: Any) -> Any:
             return worker.join_group.remote(self.id, rendezvous, ranks[worker])
 
-        joining = self._call_all(join_group, "the rendezvous with the learner")
+        joining = self._call_all(join_group, "the rendezvous with the learner", grace_s=JOIN_GRACE_S)
         return rendezvous, [asyncio.ensure_future(joining)]
 
     async def _learner_logprobs(self) -> np.ndarray:
@@ -338,12 +339,12 @@ class Round:
         return largest, answers
 
     async def _call_all(
-        self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf
+        self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf, grace_s: float = GRACE_S
     ) -> list[tuple[SyncWorker, Any]]:
         """Call submit(handle) on all workers; return the answers, and drop the workers without one.
 
         The timeout is the round's deadline and at most timeout_s. After the first answer, or the first refusal in a
-        broadcast, the other workers have `compute_grace_s` seconds.
+        broadcast, the other workers have `compute_grace_s` seconds, at least grace_s.
         """
         started = time.monotonic()
         until = min(self.deadline, started + timeout_s)
@@ -370,7 +371,7 @@ class Round:
                         self._drop(worker, str(error))
                 if answers or self._broadcasts:
                     took_s = time.monotonic() - started
-                    until = min(until, started + took_s + compute_grace_s(took_s))
+                    until = min(until, started + took_s + compute_grace_s(took_s, grace_s))
             for task in pending:
                 took_s = time.monotonic() - started
                 reason = f"timed out: {what} took more than {took_s:.1f} s"
@@ -397,6 +398,6 @@ class Round:
         self.version.missed[worker.name] = reason
 
 
-def compute_grace_s(first_s: float) -> float:
-    """Return the seconds that the other workers have after the first one answered in first_s."""
-    return max(GRACE_S, GRACE_RATIO * first_s)
+def compute_grace_s(first_s: float, grace_s: float = GRACE_S) -> float:
+    """Return the seconds that the other workers have after the first one answered in first_s, at least grace_s."""
+    return max(grace_s, GRACE_RATIO * first_s)

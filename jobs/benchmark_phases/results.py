@@ -31,6 +31,7 @@ class BenchmarkResults:
         if config.run.resume != "never":
             earlier_results = identity.load_result(self._folder, run_identity, FILE)
         if earlier_results is None:
+            (self._folder / FILE).unlink(missing_ok=True)  # else the next start would take its phases over
             identity.save_identity(self._folder, run_identity)
         self.phases: dict[str, Any] = earlier_results["phases"] if earlier_results else {}
 

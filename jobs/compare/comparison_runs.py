@@ -129,7 +129,7 @@ class Session:
             self.run(name, method_job, data=self.search_data)
             run = self.results.find(method_job, **identity_extras) or load_run(method_job)
         except Diverged as error:
-            logger.warning("%s diverged: %s", folder, error)
+            logger.warning("a run of the rate search diverged: %s", error)
             write_json(reason_file, {"reason": str(error)})  # the next start does not make it again
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             return None

@@ -23,8 +23,9 @@ from t2g.study.tables import NOTHING, markdown, spread, t_interval
 
 LEGEND = """\
 Seeds {seeds}; ± is half the 95 % t interval over them. Scores are held-out ones. At equal KL: where each run first has
-moved as far as both ever do, linear between evaluations. Δ log p, nats a token, and criticism that recurs: in held-out
-responses of the start, defined in `t2g.study.targeting`. Right choices: the share of `compare.choices`."""
+moved as far as both ever do, linear between evaluations. Δ log p is in nats a token. That of criticised, praised and
+unmentioned tokens, and criticism that recurs, are of held-out responses of the start (`t2g.study.targeting`). Right
+choices: the share of `compare.choices`."""
 LABELS = {  # by key of RunCurve.targeting
     "criticised": "Δ log p of criticised tokens",
     "praised": "Δ log p of praised tokens",

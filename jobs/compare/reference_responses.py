@@ -30,7 +30,7 @@ from t2g.study.retention import measure_retention, read_texts
 from t2g.types import JudgedResponse
 
 
-class Measured(NamedTuple):
+class PolicyMeasures(NamedTuple):
     """What a learner with trained weights measures."""
 
     logprobs: list[np.ndarray]  # each reference response's tokens, [R] float32
@@ -101,7 +101,7 @@ class ReferenceResponses:
             rollouts = fleets.rollouts(exported.model, exported.rollout, exported)
             self._write(method_job, measured, rollouts, feedback)
 
-    def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> Measured:
+    def _compute_logprobs(self, learner: LearnerGroup, *, has_reference: bool) -> PolicyMeasures:
         """Return the log-probabilities of the reference responses, and what the policy retains."""
         responses = [response.rollout for response in self.responses]
         logprobs = [stats.old_logprobs for stats in learner.forward(responses, ["old_logprobs"])]
@@ -119,10 +119,10 @@ class ReferenceResponses:
             if has_reference:
                 reference_accuracy = choice_accuracy(self._questions, [stats.ref_logprobs for stats in scored])
                 figures["choices_change"] = figures["choices"] - reference_accuracy
-        return Measured(logprobs, figures)
+        return PolicyMeasures(logprobs, figures)
 
     def _write(
-        self, method_job: PolicyJob, measured: Measured, rollouts: RolloutFleet, feedback: FeedbackSource
+        self, method_job: PolicyJob, measured: PolicyMeasures, rollouts: RolloutFleet, feedback: FeedbackSource
     ) -> None:
         source = self._source(rollouts)
         measuring = targeting.measure(

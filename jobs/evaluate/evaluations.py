@@ -39,9 +39,10 @@ def measure_teacher(config: PolicyJob, data: Any) -> dict[str, Any]:
 
     with sole_process(config.run.folder):
         folder = begin_folder(config)
+        stop = install_stop_flag()
         with prepare_job(config, data) as checked, Fleets() as fleets:
             rollouts, source = fleets.for_policy(config, checked.task)
-            result = evaluate_teacher(config, checked, rollouts, source)
+            result = evaluate_teacher(config, checked, rollouts, source, lambda: bool(stop))
         write_json(folder / TEACHER_FILE, result)
     print(format_result(result))
     print_outputs(numbers=folder / TEACHER_FILE)

@@ -77,10 +77,7 @@ def run_baseline(
         train_on = train_pairs if procedure == "dpo" else train_examples
         baseline = BaselineRun(
             job=job,
-            task=data.task,
-            tokenizer=data.tokenizer,
-            prompts=data.prompts,
-            eval_prompts=data.eval_prompts,
+            **data.trainer_inputs,
             feedback=journaled,
             reviser=revising,
             reviser_tokenizer=reviser_tokenizer,

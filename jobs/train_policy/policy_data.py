@@ -37,6 +37,12 @@ class PolicyData:
     environment: Environment | None = None
     read_calls: ReadCalls | None = None  # reads the calls of the environment's tools; None: it has none
 
+    @property
+    def trainer_inputs(self) -> dict[str, Any]:
+        """Return the fields that a trainer takes."""
+        conversation_fields = ("environment", "read_calls")
+        return {name: value for name, value in vars(self).items() if name not in conversation_fields}
+
 
 def read_data(config: PolicyJob, methods: Sequence[PolicyJob] = ()) -> PolicyData:
     """Return the task, the tokenizer, the prompts and the held-out prompts.

@@ -118,14 +118,19 @@ class PolicyTraining:
             if gpu_sharing is not None:
                 gpu_sharing.attach_learner(learner, sync.sending)
             progress = StepProgress(config, steering)
+            callbacks: dict[str, Any] = {
+                "stop": self._should_stop,
+                "on_step": progress.on_step,
+                "on_phase": progress.on_phase,
+                "on_checkpoint": journaled.start_file,
+                "extra_metrics": steering.metrics,
+            }
             rollout_source = make_rollout_source(config, self.data, rollouts)
             checkpoints = open_checkpoints(config)
             trainer = Trainer(
                 config=config,
-                task=self.data.task,
-                tokenizer=self.data.tokenizer,
-                prompts=self.data.prompts,
-                eval_prompts=self.data.eval_prompts,
+                **self.data.trainer_inputs,
+                **callbacks,
                 rollouts=rollout_source,
                 feedback=journaled,
                 learner=learner,
@@ -133,11 +138,6 @@ class PolicyTraining:
                 log=log,
                 checkpoints=checkpoints,
                 identity=run_identity,
-                stop=self._should_stop,
-                on_step=progress.on_step,
-                on_phase=progress.on_phase,
-                on_checkpoint=journaled.start_file,
-                extra_metrics=steering.metrics,
                 gpu_time_sharing=gpu_sharing,
                 lost_at=lost_at,
             )
@@ -193,6 +193,7 @@ class RestartBudget:
             Stopped: `stop` was set.
         """
         if self._stop:
+            logger.warning("%s; the run was asked to stop, and the learner is not restarted", lost)
             raise Stopped
         config = self._config
         now = time.monotonic()

@@ -297,7 +297,7 @@ class RoleConfig(ProcessConfig):
     workers: int = Field(1, ge=1, description="ranks of this role")
 
     def check_rank_gpus(self) -> None:
-        """Raise ValueError if a rank has several GPUs, or a GPU two ranks."""
+        """Raise ValueError if a rank has several GPUs, or if two ranks share one."""
         if self.gpus > 1:
             raise ValueError(f"got gpus={self.gpus:g}, and a rank uses one GPU; take gpus=1 and more workers")
         if self.workers > 1 and 0 < self.gpus <= 0.5:

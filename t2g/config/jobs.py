@@ -43,7 +43,7 @@ MODEL = "model"
 JOURNAL_FILE = "journal.jsonl"
 EVALUATION_FILE = "evaluation.json"
 
-CALLS_TO_FINISH = 4  # calls of the learner after a stop request: update, sync, export of the best policy, checkpoint
+CALLS_TO_FINISH = 4  # long calls of the learner after a stop request: update, sync, export of the policy, checkpoint
 
 
 class PolicyJob(SyncedJob, JobConfig):

@@ -15,13 +15,22 @@ IMPORT_PATH = re.compile(r"(?!metric:)([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 
 
 def image_warnings(config: JobConfig, config_path: Path) -> Iterator[str]:
-    """Yield a warning if the image lacks the config file, and one for each function or class in a module that it lacks.
+    """Yield a warning for the config file, each tracker, the mirror, and each function or class that the image lacks.
 
     Args:
         config_path: Relative to the working directory of the image, or absolute on the volume.
     """
     if not config_path.is_absolute() and config_path.parts[0] != CONFIGS:
         yield f"--config is {config_path}: t2g's image has only {CONFIGS}/; --image needs one with it in {HOME}"
+    for name in config.log_options.trackers:
+        if name not in ("tensorboard", "wandb"):
+            yield f"log.trackers has {name}: t2g's image lacks its package; --image needs one with it"
+    mirror = config.run.mirror
+    if mirror and "://" in mirror and not mirror.startswith("file://"):
+        yield (
+            f"run.mirror is {mirror}: t2g's image lacks its package, and the pods have no credentials for it; --image "
+            "needs one with the package, and the head the credentials (kustomization.yaml)"
+        )
     for key, text in _find_texts(config.model_dump(mode="json")):
         is_code = key.rpartition(".")[2] in CODE_FIELDS
         match = IMPORT_PATH.fullmatch(text) if is_code else None

@@ -144,10 +144,11 @@ def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
     yield f"The token comes from the Secret {SECRETS['token']} (key auth_token), which must be there first."
     keys = keys_of(config)
     if keys:
-        yield f"So does the Secret {SECRETS['driver']}, with {', '.join(keys)}."
+        yield f"The Secret {SECRETS['driver']} must be there too, with {', '.join(keys)}."
     yield (
-        f"To end it: python -m jobs.deploy stop --run {config.run.name}, which waits for a checkpoint, then "
-        "kubectl delete -f of this file. The claim, of a file of its own (--target claim), stays."
+        f"To end it: python -m jobs.deploy stop --address http://127.0.0.1:8265 --run {config.run.name} (with kubectl "
+        "port-forward to the head's service), which waits for a checkpoint, then kubectl delete -f of this file. The "
+        "claim, of a file of its own (--target claim), stays."
     )
 
 

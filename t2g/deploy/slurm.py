@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from t2g.config import JobConfig
 from t2g.config.validation_errors import format_value
-from t2g.deploy.manifests import HEAD_STORE_GIB, keys_of, resource_name
+from t2g.deploy.manifests import HEAD_STORE_GIB, resource_name
 from t2g.deploy.pods import PodGroup, pod_groups
 from t2g.deploy.submission import submission
 from t2g.errors import UserError
@@ -84,7 +84,8 @@ def render_slurm(
     signal_s = min(job.stop_wait_s + STOP_MARGIN_S, MAX_SIGNAL_S)
     num_nodes = sum(component.nodes for component in components)
     submitted = shlex.join(["--config", config_path, *overrides])
-    job_values = {"job_kind": job_kind, "submitted": submitted, "keys": keys_of(config), "signal_s": signal_s}
+    keys = list(dict.fromkeys(server.key_env for server in config.servers()))  # wandb has a login of its own
+    job_values = {"job_kind": job_kind, "submitted": submitted, "keys": keys, "signal_s": signal_s}
     run_name = config.run.name
     status = shlex.quote(str(config.run.folder / STATUS_FILE))
     names = {"name": resource_name(run_name), "run": shlex.quote(run_name), "status": status}

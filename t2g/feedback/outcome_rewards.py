@@ -1,6 +1,7 @@
 """Outcome rewards: numbers for whole responses, which are paid at the last token (`objective.outcome_rewards`)."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ UNSUPPORTED = "unsupported"  # metric of a task: 1 for a response that cannot be
 ARGUMENTS = ("prompts", "completions", "completion_ids")  # a reward function gets them before the records' fields
 LARGEST = float(np.finfo(np.float32).max)
 MEASURE_TIMEOUT_S = 3600.0  # longer than a measure waits until the programs of all other responses have run
+
+logger = logging.getLogger(__name__)
 
 Sample = tuple[Rollout, SpanFeedback]
 Numbers = Sequence[float | FunctionFailed | None]  # one for each response to a prompt; None: the source does not apply
@@ -242,6 +245,7 @@ async def measure(
     if isinstance(metrics, UserError | RunStopped):
         raise metrics
     if isinstance(metrics, BaseException):
+        logger.error("task %s: measure raised an error, for prompt %s", task.name, prompt.prompt_id, exc_info=metrics)
         reason = describe_error(metrics)
         raise RunStopped(f"task {task.name}: measure raised {reason}, for prompt {prompt.prompt_id}") from metrics
     if not metrics or task.score_name not in metrics:

@@ -1,8 +1,8 @@
 """Sample and judge the responses of coming steps concurrently, and hand them out step by step.
 
 The prompts and seeds of a step depend on (run.seed, step) only. So every run trains on the same prompts in the same
-steps, each at most once per epoch, in whatever order responses arrive. With `rollout.resample_zero_groups` a step draws
-further prompts while its groups are judged, see `t2g.loop.resampling`.
+steps, in whatever order responses arrive. With `rollout.resample_zero_groups` a step draws further prompts while its
+groups are judged, see `t2g.loop.resampling`.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ RewardVariance = Literal["nonzero", "zero", "undefined"]
 
 @dataclass(frozen=True, kw_only=True)
 class FilteredGroups:
-    """The judged groups of a step that are not trained on: zero-variance groups, and further ones with one sample."""
+    """The judged groups of a step that are not trained on: zero-variance groups, and further ones of one sample."""
 
     responses: tuple[JudgedResponse, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)  # prompt_id -> why

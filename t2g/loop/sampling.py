@@ -52,6 +52,10 @@ class JudgedStep:
         """Return all responses that were sampled for the step."""
         return self.responses + self.filtered.responses
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(int(response.rollout.policy_mask.sum()) for response in self.all_responses)
+
 
 def make_sampling(config: PolicyJob | PolicyEvaluationJob, split: str, step: int, *, num_samples: int) -> Sampling:
     """Return the sampling parameters of a step."""

@@ -95,7 +95,12 @@ def compute_token_staleness(rollouts: Sequence[Rollout], *, policy_version: int,
 
 
 def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
-    """Raise Diverged for the first number that is not finite, with its step, prompt, sample and token."""
+    """Raise for the first number that is not finite, with its step, prompt, sample and token.
+
+    Raises:
+        RunStopped: A reward is not finite.
+        Diverged: The learner or an engine computed the number: its weights must not be saved.
+    """
     for response, token_stats in zip(scored, stats, strict=True):
         rollout = response.rollout
         not_last = np.zeros_like(response.token_rewards[1:])
@@ -110,10 +115,11 @@ def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[Tok
             if bad.size == 0:
                 continue
             token = bad[0]
-            raise Diverged(
-                f"step {step}: prompt {rollout.prompt_id}, sample {rollout.sample_index}: the {name} of token "
-                f"{token} is {values[token]}; the last checkpoint is kept"
-            )
+            sample = f"step {step}: prompt {rollout.prompt_id}, sample {rollout.sample_index}"
+            message = f"{sample}: the {name} of token {token} is {values[token]}"
+            if name.endswith("reward"):
+                raise RunStopped(message)
+            raise Diverged(f"{message}; the last checkpoint is kept")
 
 
 def make_train_samples(

@@ -137,9 +137,9 @@ class Trainer:
         """Run steps until `num_steps` or until `stop()`, and write a checkpoint of the last finished step.
 
         After RunStopped, UserError or a cancellation a checkpoint keeps the finished steps, too. There is none after
-        LearnerLost or RankFailed, nor between the beginning of an update and the end of its step, when the learner is
-        at no finished step. If another coroutine sees the loss first and cancels this one, the call of the lost learner
-        fails at once.
+        LearnerLost, RankFailed or Diverged, nor between the beginning of an update and the end of its step, when the
+        learner is at no finished step. If another coroutine sees the loss first and cancels this one, the call of the
+        lost learner fails at once.
 
         Raises:
             RunStopped, UserError: The run must not continue.
@@ -219,7 +219,6 @@ class Trainer:
         metrics |= await self.extra_metrics()
         metrics |= sample_metrics(judged, staleness, self.config.rollout)
         step_s = time.monotonic() - started
-        num_sampled = sum(int(response.rollout.policy_mask.sum()) for response in judged.all_responses)
         busy_share = (self._busy_s + synced.seconds) / step_s
         metrics |= {
             m.SAMPLES: float(self.state.num_samples),
@@ -229,7 +228,7 @@ class Trainer:
         metrics |= {
             m.LEARN_S: learned.seconds,
             m.STEP_S: step_s,
-            m.SPEED: num_sampled / step_s,
+            m.SPEED: judged.num_sampled_tokens / step_s,
         }
         try:
             if self._is_evaluated(step):

@@ -205,14 +205,17 @@ def _read_run(folder: Path) -> _Run:
 
 
 def _read_summary(path: Path, last_step: Step) -> dict[str, Any]:
-    """Return the summary of a run, or the progress of a run that has not finished."""
+    """Return the summary of a run, or the progress of a run that has not finished, or was extended since."""
+    samples = last_step.get(m.SAMPLES) or 0
+    progress = {"steps": last_step[m.STEP], "samples": int(samples)}
     if not path.exists():
-        samples = last_step.get(m.SAMPLES) or 0
-        return {"steps": last_step[m.STEP], "samples": int(samples)}
+        return progress
     try:
-        return _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
+        summary = _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise UserError(f"{path} is not the summary of a run ({format_first_error(error)})") from error
+    is_extended = summary.get("steps", last_step[m.STEP]) < last_step[m.STEP]
+    return progress if is_extended else summary
 
 
 def read_samples(path: Path) -> list[LoggedSample]:

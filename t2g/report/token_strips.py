@@ -14,6 +14,7 @@ from t2g.text.segments import printable
 LEVELS = 4  # color levels for positive values, and as many for negative values
 MAX_STRIPS = 6
 MAX_TOKENS = 400
+LEAST_LOGGED_RATIO = 1e-5  # samples.jsonl has five decimals: a smaller ratio is logged as 0
 LEAST_RATIO = 0.05  # nats; smaller log ratios are rounding errors and must not get a strong color
 NAMES = ("reward", "advantage", "ratio")
 
@@ -30,7 +31,7 @@ class LoggedSample(SampleRecord):
     @property
     def columns(self) -> tuple[Sequence[float], ...]:
         """Return rewards, advantages and log ratios, in the order of NAMES."""
-        logs = [math.log(ratio) if ratio > 0 else 0.0 for ratio in self.token_ratios]
+        logs = [math.log(max(ratio, LEAST_LOGGED_RATIO)) for ratio in self.token_ratios]
         return self.token_rewards, self.token_advantages, logs
 
 

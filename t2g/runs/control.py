@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -204,7 +204,9 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
         with _status_lock:
             with suppress(UserError):  # no status yet
                 status = read_status(folder)
-            changes = {"phase": phase, "reason": reason, "updated": now()}
+            changes: dict[str, Any] = {"phase": phase, "reason": reason, "num_steps": num_steps, "updated": now()}
+            if phase == "starting":
+                changes |= {"fleets": (), "idle": {}}  # those of an earlier process have ended
             write_status(folder, status.model_copy(update=changes))
 
     publish("starting")

@@ -159,8 +159,7 @@ class Mirror:
         An incomplete checkpoint is left to `CheckpointStore`, which takes the one before it.
         """
         staging = self.folder / RESTORING
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+        staging.mkdir(parents=True, exist_ok=True)  # MOVING, of an interrupted restore, stays until its end
         verified: list[str] = []
         for path, entry in manifest.files.items():
             if not _is_inside(path):
@@ -185,6 +184,7 @@ class Mirror:
                 link = self.folder / path
                 link.unlink(missing_ok=True)
                 link.symlink_to(linked)
+        manifest.files = {path: manifest.files[path] for path in verified}  # others are uploaded again
         shutil.rmtree(staging)
 
     def _download(self, path: str, entry: MirroredFile, target: Path) -> bool:
@@ -214,9 +214,7 @@ class Mirror:
             Exception: The file system or the disk failed. The manifest of the last copy stays valid.
         """
         self.copied_checkpoints = self.list_checkpoints()
-        current = self._read_manifest()
-        if current is not None and current.session not in self._sessions:
-            raise TakenOver(f"another process copies to {self.url}, so this one stops copying")
+        self._check_session()
         if self._present is None:
             self._present = self._list_objects()
         try:
@@ -224,6 +222,12 @@ class Mirror:
             self._copy_snapshot(snapshot)
         finally:
             shutil.rmtree(self.folder / STAGING, ignore_errors=True)
+
+    def _check_session(self) -> None:
+        """Raise TakenOver if another process has opened the mirror since."""
+        current = self._read_manifest()
+        if current is not None and current.session not in self._sessions:
+            raise TakenOver(f"another process copies to {self.url}, so this one stops copying")
 
     def _copy_snapshot(self, snapshot: Snapshot) -> None:
         assert self._present is not None
@@ -238,6 +242,7 @@ class Mirror:
                 whole.add(name)
             files[source.path] = entry
         manifest = Manifest(session=self._session, files=files, links=snapshot.links)
+        self._check_session()  # again: the uploads may have taken minutes
         if manifest != self._manifest:
             self._write_manifest(manifest)
         self._publish(manifest)

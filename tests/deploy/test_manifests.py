@@ -297,14 +297,16 @@ def test_the_drivers_secrets_come_from_one_secret() -> None:
         assert env[name] == {"name": name, "valueFrom": {"secretKeyRef": {"name": "t2g-keys", "key": name}}}
         assert all(name not in json.dumps(pod) for pod in workers), "only the driver asks"
     text = render_manifests(config, config_path="c.yaml", target="rayjob", cpu=True)
-    assert "t2g-keys, with TEAM_KEY, WANDB_API_KEY" in text.splitlines()[2]
+    assert "t2g-keys must be there too, with TEAM_KEY, WANDB_API_KEY" in text.splitlines()[2]
 
 
 def test_an_empty_node_takes_no_driver_and_no_rank() -> None:
     _, budget, main = yaml.safe_load_all((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))
     (chosen,) = budget["spec"]["selector"]["matchExpressions"]
     groups = [group["groupName"] for group in cluster_spec(main)["workerGroupSpecs"]]
-    assert budget["spec"]["maxUnavailable"] == 0 and chosen["key"] == "ray.io/group"
+    (learner,) = [group for group in cluster_spec(main)["workerGroupSpecs"] if group["groupName"] == "learner"]
+    assert budget["spec"]["minAvailable"] == 1 + learner["maxReplicas"]  # the head as well
+    assert chosen["key"] == "ray.io/group"
     assert [name for name in groups if name in chosen["values"]] == ["learner"]
     assert "headgroup" in chosen["values"]
     assert budget["spec"]["selector"]["matchLabels"] == {"t2g/cluster": main["metadata"]["name"]}

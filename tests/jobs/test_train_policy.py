@@ -91,7 +91,7 @@ def test_the_policy_is_on_the_disk_before_the_summary_that_declares_the_run_fini
 
 def test_a_smoke_run_of_a_function_that_quotes_nothing_says_so(tmp_path: Path) -> None:
     job, summary = summary_of(tmp_path, LINES)
-    sentence = "no token of these responses was labelled: feedback.source=my_pkg.feedback:judge quoted nothing"
+    sentence = "neutral: feedback.source=my_pkg.feedback:judge gave no span with a reward"
     assert sentence in format_smoke_summary(job, summary)
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from trainer_bench import Bench, job
 
 from t2g.config import ObjectiveConfig, PolicyJob, with_overrides
-from t2g.errors import Diverged
+from t2g.errors import RunStopped
 from t2g.feedback.parse import make_feedback
 from t2g.feedback.sources.combined import make_source
 from t2g.feedback.sources.make import make_local_source
@@ -154,7 +154,7 @@ def test_a_number_that_is_nan_stops_the_run_with_a_sentence() -> None:
     scored = replace(draw_step()[0], outcome_reward=float("nan"))
     zeros = np.zeros(len(scored.token_rewards), np.float32)
     stats = TokenStats(old_logprobs=zeros, ref_logprobs=zeros, values=zeros, entropy=zeros)
-    with pytest.raises(Diverged, match="step 3: prompt p0, sample 0: the outcome reward of token"):
+    with pytest.raises(RunStopped, match="step 3: prompt p0, sample 0: the outcome reward of token"):
         check_finite(3, [scored], [stats])
 
 

@@ -219,7 +219,7 @@ def test_numbers_that_are_not_finite_stop_a_run_and_its_last_checkpoint_stays(to
     def fail_in_step_4(rollouts: Any) -> Any:
         stats = forward(rollouts)
         if bench.trainer.state.step == 3:
-            stats[0] = replace(stats[0], ref_logprobs=np.full_like(stats[0].ref_logprobs, np.nan))
+            stats[0] = replace(stats[0], old_logprobs=np.full_like(stats[0].old_logprobs, np.nan))
         return stats
 
     bench.learner.forward = fail_in_step_4

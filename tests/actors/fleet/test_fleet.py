@@ -331,9 +331,7 @@ def test_workers_whose_learner_is_lost_again_and_again_get_no_requests_and_live(
     assert first.health.reason == "missed a weight sync (the transfer was aborted: learner rank 1 died)"
 
 
-def test_an_unreachable_worker_is_replaced_when_gpus_change_hands(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_worker_is_replaced_in_a_gpu_switch(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "RELEASE_S", 0.01)
     first, second = fleet.serving()
     fleet.record_failure(first, ActorUnavailableError("no route", b"\0" * 16))
@@ -610,7 +608,7 @@ def test_a_run_without_serving_workers_stops_and_names_them(begin: Callable[...,
     fleet._replacement_timeout_s = 2.0
     for worker in fleet.serving():
         fleet.record_missed_sync(worker, "was behind")
-    with pytest.raises(RunStopped, match=r"^no test worker became ready within 2 s: test worker 0 is stale; test wor"):
+    with pytest.raises(RunStopped, match=r"^no test worker became ready within .*=2: test worker 0 is stale; test wor"):
         asyncio.run(work(fleet))
 
 

@@ -109,7 +109,7 @@ def test_a_missed_deadline_is_reported() -> None:
     config = EngineConfig(start_timeout_s=10, request_timeout_s=5)
     starting = Health(since=100)
     assert describe_overdue(starting, now=110, config=config) == ""
-    assert describe_overdue(starting, now=110.5, config=config) == "did not start within 10 s"
+    assert describe_overdue(starting, now=110.5, config=config) == "did not start within start_timeout_s=10"
     draining = life("started", "weights_verified", "dismissed")[-1]
     assert describe_overdue(draining, now=8, config=config) == ""
     assert describe_overdue(draining, now=8.5, config=config) == "did not finish its requests within 5 s"

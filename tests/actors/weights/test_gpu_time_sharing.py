@@ -130,7 +130,7 @@ def test_an_engine_that_dies_in_the_switch_does_not_stop_the_run(dies_at: str) -
     sharing.release_s = 0
     take(sharing, "learner", "engines")
     assert [event for event in log if event.startswith("w0")] == ["w0 sleep", "w0 wake"]
-    assert fleet.gpu_user == "engines" and fleet.started() != [dying]
+    assert fleet.gpu_user == "engines" and dying not in fleet.started()
 
 
 def test_after_an_engine_that_does_not_sleep_the_engines_still_have_the_gpus() -> None:
