@@ -251,6 +251,14 @@ def test_a_restore_that_dies_is_made_again(tmp_path: Path, memory_url: str, monk
         with pytest.raises(Killed):
             Mirror(folder, memory_url).open()
     assert 0 < len([path for path in folder.glob("checkpoints/*/*") if path.is_file()]) < len(tree)
+
+    def die_in_download(*_: Any) -> bool:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_download", die_in_download)
+        with pytest.raises(Killed):
+            Mirror(folder, memory_url).open()
     Mirror(folder, memory_url).open()
     assert read_tree(folder) == tree
 
@@ -286,6 +294,51 @@ def test_damaged_objects_are_never_taken(
     with pytest.raises(UserError, match=r"metrics\.jsonl is missing or damaged"):
         Mirror(folder, memory_url).open()
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_damaged_object_is_uploaded_again(tmp_path: Path, memory_url: str) -> None:
+    """A step that is repeated bit for bit writes the file that the mirror lost."""
+    folder = tmp_path / "run"
+    store = make_run(folder)
+    go_on(folder, store, 4)
+    mirror = copy_once(folder, memory_url)
+    path = "checkpoints/step-00000004/weights"
+    entry = read_manifest(mirror).files[path]
+    mirror._filesystem.pipe_file(f"{mirror._root}/{entry.name_object(path)}", b"damaged")
+    shutil.rmtree(folder)
+
+    restored = Mirror(folder, memory_url)
+    restored.open()
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    go_on(folder, CheckpointStore(folder / "checkpoints", keep=2), 4)
+    restored.copy()
+    shutil.rmtree(folder)
+    Mirror(folder, memory_url).open()
+    latest = CheckpointStore(folder / "checkpoints", keep=2).latest()
+    assert latest is not None and latest[1] == {"step": 4}
+
+
+def test_a_process_that_is_replaced_while_it_uploads_leaves_the_mirror_to_its_successor(
+    tmp_path: Path, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    store = make_run(folder)
+    replaced = copy_once(folder, memory_url)
+    tree = read_tree(folder)
+    go_on(folder, store, 4)
+    upload = replaced._upload
+    successor = tmp_path / "successor"
+
+    def upload_slowly(*arguments: Any) -> None:
+        upload(*arguments)
+        if not successor.exists():
+            copy_once(successor, memory_url)
+
+    monkeypatch.setattr(replaced, "_upload", upload_slowly)
+    with pytest.raises(TakenOver):
+        replaced.copy()
+    Mirror(tmp_path / "third", memory_url).open()
+    assert read_tree(tmp_path / "third") == tree
 
 
 def test_paths_out_of_the_run_folder_are_refused(tmp_path: Path, memory_url: str) -> None:
