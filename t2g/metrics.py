@@ -166,7 +166,9 @@ SAME_FEEDBACK = _add(
     "feedback/same_share", "share of responses", "different ones whose feedback is the step's most frequent; from 8 on"
 )
 LOCATED_RATE = _add("feedback/located_rate", "share of quotes", "found in their response")
-AT_MAX_SPANS = _add("feedback/metrics/at_max_spans", "share of answers", "of the reward model, with engine.max_spans")
+AT_MAX_SPANS = _add(
+    "feedback/metrics/at_max_spans", "share of answers", "of the reward model, with as many quotes as engine.max_spans"
+)
 FEEDBACK_METRICS = _add("feedback/metrics/<name>", "", "of the feedback function: mean over the responses that have it")
 RECALL = _add("feedback/recall_<class>", "share of faults", "of this class of the task: overlap poor spans")
 FAULTS_PRAISED = _add("feedback/faults_praised", "share of faults", "known to the task: overlap good spans")

@@ -69,6 +69,11 @@ class RewardWorker(Engine):
             prefix_ids, prefix = begin_answer(full_prefix, self._tokenizer)
             grammar = self._grammar(full_prefix[len(prefix) :])
         room = self._config.max_prompt_tokens - len(prefix_ids)
+        if room <= 0:
+            raise UserError(
+                f"prompt {prompt.prompt_id}: its critique of {len(prefix_ids)} tokens leaves no room in a prompt of "
+                f"{self._config.max_prompt_tokens} tokens; raise max_model_len of the reward engine"
+            )
         ids = self._prompt_ids(prompt, response_text, room)
         done = await self.generate(
             np.concatenate([ids, prefix_ids]),

@@ -23,7 +23,6 @@ from t2g.feedback.rewards import score_spans
 from t2g.interfaces import FeedbackSource
 from t2g.runs.contents import model_version, source_hash
 from t2g.study.policy_eval import Answers, content_key
-from t2g.text.thinking import NO_ANSWER
 from t2g.types import Prompt, SpanFeedback
 
 FOLDER = "feedback"
@@ -92,7 +91,8 @@ class FeedbackScores:
             assert source is not None, "responses are missing"
             if text:
                 return await source.judge(prompt, text)
-            return SpanFeedback(critique="", spans=(), status="empty", source=source.name, version="", reason=NO_ANSWER)
+            reason = "the response is empty, or ended within its thinking"
+            return SpanFeedback(critique="", spans=(), status="empty", source=source.name, version="", reason=reason)
 
         async def make_row(key: str, item: tuple[Prompt, list[str]]) -> JudgedResponses:
             prompt, texts = item

@@ -277,7 +277,7 @@ class SourceConfig(Section):
         None,
         description="what finds the spans of critiques without spans, of people, of a function that returns a text "
         "alone, of an LLM with style.spans=false, or of next messages: llm, reward_model, program (the task's own) or "
-        "pkg.mod:function; none: such critiques are refused, and next messages have no spans",
+        "pkg.mod:function; none: such critiques are refused, and of next messages only errors of tools have spans",
     )
     sandbox: SandboxConfig = SandboxConfig()
     concurrency: ResumeMutable[int] = Field(

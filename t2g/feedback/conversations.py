@@ -117,7 +117,8 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
             calls = _locate_calls(message, text)
         if role == "tool" and calls:
             call = _take_call(calls, message.get("tool_call_id"))
-            conversation.results[index] = _make_result(call.call, text)
+            if call is not None:
+                conversation.results[index] = _make_result(call.call, text)
         if problem:
             conversation.problems[index] = problem
     return conversation
@@ -152,11 +153,14 @@ def _locate_calls(message: Mapping[str, Any], text: str) -> list[_LoggedCall]:
     return located
 
 
-def _take_call(calls: list[_LoggedCall], call_id: Any) -> _LoggedCall:
-    """Remove and return the call with this id, or the first one."""
+def _take_call(calls: list[_LoggedCall], call_id: Any) -> _LoggedCall | None:
+    """Remove and return the call with this id, the first one if there are no ids, and None if no call has it."""
     for number, call in enumerate(calls):
         if call_id is not None and call.call_id == call_id:
             return calls.pop(number)
+    have_ids = any(call.call_id is not None for call in calls)
+    if have_ids and call_id is not None:
+        return None
     return calls.pop(0)
 
 

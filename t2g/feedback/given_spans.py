@@ -81,7 +81,9 @@ def _is_whole_number(value: Any) -> bool:
 
 def _read_label(span: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> Literal[-1, 1]:
     """Return the label of a span, which is in `label`, or alone in the list `labels`."""
-    label = span.get("label", span.get("labels"))
+    label = span.get("label")
+    if label is None:  # a table with both columns has null in the other one
+        label = span.get("labels")
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
     text = format_label(label)

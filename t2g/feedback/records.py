@@ -320,7 +320,13 @@ def select_criterion(records: Sequence[AnnotatedRecord], criterion: str | None, 
             f"{path}: its records have the criteria {', '.join(names)}, and criterion is {criterion}; set criterion to "
             "one of them"
         )
-    return [_keep_criterion(record, criterion) for record in records if criterion in record.criteria]
+    selected = [_keep_criterion(record, criterion) for record in records if criterion in record.criteria]
+    num_lacking = len(records) - len(selected)
+    if num_lacking:
+        logger.warning(
+            "%s: %d of %d records lack criterion %s and are left out", path, num_lacking, len(records), criterion
+        )
+    return selected
 
 
 def _keep_criterion(record: AnnotatedRecord, criterion: str) -> AnnotatedRecord:

@@ -4,7 +4,6 @@ Gold and predicted spans are projected on the same tokens, and counts are summed
 ratio whose denominator is 0 is 0, so that a model without spans scores 0.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from t2g.concurrency import gather_all
 from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.rewards import token_rewards
 from t2g.feedback.sources.votes import kappa_of_counts
@@ -28,7 +28,7 @@ ERROR_KINDS = {
     "invented_poor": "poor spans of the model without a gold span",
     "wrong_label": "spans of the model that overlap only gold spans of the other label",
     "not_located": "quotes of the model that are not in the response",
-    "unparsable": "answers that are unusable, or do not parse without guided decoding",
+    "unparsable": "answers that are unusable, or are missing or do not parse without guided decoding",
 }
 
 
@@ -68,11 +68,12 @@ async def judge_records(
     async def judge(record: AnnotatedRecord) -> JudgedRecord:
         prompt = record.to_prompt()
         response = record.response
-        guided, unguided = await asyncio.gather(model.judge(prompt, response), model.judge_unguided(prompt, response))
+        works = [model.judge(prompt, response), model.judge_unguided(prompt, response)]
+        guided, unguided = await gather_all(works)
         on_record()
         return judged_record(response, record.to_feedback(), guided, unguided, tokenizer)
 
-    return list(await asyncio.gather(*(judge(record) for record in records)))
+    return await gather_all(map(judge, records))
 
 
 def judged_record(
@@ -377,7 +378,7 @@ def _errors_of(record: JudgedRecord) -> dict[str, RecordErrors]:
         sentence = f"{missing} of {feedback.num_quotes} quotes are not in the response"
         errors["not_located"] = RecordErrors(missing, [sentence])
     if not record.parsed:
-        sentence = "without guided decoding the answer is not JSON of the requested schema"
+        sentence = "without guided decoding there is no answer, or it is not JSON of the requested schema"
         errors["unparsable"] = RecordErrors(1, [sentence])
     return errors
 

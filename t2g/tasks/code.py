@@ -6,6 +6,7 @@ judge; solution is also the reference; log of its tests, an object or a string; 
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -129,7 +130,8 @@ class CodeTask(Task):
     def run_tests(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         """Run tests on the program in the response, with the problem's imports and in the record's mode."""
         code, _ = extract_code(response_text)
-        return run_with_imports(self.run, code, tests, prompt.payload, sandbox)
+        program = textwrap.dedent(code)  # a fence in a list is indented
+        return run_with_imports(self.run, program, tests, prompt.payload, sandbox)
 
     @_stop_without_sandbox()
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:

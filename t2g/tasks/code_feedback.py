@@ -9,6 +9,7 @@ line that is right for other tests. The critique then reports the missing case, 
 import ast
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain, islice
@@ -65,7 +66,8 @@ def make_feedback_function(
         if not isinstance(tests, str) or not tests.strip():
             raise ValueError(f"the record's tests are {tests!r:.80}; field test needs a text")
         code, start = extract_code(response_text)
-        outcome = run_with_imports(run, code, tests, payload, sandbox)
+        program = textwrap.dedent(code)  # a fence in a list is indented; the numbers of the lines stay
+        outcome = run_with_imports(run, program, tests, payload, sandbox)
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
         if outcome.reason == "unsupported":

@@ -148,7 +148,7 @@ def _runs(tokens: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _is_number(token: str) -> bool:
-    return token[0].isdigit() or token.lower() in _NUMERALS
+    return token[0].isdecimal() or token.lower() in _NUMERALS
 
 
 def _normalize(token: str) -> str:
@@ -156,7 +156,7 @@ def _normalize(token: str) -> str:
     word = token.lower()
     if word in _NUMERALS:
         return str(_NUMERALS.index(word))
-    if not token[0].isdigit():
+    if not token[0].isdecimal():  # isdigit accepts "²", which float refuses
         return word[:STEM_CHARS]
     number = token.replace(",", "")
     return f"{float(number):g}" if number.count(".") <= 1 else number

@@ -53,7 +53,7 @@ def find_violations(arguments: Mapping[str, Any], parameters: Schema, tool: str)
     >>> find_violations({"days": "2"}, {"properties": {"days": {"type": "integer"}}}, "weather")
     [Violation(path='days', message='`days` is "2"; it needs to be integer')]
     """
-    closed = {**parameters, "type": "object", "additionalProperties": False}
+    closed = {"additionalProperties": False, **parameters, "type": "object"}
     return [*_check(dict(arguments), closed, "", tool)]
 
 

@@ -85,6 +85,8 @@ def test_labels(given_label: Any, expected: int) -> None:
     assert read_one({"start": 0, "end": 1, "label": given_label}, "ab", labels={"Fluent": "good"})[2] == expected
     (read,) = read_spans([{"start": 0, "end": 1, "labels": given_label}], "ab", labels={"Fluent": "good"})
     assert read["label"] == expected
+    (read,) = read_spans([{"start": 0, "end": 1, "label": None, "labels": given_label}], "ab", labels={"Fluent": "good"})
+    assert read["label"] == expected
 
 
 @pytest.mark.parametrize(("class_id", "expected"), [(0, 1), (1, -1), (2.0, -1), ("1", -1), (-1, -1)])

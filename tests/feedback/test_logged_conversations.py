@@ -127,6 +127,7 @@ def test_errors_of_logged_tools_are_about_the_arguments_of_their_call() -> None:
         {"role": "assistant", "content": "Let me\nlook.", "tool_calls": [call("a", "Oslo"), call("b", "Rom")]}
     )
     messages.append({"role": "tool", "tool_call_id": "b", "content": unknown})
+    messages.append({"role": "tool", "tool_call_id": "b", "content": "Error: `town` is Oslo, again"})  # about no call
     messages += chat("tool: rain")
     messages.append({"role": "assistant", "content": "Rain.", "tool_calls": [call("c", "Ås")]})
     messages += chat("tool: Error: timeout", "tool: Error: nobody called this", "assistant: Rain.", "user: Error: no.")

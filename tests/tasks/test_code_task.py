@@ -106,6 +106,16 @@ def test_the_measure_is_whether_the_tests_pass(row: dict[str, Any], passed: floa
     assert TASK.measure(prompt(), answer, sandbox=SandboxConfig()) is None
 
 
+def test_a_program_in_the_block_of_a_list_is_run_without_its_indent() -> None:
+    answer = "1. Here:\n\n   ```python\n   def double(n):\n       return 2 * n\n   ```\n"
+    record = prompt(test="from solution import double\n\ndef test_double():\n    assert double(2) == 4\n")
+    measures = TASK.measure(record, answer, sandbox=SandboxConfig())
+    assert measures == {TASK.score_name: 1.0, "unsupported": 0.0}
+    judge = TASK.make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig())
+    judged = judge("question", answer, payload=record.payload)
+    assert not judged["poor"]
+
+
 @pytest.mark.parametrize(("timeout_s", "passed"), [(0.3, 0.0), (10.0, 1.0)])
 def test_the_measure_is_taken_within_the_limits_given(timeout_s: float, passed: float) -> None:
     slow = prompt(test="import time\n\ndef test_slow():\n    time.sleep(0.6)\n")

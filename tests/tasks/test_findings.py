@@ -40,6 +40,12 @@ def test_what_the_text_says_is_blamed_by_neither(summary: str) -> None:
     assert measure_faithfulness(TEXT, summary)["invents"] == 0
 
 
+@pytest.mark.parametrize("summary", ["10² nm", "10⁶ cells", "a 5① b"])
+def test_a_raised_digit_is_no_number_of_its_own(summary: str) -> None:
+    assert measure_faithfulness("Zinc helped.", summary)["invents"] == 1
+    assert measure_faithfulness(summary, summary)["invents"] == 0
+
+
 @pytest.mark.parametrize(("summary", "inventions"), INVENTED)
 def test_what_the_text_does_not_say_is_found_by_both(summary: str, inventions: list[tuple[str, int]]) -> None:
     assert quoted(summary) == inventions

@@ -173,6 +173,13 @@ def test_arguments_are_checked(arguments: dict[str, Any], violations: list[tuple
     assert find_violations(arguments, SCHEMA, "weather") == violations
 
 
+def test_a_tool_may_take_arguments_that_its_schema_does_not_name() -> None:
+    open_schema = {"properties": {}, "additionalProperties": True}
+    assert find_violations({"a": 1}, open_schema, "t") == []
+    integers = {"properties": {}, "additionalProperties": {"type": "integer"}}
+    assert find_violations({"a": 1}, integers, "t") == []
+
+
 TYPED_VALUES = (0, -1, 2.0, 0.5, 1e300, True, None, "", "1", [], [1], {}, {"a": 1})
 
 

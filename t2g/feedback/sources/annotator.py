@@ -30,7 +30,7 @@ from t2g.feedback.parse import (
 from t2g.feedback.sources.chat_client import ChatCompletion
 from t2g.feedback.truncated_answers import load_truncated_object
 from t2g.tasks.base import Review, Task
-from t2g.text.quotes import cuts_word, locate
+from t2g.text.quotes import cuts_word, locate, locate_all
 from t2g.text.tokenizer import Message
 from t2g.types import LABELS, MAX_FIX_CHARS, MAX_SEVERITY, Prompt, Span, SpanFeedback
 
@@ -329,7 +329,24 @@ def _clamp_integer(value: Any, largest: int | None) -> Any:
 
 
 def _is_valid_fix(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and len(value) <= MAX_FIX_CHARS)
+    if value is None:
+        return True
+    # A half emoji is no text that a record could hold.
+    return isinstance(value, str) and len(value) <= MAX_FIX_CHARS and value == replace_surrogates(value)
+
+
+def _locate_entry(text: str, entry: _Entry) -> tuple[int, int] | None:
+    """Return the range of an entry's quote, or None.
+
+    `locate` counts matches within words last, and an annotator may count them in the order of the text: "n" occurs
+    first within "return n". A match within a word therefore yields to the whole word at that count.
+    """
+    position = locate(text, entry.quote, entry.occurrence)
+    if position is None or not cuts_word(text, *position):
+        return position
+    in_text_order = sorted(locate_all(text, entry.quote))
+    counted = in_text_order[entry.occurrence - 1]
+    return position if cuts_word(text, *counted) else counted
 
 
 def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Span | None, list[str]]:
@@ -343,7 +360,7 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
     entry = correct_escapes(entry, request.response_text)
     if not entry.quote.strip():
         return None, ["A quote is empty."]
-    position = locate(request.response_text, entry.quote, entry.occurrence)
+    position = _locate_entry(request.response_text, entry)
     if position is None and not _occurs_again(request.response_text, entry.quote):
         position = locate(request.response_text, entry.quote)  # whatever the occurrence, there is one match
     if position is None:

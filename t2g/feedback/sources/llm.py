@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from t2g.concurrency import gather_all
 from t2g.config import SourceConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import make_failed_feedback
@@ -115,7 +116,7 @@ class LLMFeedback(FeedbackSource):
         num_annotators = self._llm.num_annotators if "spans" in request.keys else 1
         async with self._semaphore.get():
             judgements = [self._ask_annotator(request, seed) for seed in range(num_annotators)]
-            answers = await asyncio.gather(*judgements)
+            answers = await gather_all(judgements)
         if num_annotators == 1:
             return answers[0]
         usable = [answer for answer in answers if answer.usable]

@@ -251,6 +251,7 @@ def test_numbers_and_labels_are_read_as_models_write_them(entry: dict[str, Any])
         ({"occurrence": 2}, 1),  # the response has it once
         ({"fix": 5}, 1),
         ({"fix": "x" * 4001}, 1),
+        ({"fix": "half \ud83d"}, 1),
         ({"label": "Incorrect"}, 1),
         ({"label": -1}, 1),
     ],
@@ -343,6 +344,26 @@ def test_a_draft_before_an_answer_that_was_cut_does_not_count() -> None:
 
 def test_text_around_the_object_is_forgiven() -> None:
     assert spans(ask(f"Here it is:\n```json\n{GOOD}\n```")[0]) == [("phone", 1)]
+
+
+@pytest.mark.parametrize(
+    ("response", "quote", "occurrence", "start"),
+    [
+        ("return n", "n", 1, 7),
+        ("return n", "n", 2, 7),  # as it is counted in the text
+        ("with it", "it", 2, 5),
+        ("n return n", "n", 2, 9),  # as whole words are counted
+        ("return", "n", 1, 5),
+        ("noon", "n", 2, 3),
+    ],
+)
+def test_an_occurrence_is_counted_with_and_without_matches_within_words(
+    response: str, quote: str, occurrence: int, start: int
+) -> None:
+    text = answer("It is wrong.", span(quote, "poor", phrase="wrong", occurrence=occurrence))
+    chat = ScriptedChat(text)
+    feedback = asyncio.run(annotator(chat).judge(prompt(), response))
+    assert [piece.start for piece in feedback.spans] == [start]
 
 
 def test_half_characters_do_not_end_the_annotation() -> None:
