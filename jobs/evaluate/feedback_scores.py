@@ -94,16 +94,23 @@ class FeedbackScores:
             reason = "the response is empty, or ended within its thinking"
             return SpanFeedback(critique="", spans=(), status="empty", source=source.name, version="", reason=reason)
 
+        path = self._path(name)
+        earlier = read_rows(path, JudgedResponses)
+
+        async def judge_again(prompt: Prompt, text: str, index: int, record: AnnotatedRecord | None) -> AnnotatedRecord:
+            """Return the record of an earlier start, unless its judgement failed."""
+            if record is not None and record.status != "failed":
+                return record
+            feedback = await judge_one(prompt, text)
+            return make_annotated_record(prompt, text, feedback, sample_index=index)
+
         async def make_row(key: str, item: tuple[Prompt, list[str]]) -> JudgedResponses:
             prompt, texts = item
-            feedbacks = await gather_all(judge_one(prompt, text) for text in texts)
-            records: list[AnnotatedRecord] = []
-            for index, (text, feedback) in enumerate(zip(texts, feedbacks, strict=True)):
-                record = make_annotated_record(prompt, text, feedback, sample_index=index)
-                records.append(record)
+            known = earlier[key].records if key in earlier else [None] * len(texts)
+            works = [judge_again(prompt, text, index, known[index]) for index, text in enumerate(texts)]
+            records = await gather_all(works)
             return JudgedResponses(prompt_id=prompt.prompt_id, key=key, records=tuple(records))
 
-        path = self._path(name)
         items = self._items(prompts, answers)
         rows_by_key = make_missing_rows(
             path,

@@ -29,6 +29,7 @@ from t2g.config.evaluation import ADAPTER_FILE, RESPONSES
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import UserError
+from t2g.feedback.outcome_rewards import measure_any
 from t2g.feedback.sources.chat_client import ChatClient, ChatRequest
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.program import ProgramFeedback
@@ -262,19 +263,25 @@ class Evaluation:
             key = content_key(self._measure_version, prompt.prompt_id, prompt.prompt_text, prompt.payload, texts)
             items[key] = prompt, texts
 
-        def measure(key: str, item: Texts) -> Scores:
+        limit = asyncio.Semaphore(config.concurrency)
+
+        async def make_row(key: str, item: Texts) -> Scores:
             prompt, texts = item
-            scores = [self.task.measure(prompt, text, sandbox=config.sandbox) or {} for text in texts]
+            scores = [await measure_any(self.task, prompt, text, config.sandbox, limit) for text in texts]
             if config.bertscore:
-                reference = self._read_reference(prompt) or ""
-                for text, score in zip(texts, scores, strict=True):
-                    score["bertscore"] = bert_score(text, reference, config.bertscore, config.bertscore_layer)
+                await asyncio.to_thread(self._add_bert_scores, prompt, texts, scores)
             return Scores(prompt_id=prompt.prompt_id, key=key, scores=tuple(scores))
 
         path = self.folder / SCORES / f"{name}.jsonl"
-        make_row = partial(asyncio.to_thread, measure)
         limits = Limits(config.concurrency, DRAIN_S)
         return _make_rows(path, Scores, f"scores of {name}", items, make_row, limits, stop)
+
+    def _add_bert_scores(self, prompt: Prompt, texts: Sequence[str], scores: Sequence[dict[str, float]]) -> None:
+        config = self.config
+        assert config.bertscore is not None
+        reference = self._read_reference(prompt) or ""
+        for text, score in zip(texts, scores, strict=True):
+            score["bertscore"] = bert_score(text, reference, config.bertscore, config.bertscore_layer)
 
     def _read_reference(self, prompt: Prompt) -> str | None:
         """Return the reference of a prompt; None if it is no text, which only its feedback function understands."""

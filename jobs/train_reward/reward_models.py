@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,16 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.run_folder import SMOKE_PROMPTS
 from jobs.train_sft.supervised import MODEL, train_supervised
-from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, ScoreJob, StyleConfig, with_overrides
+from t2g.config import (
+    DataConfig,
+    EvaluateJob,
+    FeedbackConfig,
+    RewardEngineConfig,
+    RewardJob,
+    ScoreJob,
+    StyleConfig,
+    with_overrides,
+)
 from t2g.errors import UserError
 from t2g.feedback.card import format_style, make_card, read_card, write_card
 from t2g.feedback.examples import make_reward_examples
@@ -30,6 +40,8 @@ from t2g.types import TrainSequence
 Served = TypeVar("Served", bound=ScoreJob)
 
 REWARD_FILE = "reward.json"
+
+logger = logging.getLogger(__name__)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -59,8 +71,27 @@ def read_data(config: RewardJob) -> RewardData:
             f"data.path={config.data.name}: style.critique is on, and no record that could be used has a critique; "
             "set style.critique=false, or take records that were annotated with one"
         )
+    warn_of_long_targets(records, config.engine)
     examples = make_reward_examples(records, task, tokenizer, max_length=config.sft.max_length, style=config.style)
     return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout[: config.eval_records])
+
+
+def warn_of_long_targets(records: Sequence[AnnotatedRecord], engine: RewardEngineConfig) -> None:
+    """Warn of records whose target the served model, with guided decoding, could not write."""
+
+    def is_too_long(record: AnnotatedRecord) -> bool:
+        longest_quote = max((len(piece.quote) for piece in (*record.good, *record.poor)), default=0)
+        num_quotes = max(len(record.good), len(record.poor))
+        has_long_parts = longest_quote > engine.max_quote_chars or len(record.critique) > engine.max_critique_chars
+        return has_long_parts or num_quotes > engine.max_spans
+
+    num_too_long = sum(map(is_too_long, records))
+    if num_too_long:
+        logger.warning(
+            "data.path: the target of %d of %d records has a longer critique, or longer or more quotes, than the "
+            "served model can write; raise engine.max_critique_chars, engine.max_quote_chars or engine.max_spans",
+            num_too_long, len(records),
+        )  # fmt: skip
 
 
 def check_style(name: str, path: str, style: StyleConfig, criterion: str | None) -> None:

@@ -227,11 +227,28 @@ def _to_float(value: Any) -> float:
 async def measure(
     task: Task, prompt: Prompt, answer: str, sandbox: SandboxConfig, limit: asyncio.Semaphore
 ) -> dict[str, float]:
-    """Return the task's metrics of an answer, with `score_name`. Runs in a thread: a task may execute programs.
+    """Return the task's metrics of an answer, with `score_name`.
 
     Raises:
         UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
-        RunStopped: `Task.measure` raised another error, or did not return in time.
+        RunStopped: As `measure_any`.
+    """
+    metrics = await measure_any(task, prompt, answer, sandbox, limit)
+    if task.score_name not in metrics:
+        raise UserError(
+            f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "
+            "that it does; correct one of the two methods"
+        )
+    return metrics
+
+
+async def measure_any(
+    task: Task, prompt: Prompt, answer: str, sandbox: SandboxConfig, limit: asyncio.Semaphore
+) -> dict[str, float]:
+    """Return the task's metrics of an answer, {} if it has none. Runs in a thread: a task may execute programs.
+
+    Raises:
+        RunStopped: `Task.measure` raised an error other than UserError, or did not return in time.
     """
     call = partial(_measure_or_catch, task, prompt, answer, sandbox)
     async with limit:
@@ -248,12 +265,7 @@ async def measure(
         logger.error("task %s: measure raised an error, for prompt %s", task.name, prompt.prompt_id, exc_info=metrics)
         reason = describe_error(metrics)
         raise RunStopped(f"task {task.name}: measure raised {reason}, for prompt {prompt.prompt_id}") from metrics
-    if not metrics or task.score_name not in metrics:
-        raise UserError(
-            f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "
-            "that it does; correct one of the two methods"
-        )
-    return metrics
+    return metrics or {}
 
 
 def _measure_or_catch(

@@ -115,8 +115,8 @@ def score_spans(
 ) -> float:
     """Return the sum of the spans' rewards over the sum of their absolute values, -1 to 1; 0 without a reward.
 
-    It is a rate, because a sum would grow with the length of the response. Two good spans and a poor one: 1/3. Each span
-    counts, also one that overlaps another: `token_rewards` would merge them.
+    It is a rate, because a sum would grow with the length of the response. Two good spans and a poor one: 1/3. Each
+    span counts, also one that overlaps another: `token_rewards` would merge them.
 
     Args:
         weights: Criterion -> factor of its rewards, by default 1.

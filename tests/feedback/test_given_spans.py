@@ -85,7 +85,9 @@ def test_labels(given_label: Any, expected: int) -> None:
     assert read_one({"start": 0, "end": 1, "label": given_label}, "ab", labels={"Fluent": "good"})[2] == expected
     (read,) = read_spans([{"start": 0, "end": 1, "labels": given_label}], "ab", labels={"Fluent": "good"})
     assert read["label"] == expected
-    (read,) = read_spans([{"start": 0, "end": 1, "label": None, "labels": given_label}], "ab", labels={"Fluent": "good"})
+    (read,) = read_spans(
+        [{"start": 0, "end": 1, "label": None, "labels": given_label}], "ab", labels={"Fluent": "good"}
+    )
     assert read["label"] == expected
 
 

@@ -62,6 +62,25 @@ def test_a_critique_is_not_learned_from_records_without_one(tmp_path: Path) -> N
     assert len(read_data(config).examples) == 2
 
 
+def test_targets_that_the_served_model_cannot_write_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guided decoding would cut the quote, and the span would end elsewhere."""
+    config = job(tmp_path, StyleConfig())
+    long = read_record({"prompt": "p", "response": "ab " * 60, "critique": "It is.", "good": ["ab " * 55]})
+    short = read_record({"prompt": "p", "response": "ab cd", "critique": "It is.", "good": ["ab"]})
+    write_annotated(tmp_path / "train.jsonl", [short, long, short])
+    read_data(config)
+    (message,) = [
+        record.message for record in caplog.records if "guided" in record.message or "write" in record.message
+    ]
+    assert "1 of 3 records" in message and "engine.max_quote_chars" in message
+    caplog.clear()
+    roomy = config.engine.model_copy(update={"max_quote_chars": 200})
+    read_data(config.model_copy(update={"engine": roomy}))
+    assert not [record for record in caplog.records if "engine.max_quote_chars" in record.message]
+
+
 SPARSE = StyleConfig()
 DENSE = StyleConfig(labels="dense")
 BARE = StyleConfig(critique=False)
