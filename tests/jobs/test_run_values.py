@@ -25,7 +25,9 @@ from t2g.tasks.base import get_task
 from t2g.types import Prompt, Rollout
 
 FUNCTION = """
+judged = []
 def judge(prompt, response, payload):
+    judged.append(response)
     if response == payload.get("broken"):
         raise ValueError("no judgement today")
     good = [word for word in response.split() if word == "good"]
@@ -140,6 +142,20 @@ def test_the_same_command_asks_for_failed_judgements_again(finished: Path, tmp_p
     (tmp_path / "of_runs_judge.py").write_text(FUNCTION.replace("raise ValueError", "return 'x', [], []  # "))
     del sys.modules["of_runs_judge"]
     assert measure(load(finished))[0]["policies"]["base"]["unjudged"]["value"] == 0
+
+
+def test_a_good_judgement_beside_a_failed_one_is_not_requested_again(finished: Path, tmp_path: Path) -> None:
+    data = tmp_path / "heldout.jsonl"
+    rows = [{"prompt": f"p{number}", "topic": "tea", "broken": "bad"} for number in range(3)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    fails_once = FUNCTION.replace('payload.get("broken")', 'payload.get("broken") and judged.count("bad") == 1')
+    (tmp_path / "of_runs_judge.py").write_text(fails_once)
+    with pytest.raises(RunStopped, match="no usable feedback on 1 of 6 responses of base"):
+        measure(load(finished, "feedback.max_failed_share=0.1"))
+    judged = sys.modules["of_runs_judge"].judged
+    assert judged.count("bad") == 2
+    measure(load(finished, "feedback.max_failed_share=0.1"))
+    assert judged.count("bad") == 3
 
 
 def test_the_command_takes_the_folder(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

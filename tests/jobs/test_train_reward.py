@@ -71,14 +71,12 @@ def test_targets_that_the_served_model_cannot_write_are_reported(
     short = read_record({"prompt": "p", "response": "ab cd", "critique": "It is.", "good": ["ab"]})
     write_annotated(tmp_path / "train.jsonl", [short, long, short])
     read_data(config)
-    (message,) = [
-        record.message for record in caplog.records if "guided" in record.message or "write" in record.message
-    ]
+    (message,) = [text for text in caplog.messages if "served model can write" in text]
     assert "1 of 3 records" in message and "engine.max_quote_chars" in message
     caplog.clear()
     roomy = config.engine.model_copy(update={"max_quote_chars": 200})
     read_data(config.model_copy(update={"engine": roomy}))
-    assert not [record for record in caplog.records if "engine.max_quote_chars" in record.message]
+    assert not [text for text in caplog.messages if "served model can write" in text]
 
 
 SPARSE = StyleConfig()
