@@ -22,10 +22,10 @@ from t2g.study.result_lines import ResultLine
 from t2g.study.tables import NOTHING, markdown, spread, t_interval
 
 LEGEND = """\
-Seeds {seeds}; ± is half the 95 % t interval over them. Scores are held-out ones. At equal KL: where each run first has
-moved as far as both ever do, linear between evaluations. Δ log p is in nats a token. That of criticised, praised and
-unmentioned tokens, and criticism that recurs, are of held-out responses of the start (`t2g.study.targeting`). Right
-choices: the share of `compare.choices`."""
+Seeds {seeds}; ± is half the 95 % t interval over them. Scores are held-out ones; KL is to the start, nats a response,
+measured at the next step. At equal KL: where each run first has moved as far as both ever do, linear between
+evaluations. Δ log p is in nats a token. That of criticised, praised and unmentioned tokens, and criticism that recurs,
+are of held-out responses of the start (`t2g.study.targeting`). Right choices: the share of `compare.choices`."""
 LABELS = {  # by key of RunCurve.targeting
     "criticised": "Δ log p of criticised tokens",
     "praised": "Δ log p of praised tokens",
@@ -155,7 +155,8 @@ def make_table(pairs: Pairs, first_name: str, second_name: str) -> str:
     runs = [run for pair in pairs.values() for run in (pair.first.run, pair.second.run)]
     grids = [set(run.samples) for run in runs]
     common = sorted(set.intersection(*grids))
-    rows = [_make_score_row(count, pairs) for count in common]
+    rows = [_make_curve_row("score", "scores", count, pairs) for count in common]
+    rows += [_make_curve_row("KL", "kls", count, pairs) for count in common]
     rows.append(_make_equal_kl_row(pairs))
     if all(grid == grids[0] for grid in grids):
         rows.append(_make_row(f"mean of the last {WINDOW}", pairs, lambda run: run.score))
@@ -163,12 +164,15 @@ def make_table(pairs: Pairs, first_name: str, second_name: str) -> str:
     return markdown(("", first_name, second_name, "first less second", "by seed"), rows)
 
 
-def _make_score_row(count: int, pairs: Pairs) -> list[str]:
-    def read_score(run: RunCurve) -> float:
-        index = run.samples.index(count)
-        return run.scores[index]
+def _make_curve_row(label: str, curve: str, count: int, pairs: Pairs) -> list[str]:
+    """Return the row of a curve of RunCurve after `count` samples. The last evaluation has no KL."""
 
-    return _make_row(f"score after {count:,} samples", pairs, read_score)
+    def read_value(run: RunCurve) -> float | None:
+        index = run.samples.index(count)
+        values = getattr(run, curve)
+        return values[index] if index < len(values) else None
+
+    return _make_row(f"{label} after {count:,} samples", pairs, read_value)
 
 
 def _make_row(name: str, pairs: Pairs, measure: Callable[[RunCurve], float | None]) -> list[str]:

@@ -82,6 +82,7 @@ def test_the_table_has_differences_and_their_interval(results: Path, capsys: pyt
     assert rows["mean of the last 3"][2:] == [f"0.125 ± {half / 2:.3f}", "0.150, 0.100"]
     assert rows["score after 10 samples"][2:] == [f"0.100 ± {2 * half:.3f}", "0.200, 0.000"]
     assert rows["score after 20 samples"][0] == "0.900 ± 0.000"
+    assert rows["KL after 20 samples"] == ["4.000 ± 0.000", "2.000 ± 0.000", "2.000 ± 0.000", "2.000, 2.000"]
     assert rows["score at equal KL"][2:] == ["0.000 ± 0.000", "0.000, 0.000"]  # at 2 nats: .8 and .8, .7 and .7
     assert rows["Δ log p of criticised tokens"][:2] == [f"-1.500 ± {10 * half:.3f}", "-0.500 ± 0.000"]
     assert rows["Δ log p of compare.retention"] == ["–"] * 4  # not measured
