@@ -6,7 +6,7 @@ take the GPUs for a weight push, for sampling, or after a checkpoint.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from actors.weights.round import EngineFleet, SyncWorker
@@ -82,17 +82,21 @@ class FleetGpuTimeSharing:
         workers = self._fleet.started()
         switches = [self._switch(worker, should_sleep) for worker in workers]
         errors = await asyncio.gather(*switches)
-        if any(errors):
-            await self._fleet.replace_unreachable()
-            await asyncio.sleep(self.release_s)
-        # An engine that died has a successor once the engines have the GPUs.
-        remaining = self._fleet.started()
-        failures = [error for worker, error in zip(workers, errors, strict=True) if error and worker in remaining]
-        if failures:
-            raise RunStopped(f"engines and ranks cannot share their GPUs: {'; '.join(failures)}")
+        failed = {worker: error for worker, error in zip(workers, errors, strict=True) if error}
+        if failed:
+            await self._raise_failures(failed)
         if user == "learner" and self.learner is not None:
             await asyncio.to_thread(self.learner.reload_states)
         self._fleet.gpu_user = user
+
+    async def _raise_failures(self, failed: Mapping[SyncWorker, str]) -> None:
+        """Raise RunStopped for the engines that failed and still run. One that died has a successor later."""
+        await self._fleet.replace_unreachable()
+        await asyncio.sleep(self.release_s)
+        remaining = self._fleet.started()
+        failures = [error for worker, error in failed.items() if worker in remaining]
+        if failures:
+            raise RunStopped(f"engines and ranks cannot share their GPUs: {'; '.join(failures)}")
 
     async def _switch(self, worker: SyncWorker, should_sleep: bool) -> str:
         """Have one engine sleep or wake up; return what failed, "" if nothing."""

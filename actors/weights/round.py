@@ -339,12 +339,12 @@ class Round:
         return largest, answers
 
     async def _call_all(
-        self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf, grace_s: float = GRACE_S
+        self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf, grace_s: float | None = None
     ) -> list[tuple[SyncWorker, Any]]:
         """Call submit(handle) on all workers; return the answers, and drop the workers without one.
 
         The timeout is the round's deadline and at most timeout_s. After the first answer, or the first refusal in a
-        broadcast, the other workers have `compute_grace_s` seconds, at least grace_s.
+        broadcast, the other workers have `compute_grace_s` seconds, at least grace_s (by default GRACE_S).
         """
         started = time.monotonic()
         until = min(self.deadline, started + timeout_s)
@@ -398,6 +398,7 @@ class Round:
         self.version.missed[worker.name] = reason
 
 
-def compute_grace_s(first_s: float, grace_s: float = GRACE_S) -> float:
-    """Return the seconds that the other workers have after the first one answered in first_s, at least grace_s."""
-    return max(grace_s, GRACE_RATIO * first_s)
+def compute_grace_s(first_s: float, least_s: float | None = None) -> float:
+    """Return the seconds that the other workers have after the first one answered in first_s; least_s: else GRACE_S."""
+    least_s = GRACE_S if least_s is None else least_s
+    return max(least_s, GRACE_RATIO * first_s)

@@ -204,9 +204,9 @@ def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], N
         with _status_lock:
             with suppress(UserError):  # no status yet
                 status = read_status(folder)
-            changes: dict[str, Any] = {"phase": phase, "reason": reason, "num_steps": num_steps, "updated": now()}
-            if phase == "starting":
-                changes |= {"fleets": (), "idle": {}}  # those of an earlier process have ended
+            changes: dict[str, Any] = {"phase": phase, "reason": reason, "updated": now()}
+            if phase == "starting":  # the run may be longer now, and the fleets of an earlier process have ended
+                changes |= {"num_steps": num_steps, "fleets": (), "idle": {}}
             write_status(folder, status.model_copy(update=changes))
 
     publish("starting")

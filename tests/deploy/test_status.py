@@ -86,6 +86,9 @@ def test_phases_are_reported_with_the_reason_of_the_last(tmp_path: Path) -> None
         raise Stopped
     assert read_status(tmp_path).phase == "stopped"
     assert read_status(tmp_path).step == 12
+    with publish_phases(tmp_path, 200):  # the run was extended; engines of the earlier process have ended
+        started = read_status(tmp_path)
+        assert (started.phase, started.num_steps, started.fleets) == ("starting", 200, ())
     with publish_phases(tmp_path, 9):
         pass
     assert read_status(tmp_path).phase == "done"

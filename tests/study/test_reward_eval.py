@@ -253,7 +253,7 @@ def test_every_kind_of_error_once() -> None:
         "unparsable": (
             2,
             [
-                (1, ["without guided decoding the answer is not JSON of the requested schema"]),
+                (1, ["without guided decoding there is no answer, or it is not JSON of the requested schema"]),
                 (2, ["failed: it was late"]),  # and nothing of it counts as missed
             ],
         ),

@@ -116,7 +116,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up_and_the_floor_stops_the_
             await until(fleet, lambda: not fleet.serving())
 
     losses = r"(test worker 0 died \(ActorDiedError: .*\)(; |$)){2}"
-    with pytest.raises(RunStopped, match=rf"^no test worker is left, workers\.min=1: {losses}"):
+    with pytest.raises(RunStopped, match=rf"^no test worker is left, feedback\.engine\.workers\.min=1: {losses}"):
         asyncio.run(run())
 
 
@@ -619,7 +619,7 @@ def test_start_messages_reach_the_user_and_a_late_start_is_reported(
     with pytest.raises(UserError, match=r"^model\.policy is no model$"):
         unwilling.wait_ready()
     late = begin(CONFIG.model_copy(update={"start_timeout_s": 1.0}), gate=tmp_path / "never")
-    with pytest.raises(RunStopped, match=r"^no test worker is left, workers\.min=1: "):
+    with pytest.raises(RunStopped, match=r"^no test worker is left, feedback\.engine\.workers\.min=1: "):
         late.wait_ready()
 
 
