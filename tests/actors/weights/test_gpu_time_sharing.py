@@ -61,6 +61,7 @@ class DyingFleet(Fleet):
 
 def share(fleet: Any, log: list[str], timeout_s: float = 5) -> FleetGpuTimeSharing:
     sharing = FleetGpuTimeSharing(fleet, timeout_s=timeout_s)
+    sharing.release_s = 0
     sharing.learner = SimpleNamespace(
         offload_states=lambda: log.append("offload"), reload_states=lambda: log.append("reload")
     )
@@ -127,7 +128,6 @@ def test_an_engine_that_dies_in_the_switch_does_not_stop_the_run(dies_at: str) -
     dying = Engine("w1", log, fails_at=dies_at)
     fleet = DyingFleet(Engine("w0", log), dying)
     sharing = share(fleet, log)
-    sharing.release_s = 0
     take(sharing, "learner", "engines")
     assert [event for event in log if event.startswith("w0")] == ["w0 sleep", "w0 wake"]
     assert fleet.gpu_user == "engines" and dying not in fleet.started()
