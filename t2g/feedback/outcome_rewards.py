@@ -261,10 +261,12 @@ async def measure_any(
             ) from None
     if isinstance(metrics, UserError | RunStopped):
         raise metrics
-    if isinstance(metrics, BaseException):
+    if isinstance(metrics, Exception | SystemExit):
         logger.error("task %s: measure raised an error, for prompt %s", task.name, prompt.prompt_id, exc_info=metrics)
         reason = describe_error(metrics)
         raise RunStopped(f"task {task.name}: measure raised {reason}, for prompt {prompt.prompt_id}") from metrics
+    if isinstance(metrics, BaseException):
+        raise metrics
     return metrics or {}
 
 
