@@ -118,7 +118,7 @@ def test_a_given_critique_comes_back_with_spans_and_is_kept_beside_the_models_ow
     assert align(fleet, response, critiques)[0] is answers[0]
     assert judge(fleet, [response])[0] is unguided
     (failed,) = align(fleet, response, ["Long. " * 500])
-    assert failed.status == "failed" and "do not fit" in failed.reason
+    assert failed.status == "failed" and "leaves no room" in failed.reason
 
 
 def test_a_model_with_another_card_is_refused(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_rank_goes_on_without_the_engines(group: Fallible | None, monkeypatch:
 def test_requests_waiting_for_a_removed_member_are_released() -> None:
     group = Fallible(hangs=True)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"more than 0\.1 s"), abort_when_stalled(group, after_s=0.1):
+    with pytest.raises(RuntimeError, match="the broadcast was aborted"), abort_when_stalled(group, after_s=0.1):
         group.broadcast(TENSORS[0], 0)
     assert group.disabled and 0.1 <= time.monotonic() - started < 5
     quick = Fallible(hangs=True)
@@ -219,7 +219,7 @@ def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_ro
         transfer.receive_weights(part)
     transfer.model_update_group = broken = Fallible(hangs=True)
     threading.Timer(0.1, broken.destroy).start()
-    with pytest.raises(RuntimeError, match="broadcast of bucket 0 of version 5 was aborted"):
+    with pytest.raises(RuntimeError, match="bucket 0 of version 5: the broadcast was aborted"):
         transfer.receive_weights(part)
     open_version(transfer)
     with pytest.raises(ValueError, match="3 of 3 tensors of the manifest are missing"):
