@@ -25,10 +25,8 @@ def load_run(method_job: PolicyJob) -> RunCurve:
     records = list(read_records(folder / METRICS_FILE))
     try:
         return read_run(records, targeting, every=method_job.eval.every)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
-    except Diverged as error:
-        raise Diverged(f"{folder}: {error}") from None
+    except (UserError, Diverged) as error:
+        raise type(error)(f"{folder}: {error}") from None
 
 
 def load_all(plan: ComparisonPlan, chosen: dict[str, float]) -> tuple[dict[str, dict[int, RunCurve]], dict[str, Any]]:

@@ -97,7 +97,7 @@ class FeedbackScores:
         path = self._path(name)
         earlier = read_rows(path, JudgedResponses)
 
-        async def judge_again(prompt: Prompt, text: str, index: int, record: AnnotatedRecord | None) -> AnnotatedRecord:
+        async def judge_unless_known(prompt: Prompt, text: str, index: int, record: AnnotatedRecord | None) -> AnnotatedRecord:
             """Return the record of an earlier start, unless its judgement failed."""
             if record is not None and record.status != "failed":
                 return record
@@ -107,7 +107,7 @@ class FeedbackScores:
         async def make_row(key: str, item: tuple[Prompt, list[str]]) -> JudgedResponses:
             prompt, texts = item
             known = earlier[key].records if key in earlier else [None] * len(texts)
-            works = [judge_again(prompt, text, index, known[index]) for index, text in enumerate(texts)]
+            works = [judge_unless_known(prompt, text, index, known[index]) for index, text in enumerate(texts)]
             records = await gather_all(works)
             return JudgedResponses(prompt_id=prompt.prompt_id, key=key, records=tuple(records))
 

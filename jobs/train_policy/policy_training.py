@@ -193,7 +193,7 @@ class RestartBudget:
             Stopped: `stop` was set.
         """
         if self._stop:
-            logger.warning("%s; the run was asked to stop, and the learner is not restarted", lost)
+            logger.warning("%s; the run stops, and the learner is not restarted", lost)
             raise Stopped
         config = self._config
         now = time.monotonic()
