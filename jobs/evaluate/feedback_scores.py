@@ -97,8 +97,10 @@ class FeedbackScores:
         path = self._path(name)
         earlier = read_rows(path, JudgedResponses)
 
-        async def judge_unless_known(prompt: Prompt, text: str, index: int, record: AnnotatedRecord | None) -> AnnotatedRecord:
-            """Return the record of an earlier start, unless its judgement failed."""
+        async def judge_unless_known(
+            prompt: Prompt, text: str, index: int, record: AnnotatedRecord | None
+        ) -> AnnotatedRecord:
+            """Return the record of an earlier start; judge the response if there is none, or it failed."""
             if record is not None and record.status != "failed":
                 return record
             feedback = await judge_one(prompt, text)
